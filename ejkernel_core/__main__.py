@@ -1,0 +1,31 @@
+"""``python -m ejkernel_core``: what is installed, by whom, and what is broken and why."""
+
+from __future__ import annotations
+
+from . import registry
+from ._discovery import KERNELS, OPERATIONS, POLICIES
+from ._policies import BUILT_IN
+
+HEADINGS = {OPERATIONS: "operations", KERNELS: "kernels", POLICIES: "policies"}
+
+
+def listing() -> str:
+    """The table as text."""
+    rows = registry.inspect()
+    lines = [] if registry.plugins is None else [f"EJKERNEL_PLUGINS={registry.plugins!r}"]
+    for group, heading in HEADINGS.items():
+        lines.append(heading)
+        mine = [(entry, broken) for entry, broken in rows if entry.group == group]
+        if group == POLICIES:
+            lines += [f"  {name:<32} built in" for name in BUILT_IN]
+        elif not mine:
+            lines.append("  none; 'pip install ejkernel-ops ejkernel-xla' brings the standard ones")
+        for entry, broken in mine:
+            lines.append(f"  {entry.name:<32} {entry.provider}")
+            if broken:
+                lines.append(f"    broken: {broken.reason}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(listing())

@@ -1,0 +1,52 @@
+"""Where a call runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+import jax
+
+#: The names XLA has for the platforms that JAX calls "gpu".
+_GPU = frozenset({"cuda", "rocm", "gpu"})
+
+
+@attrs.frozen
+class Target:
+    """What a kernel may know of the device it is compiled for."""
+
+    platform: str
+    device_kind: str | None = None
+    compute_capability: tuple[int, int] | None = None
+
+
+def target(platform: str) -> Target:
+    """The target that ``platform`` is on this machine; without a device of it, the platform alone is known."""
+    try:
+        device = jax.local_devices(backend=platform)[0]
+    except RuntimeError:
+        return Target(jax_platform(platform))
+    return Target(jax_platform(platform), device.device_kind, _capability(device))
+
+
+def jax_platform(platform: str) -> str:
+    """JAX's word for an XLA platform: "cuda" is "gpu"."""
+    return "gpu" if platform in _GPU else platform
+
+
+def current_platform(arrays: Iterable[Any]) -> str:
+    """The platform of the arrays, if they are on a device, else of JAX's default device."""
+    for array in arrays:
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+            return str(next(iter(array.devices())).platform)
+    default = getattr(jax.config, "jax_default_device", None)  # a device, the name of a platform, or None
+    return str(getattr(default, "platform", default) or jax.default_backend())
+
+
+def _capability(device: Any) -> tuple[int, int] | None:
+    text = getattr(device, "compute_capability", None)
+    if not isinstance(text, str) or "." not in text:
+        return None
+    major, minor = text.split(".")[:2]
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None

@@ -1,0 +1,42 @@
+"""Everything the framework raises.
+
+EjkernelError
+├── Unsupported          a kernel cannot do this invocation: the one expected exception, and how a kernel refuses
+├── UnknownOperation     no installed plugin brings the operation            (also a LookupError)
+├── UnknownBackend       no installed plugin brings this kernel              (also a LookupError)
+├── NoKernel             every installed kernel refused, each with its reason
+├── PluginError          a plugin broke the contract: named with its distribution and the reason
+└── NotDifferentiable    a derivative that nothing installed can give        (also a TypeError)
+
+What a caller gave wrongly is Python's own ``TypeError`` or ``ValueError``, and names the argument.
+"""
+
+from __future__ import annotations
+
+
+class EjkernelError(Exception):
+    """The root of the tree."""
+
+
+class Unsupported(EjkernelError):
+    """Raised by ``heuristic_cfg``: this kernel cannot do this invocation. The message is for the user to act on."""
+
+
+class UnknownOperation(EjkernelError, LookupError):
+    """No plugin brings an operation of this name."""
+
+
+class UnknownBackend(EjkernelError, LookupError):
+    """No plugin brings a kernel of this backend for the operation."""
+
+
+class NoKernel(EjkernelError):
+    """No installed kernel can do the invocation."""
+
+
+class PluginError(EjkernelError):
+    """A plugin does not keep the contract."""
+
+
+class NotDifferentiable(EjkernelError, TypeError):
+    """A derivative was asked for that nothing installed can give."""

@@ -1,0 +1,63 @@
+"""The contract: three hooks make a kernel, one makes a policy. ``docs/hooks.md`` has an example of each."""
+# mypy: disable-error-code="empty-body"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from ._invocation import Invocation
+    from ._plan import Candidate, Choice
+
+PROJECT = "ejkernel"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec(firstresult=True)
+def heuristic_cfg(inv: Invocation) -> Any:
+    """A good configuration without measuring, or ``raise Unsupported("why")``: this is the capability check too.
+
+    ``inv`` holds shapes, not values. Nothing is committed before every kernel has answered.
+    """
+
+
+@hookspec(firstresult=True)
+def config_space(inv: Invocation) -> Iterable[Any]:
+    """The configurations worth measuring, pruned to what fits the device. Optional: else the heuristic's alone."""
+
+
+@hookspec(firstresult=True)
+def run_backend(inv: Invocation, cfg: Any) -> Any:
+    """Compute the operation's results, as JAX arrays, with this configuration. JAX traces it; ``inv`` holds tracers."""
+
+
+@hookspec(firstresult=True)
+def select_config(inv: Invocation, candidates: Sequence[Candidate]) -> Choice | None:
+    """Choose a kernel and its configuration among the able ones, best by heuristic first; None leaves it to others."""
+
+
+class KernelHooks:
+    """What a kernel implements; ``config_space`` is optional."""
+
+    heuristic_cfg = heuristic_cfg
+    config_space = config_space
+    run_backend = run_backend
+
+
+class PolicyHooks:
+    """What a policy implements."""
+
+    select_config = select_config
+
+
+OPTIONAL_HOOKS = frozenset({"config_space"})
+
+
+def specifications(hooks: type) -> dict[str, Callable[..., Any]]:
+    """The hooks of one of the two classes, by name."""
+    return {name: hook for name, hook in vars(hooks).items() if not name.startswith("_")}

@@ -1,0 +1,118 @@
+"""A kernel plugin, loaded and checked against the hooks."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import attrs
+import pluggy
+
+from ._discovery import Entry
+from ._errors import PluginError
+from ._hookspecs import OPTIONAL_HOOKS, PROJECT, KernelHooks, specifications
+from ._invocation import Invocation
+
+#: The rank of a kernel that does not say: it was installed to be used, so it goes before the general ones.
+DEFAULT_RANK = 50
+
+
+@attrs.frozen(eq=False)
+class LoadedKernel:
+    """One (operation, backend) pair. It has a plugin manager of its own, so no other plugin can answer for it."""
+
+    op: str
+    backend: str
+    provider: str
+    #: Platform to rank: where it runs, and how strongly it is preferred there. None: everywhere, DEFAULT_RANK.
+    platforms: Mapping[str, int] | None
+    config_type: type | None
+    _hooks: pluggy.HookRelay = attrs.field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}.{self.backend}"
+
+    def rank(self, platform: str) -> int | None:
+        """How strongly it is preferred on this platform; None where it does not run."""
+        return DEFAULT_RANK if self.platforms is None else self.platforms.get(platform)
+
+    def heuristic_cfg(self, inv: Invocation) -> Any:
+        return self._hooks.heuristic_cfg(inv=inv)
+
+    def config_space(self, inv: Invocation) -> Iterable[Any]:
+        space = self._hooks.config_space(inv=inv)
+        return [self.heuristic_cfg(inv)] if space is None else space
+
+    def run_backend(self, inv: Invocation, cfg: Any) -> tuple[Any, ...]:
+        results = self._hooks.run_backend(inv=inv, cfg=cfg)
+        return tuple(results) if isinstance(results, (tuple, list)) else (results,)
+
+
+def load_kernel(entry: Entry, plugin: Any) -> LoadedKernel:
+    """The kernel that ``plugin``, a module or any object with the hooks as attributes, makes."""
+    op, _, backend = entry.name.rpartition(".")
+    if not op:
+        raise PluginError(f"kernel {entry.name!r} of {entry.provider}: a kernel is named <operation>.<backend>")
+    manager = hook_manager(entry, plugin, KernelHooks)
+    return LoadedKernel(
+        op, backend, entry.provider, getattr(plugin, "PLATFORMS", None), getattr(plugin, "Config", None), manager.hook
+    )
+
+
+def hook_manager(entry: Entry, plugin: Any, hooks: type) -> pluggy.PluginManager:
+    """A manager with these hooks and this plugin alone. Every fault of the plugin is told at once, by name."""
+    specs = specifications(hooks)
+    faults = [*_missing(plugin, specs), *_misspelt(plugin, specs), *_malformed(plugin, specs)]
+    if faults:
+        raise PluginError(
+            f"{entry.name!r} of {entry.provider} ({entry.value or type(plugin).__name__}): " + "; ".join(faults)
+        )
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(hooks)
+    manager.register(plugin, entry.name)
+    return manager
+
+
+def _missing(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:
+    for name in specs:
+        if not hasattr(plugin, name) and name not in OPTIONAL_HOOKS:
+            yield f"the hook {name} is missing"
+
+
+def _misspelt(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:
+    names = vars(plugin) if isinstance(plugin, ModuleType) else dir(plugin)
+    for name in list(names):
+        if name not in specs and _is_marked(getattr(plugin, name, None)):
+            near = difflib.get_close_matches(name, specs, 1)
+            yield f"{name} is marked @hookimpl but is no hook" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _malformed(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:
+    for name, spec in specs.items():
+        function = getattr(plugin, name, None)
+        if function is None:
+            continue
+        if not inspect.isroutine(function):  # pluggy would pass it over without a word
+            kind = f"{type(function).__module__}.{type(function).__qualname__}"
+            yield f"{name} is a {kind}: a hook is a plain function; jit or bind what it calls instead"
+            continue
+        if not _is_marked(function):
+            yield f"{name} is not marked @hookimpl"
+        yield from _wrong_parameters(name, function, spec)
+
+
+def _wrong_parameters(name: str, function: Callable[..., Any], spec: Callable[..., Any]) -> Iterator[str]:
+    takes = list(inspect.signature(spec).parameters)
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name not in takes:
+            yield f"{name} takes no argument {parameter.name!r}: its arguments are ({', '.join(takes)})"
+        elif parameter.default is not parameter.empty:  # pluggy would never pass it
+            yield f"{name} has a default for {parameter.name!r}: hook arguments have none"
+
+
+def _is_marked(function: Any) -> bool:
+    return isinstance(getattr(function, f"{PROJECT}_impl", None), dict)

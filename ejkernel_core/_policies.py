@@ -1,0 +1,34 @@
+"""The policies that ship with the core, and the chain that all policies form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pluggy
+
+from ._hookspecs import PROJECT, PolicyHooks, hookimpl
+from ._invocation import Invocation
+from ._plan import Candidate, Choice
+
+
+class Heuristic:
+    """The last of the chain: the best candidate by rank, with the configuration its own heuristic gave."""
+
+    @staticmethod
+    @hookimpl(trylast=True)
+    def select_config(inv: Invocation, candidates: Sequence[Candidate]) -> Choice:
+        best = candidates[0]
+        return Choice(best.backend, best.cfg, "heuristic")
+
+
+BUILT_IN: dict[str, Any] = {"heuristic": Heuristic}
+
+
+def policy_chain(policies: Iterable[tuple[str, Any]]) -> pluggy.PluginManager:
+    """One manager for all policies: the first that answers decides."""
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(PolicyHooks)
+    for name, policy in policies:
+        manager.register(policy, name)
+    return manager

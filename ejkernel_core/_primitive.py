@@ -1,0 +1,112 @@
+"""A call as JAX sees it: one primitive.
+
+Nothing is chosen while JAX traces. The plan is made when JAX lowers the primitive: the shapes are final then (``vmap``
+has folded its axes, ``shard_map`` has cut its shards), the platform is known even when it is not this machine's, and no
+tracer is near that a measurement could disturb. A kernel is traced for its own shapes alone and never sees how its
+arguments vary over a mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from . import _batching
+from ._devices import current_platform, target
+from ._errors import NotDifferentiable, PluginError
+from ._invocation import abstract
+from ._jax_versions import aval_like
+from ._plan import Plan
+from ._request import Request
+
+kernel_call = Primitive("ejkernel_call")
+kernel_call.multiple_results = True
+
+
+def bind(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """The results of the best kernel for the request, whatever JAX does with it around here."""
+    return tuple(kernel_call.bind(*arrays, request=request))
+
+
+def outputs(request: Request, arrays: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The shapes and dtypes of the results."""
+    operation = request.operation
+    if operation.outputs is not None:
+        return tuple(operation.outputs(request.arguments(arrays)))
+    reference = request.registry.kernel(operation.name, "reference")
+    avals = [abstract(array) for array in arrays]
+    invocation = request.invocation(avals, target(current_platform(())))
+
+    def run(*values: Any) -> tuple[Any, ...]:
+        named = invocation.with_arrays(dict(zip(request.arrays, values, strict=True)))
+        return reference.run_backend(named, reference.heuristic_cfg(invocation))
+
+    return tuple(jax.eval_shape(run, *avals))
+
+
+def execute(request: Request, plan: Plan, arrays: Sequence[Any], promised: Sequence[Any]) -> tuple[Any, ...]:
+    """Run the plan and hold the kernel to what the operation promises."""
+    results = request.run(plan, arrays)
+    given = [(result.shape, result.dtype) for result in results]
+    wanted = [(tuple(promise.shape), promise.dtype) for promise in promised]
+    if given != wanted:
+        raise PluginError(
+            f"{plan.kernel.name} of {plan.kernel.provider} returned {_shapes(given)}; "
+            f"the operation {request.operation.name!r} promises {_shapes(wanted)}"
+        )
+    return results
+
+
+def _shapes(results: Sequence[tuple[Any, Any]]) -> str:
+    return "(" + ", ".join(f"{dtype}{list(shape)}" for shape, dtype in results) + ")"
+
+
+@kernel_call.def_abstract_eval
+def _abstract_eval(*avals: Any, request: Request) -> list[Any]:
+    return [aval_like(avals[0], result.shape, result.dtype) for result in outputs(request, avals)]
+
+
+@kernel_call.def_impl
+def _run_eagerly(*arrays: Any, request: Request) -> tuple[Any, ...]:  # only under jax.disable_jit
+    plan = request.plan(arrays, target(current_platform(arrays)))
+    return execute(request, plan, arrays, outputs(request, arrays))
+
+
+def _lower(context: Any, *operands: Any, request: Request, platform: str | None) -> Any:
+    # A kernel computes on its shard: it has no business with the mesh, so its avals carry no trace of one.
+    avals = [ShapedArray(aval.shape, aval.dtype) for aval in context.avals_in]
+    plan = request.plan(avals, target(platform or context.module_context.platforms[0]))
+
+    def run(*arrays: Any) -> tuple[Any, ...]:
+        return execute(request, plan, arrays, context.avals_out)
+
+    return mlir.lower_fun(run, multiple_results=True)(context.replace(avals_in=avals), *operands)
+
+
+# A function lowered for several platforms at once gets a plan for each; any other platform gets the last rule.
+for _platform in ("cpu", "cuda", "rocm", "tpu"):
+    mlir.register_lowering(kernel_call, partial(_lower, platform=_platform), platform=_platform)
+mlir.register_lowering(kernel_call, partial(_lower, platform=None))
+
+
+def _batch(arrays: Sequence[Any], axes: Sequence[int | None], *, request: Request) -> tuple[Sequence[Any], list[int]]:
+    results = _batching.batch(request, arrays, axes, bind)
+    return results, [0] * len(results)
+
+
+batching.primitive_batchers[kernel_call] = _batch
+
+
+def _no_derivative(primals: Any, tangents: Any, *, request: Request) -> Any:
+    raise NotDifferentiable(
+        f"{request.operation.name!r} has neither a backward operation nor a reference kernel to differentiate"
+    )
+
+
+ad.primitive_jvps[kernel_call] = _no_derivative

@@ -1,0 +1,56 @@
+"""What a call asks for, all but its arrays: the static half of an invocation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from ._devices import Target
+from ._invocation import Invocation, abstract
+from ._operation import Arguments, Operation
+from ._plan import Plan, make_plan
+
+if TYPE_CHECKING:
+    from ._registry import Registry
+
+
+@attrs.frozen
+class Request:
+    """Hashable, so that JAX can keep it in a jaxpr and compare it."""
+
+    registry: Registry = attrs.field(repr=False)
+    operation: Operation = attrs.field(repr=lambda operation: operation.name)
+    #: The arrays that are given, in the order in which they travel.
+    arrays: tuple[str, ...]
+    options: tuple[tuple[str, Any], ...]
+    backend: str | None
+    cfg: Any
+
+    def arguments(self, values: Sequence[Any]) -> Arguments:
+        """Every parameter by name, with these arrays; an array that was not given is None."""
+        absent = dict.fromkeys(self.operation.arrays)
+        return {**absent, **dict(self.options), **dict(zip(self.arrays, values, strict=True))}
+
+    def invocation(self, values: Sequence[Any], target: Target) -> Invocation:
+        """The abstract invocation of arrays like these."""
+        arguments = self.arguments([abstract(value) for value in values])
+        return Invocation(
+            self.operation.name, arguments, target.platform, target.device_kind, target.compute_capability
+        )
+
+    def plan(self, values: Sequence[Any], target: Target) -> Plan:
+        return make_plan(self.registry, self.invocation(values, target), self.backend, self.cfg)
+
+    def run(self, plan: Plan, values: Sequence[Any]) -> tuple[Any, ...]:
+        return plan.run(plan.invocation.with_arrays(dict(zip(self.arrays, values, strict=True))))
+
+
+def request(
+    registry: Registry, operation: Operation, arguments: Mapping[str, Any], backend: str | None, cfg: Any
+) -> tuple[Request, list[Any]]:
+    """Part prepared arguments into what is asked and the arrays it is asked of."""
+    given = tuple(name for name in operation.arrays if arguments[name] is not None)
+    options = tuple((name, value) for name, value in arguments.items() if name not in operation.arrays)
+    return Request(registry, operation, given, options, backend, cfg), [arguments[name] for name in given]

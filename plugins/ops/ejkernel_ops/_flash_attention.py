@@ -1,0 +1,89 @@
+"""The typed front door of ``flash_attention``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.typing import ArrayLike
+
+import ejkernel_core
+
+
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    attention_mask: ArrayLike | None = None,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None,
+    softmax_aux: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    sliding_window: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: ArrayLike | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    cfg: Any = None,
+) -> Any:
+    """Softmax attention, by the best installed kernel for the device at hand.
+
+    The logits of a head are ``softmax_scale * query @ key.T``; then, where given: capped, ``cap * tanh(logits / cap)``;
+    the bias added; what may not be seen taken out. The softmax runs over the keys and the sinks together. Statistics
+    and sums are float32 or better, whatever the inputs are. A query that sees nothing gives 0.
+
+    >>> import jax, jax.numpy as jnp
+    >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 128, 4, 64))
+    >>> flash_attention(query, key, value, causal=True).shape
+    (2, 128, 4, 64)
+
+    Grouped queries: eight query heads on two key heads. The last queries stand at the last keys, also when there are
+    fewer queries than keys, so that decoding is causal attention with a short query:
+
+    >>> q, k, v = jnp.ones((1, 1, 8, 64)), jnp.ones((1, 100, 2, 64)), jnp.ones((1, 100, 2, 32))
+    >>> flash_attention(q, k, v, causal=True, sliding_window=(31, 0)).shape
+    (1, 1, 8, 32)
+
+    Packed sequences, here of 3, 0 and 5 tokens:
+
+    >>> q, k, v = jax.random.normal(jax.random.key(1), (3, 8, 4, 64))
+    >>> bounds = jnp.array([0, 3, 3, 8])
+    >>> out, lse = flash_attention(q, k, v, cum_seqlens_q=bounds, cum_seqlens_k=bounds, return_lse=True)
+    >>> out.shape, lse.shape
+    ((8, 4, 64), (4, 8))
+
+    Args:
+      query: (batch, length, heads, head_dim); packed: (total, heads, head_dim), with ``cum_seqlens_*``.
+      key: (batch, key length, kv heads, head_dim); ``heads`` is a multiple of ``kv heads``, and query head ``h`` uses
+        key head ``h // (heads // kv heads)``.
+      value: Like ``key``; its head_dim may be another one.
+      bias: Added to the logits; broadcasts to (batch, heads, length, key length), batch 1 when packed. Its gradient has
+        its own shape.
+      attention_mask: Booleans that broadcast likewise: True where a query may see a key.
+      q_segment_ids, kv_segment_ids: Integers (batch, length): tokens see each other where their ids are equal and
+        above 0.
+      cum_seqlens_q, cum_seqlens_k: The boundaries of packed sequences, n + 1 integers from 0 that do not decrease.
+        Each sequence sees itself alone; tokens after the last boundary are padding. The values are not checked.
+      softmax_aux: Sink logits, (heads,) or (heads, n): they take part in every row's softmax, with no value.
+      softmax_scale: Default ``head_dim ** -0.5``.
+      causal: A query sees no key after its own.
+      sliding_window: (left, right): how many keys before and after its own a query sees; an int is both. (0, 0) is its
+        own key alone.
+      logits_soft_cap: Bound of the logits.
+      dropout_prob: Probability in [0, 1) with which a weight is dropped; the others are divided by 1 - probability.
+      dropout_seed: Integer that decides which: the same on every backend, forward and backward.
+      return_lse: Also return the log-sum-exp of each row, (batch, heads, length), packed (heads, total), in float32
+        (float64 for float64): differentiable, sinks included, before dropout, -inf where nothing is seen.
+      backend: Use this kernel, or raise with the reason.
+      cfg: Use this configuration (of the kernel whose ``Config`` it is).
+
+    Returns:
+      (batch, length, heads, value's head_dim), in the inputs' dtype; with ``return_lse`` a pair.
+    """
+    given = {name: argument for name, argument in locals().items() if argument is not None}
+    return ejkernel_core.call("flash_attention", **given)

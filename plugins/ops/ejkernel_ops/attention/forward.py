@@ -1,0 +1,94 @@
+"""The operation ``flash_attention``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel_core import Operation
+
+from .arguments import prepare
+from .cost import forward_cost
+from .fold import fold
+from .samples import samples
+
+
+def _call(  # type: ignore[no-untyped-def]  # a signature and nothing else: the typed one is ejkernel_ops.flash_attention
+    query,
+    key,
+    value,
+    bias=None,
+    *,
+    attention_mask=None,
+    q_segment_ids=None,
+    kv_segment_ids=None,
+    cum_seqlens_q=None,
+    cum_seqlens_k=None,
+    softmax_aux=None,
+    softmax_scale=None,
+    causal=False,
+    sliding_window=None,
+    logits_soft_cap=None,
+    dropout_prob=0.0,
+    dropout_seed=None,
+    return_lse=False,
+): ...
+
+
+SIGNATURE = inspect.signature(_call)
+
+ARRAYS = (
+    "query",
+    "key",
+    "value",
+    "bias",
+    "attention_mask",
+    "q_segment_ids",
+    "kv_segment_ids",
+    "cum_seqlens_q",
+    "cum_seqlens_k",
+    "softmax_aux",
+    "dropout_seed",
+)
+DIFFERENTIABLE = ("query", "key", "value", "bias", "softmax_aux")
+RESULTS = ("out", "lse")
+
+
+def lse_dtype(dtype: Any) -> Any:
+    """Log-sum-exps are float32, and float64 for float64 inputs."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _outputs(arguments: Mapping[str, Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    query, value = arguments["query"], arguments["value"]
+    batch, length, heads, _ = query.shape
+    return (
+        jax.ShapeDtypeStruct((batch, length, heads, value.shape[3]), value.dtype),
+        jax.ShapeDtypeStruct((batch, heads, length), lse_dtype(query.dtype)),
+    )
+
+
+def _cases() -> Iterable[Any]:
+    from .cases import forward_cases
+
+    return forward_cases()
+
+
+operation = Operation(
+    name="flash_attention",
+    signature=SIGNATURE,
+    arrays=ARRAYS,
+    differentiable=DIFFERENTIABLE,
+    results=RESULTS,
+    prepare=prepare,
+    outputs=_outputs,
+    backward="flash_attention_bwd",
+    fold=fold,
+    samples=samples,
+    cost=forward_cost,
+    cases=_cases,
+)

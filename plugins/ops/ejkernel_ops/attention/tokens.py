@@ -1,0 +1,83 @@
+"""Which sequence every token belongs to, where it stands in it, and who may see whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Ids = tuple[Any, Any]
+
+
+@attrs.frozen(eq=False)
+class Tokens:
+    """The coordinates that masks are made of, one row a batch entry (or one row for all).
+
+    A query's position is counted so that the key at the same position is the query's own: the last query of a
+    sequence stands at its last key (bottom-right alignment). ``groups`` holds pairs of (query ids, key ids): a pair of
+    tokens meets when its ids are equal and positive in every group.
+
+    Positions are NumPy arrays where they are known before tracing, so that a kernel can plan its blocks in Python.
+    """
+
+    q_position: Any
+    k_position: Any
+    groups: tuple[Ids, ...] = ()
+
+
+def band(causal: bool, sliding_window: tuple[int, int] | None) -> tuple[int | None, int | None]:
+    """How many keys to the left and to the right of its own a query may see; None is without limit.
+
+    >>> band(True, None), band(False, (4, 2)), band(True, (4, 2))
+    ((None, 0), (4, 2), (4, 0))
+    """
+    left, right = sliding_window or (None, None)
+    return left, 0 if causal else right
+
+
+def tokens(arguments: Mapping[str, Any]) -> Tokens:
+    """The coordinates of a flash attention call, from its prepared arguments."""
+    q_length, k_length = arguments["query"].shape[1], arguments["key"].shape[1]
+    groups: list[Ids] = []
+    if arguments["cum_seqlens_q"] is None:
+        q_position = np.arange(q_length, dtype=np.int32)[None] + np.int32(k_length - q_length)
+        k_position = np.arange(k_length, dtype=np.int32)[None]
+    else:
+        cum_q, cum_k = arguments["cum_seqlens_q"], arguments["cum_seqlens_k"]
+        q_ids, k_ids = _sequence_ids(cum_q, q_length), _sequence_ids(cum_k, k_length)
+        shift = cum_k[1:] - cum_q[1:]  # the ends of the two sides of a sequence meet
+        q_position = (jnp.arange(q_length, dtype=jnp.int32) + shift[q_ids - 1])[None]
+        k_position = np.arange(k_length, dtype=np.int32)[None]
+        groups.append((q_ids[None], k_ids[None]))
+    if arguments["q_segment_ids"] is not None:
+        groups.append((arguments["q_segment_ids"], arguments["kv_segment_ids"]))
+    return Tokens(q_position, k_position, tuple(groups))
+
+
+def visible(
+    q_position: Any, k_position: Any, groups: tuple[Ids, ...], left: int | None, right: int | None
+) -> jax.Array | None:
+    """Which queries see which keys, (rows, queries, keys); None where everything sees everything."""
+    distance = k_position[:, None, :] - q_position[:, :, None]
+    conditions = [(q_ids[:, :, None] == k_ids[:, None, :]) & (q_ids[:, :, None] > 0) for q_ids, k_ids in groups]
+    if left is not None:
+        conditions.append(distance >= -left)
+    if right is not None:
+        conditions.append(distance <= right)
+    if not conditions:
+        return None
+    seen = conditions[0]
+    for condition in conditions[1:]:
+        seen = seen & condition
+    return jnp.asarray(seen)
+
+
+def _sequence_ids(cum_seqlens: jax.Array, length: int) -> jax.Array:
+    """1 for the tokens of the first sequence, 2 for the second, ...; 0 after the last. Empty sequences have none."""
+    index = jnp.arange(length, dtype=cum_seqlens.dtype)
+    ids = jnp.searchsorted(cum_seqlens[1:], index, side="right") + 1
+    return jnp.where(index < cum_seqlens[-1], ids, 0).astype(jnp.int32)
