@@ -96,7 +96,9 @@ def _malformed(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:
         function = getattr(plugin, name, None)
         if function is None:
             continue
-        if not inspect.isroutine(function):  # pluggy would pass it over without a word
+        if not (
+            inspect.isfunction(function) or inspect.ismethod(function)
+        ):  # pluggy would pass it over, or call it wrong
             kind = f"{type(function).__module__}.{type(function).__qualname__}"
             yield f"{name} is a {kind}: a hook is a plain function; jit or bind what it calls instead"
             continue

@@ -53,18 +53,20 @@ def outputs(request: Request, arrays: Sequence[Any]) -> tuple[jax.ShapeDtypeStru
 def execute(request: Request, plan: Plan, arrays: Sequence[Any], promised: Sequence[Any]) -> tuple[Any, ...]:
     """Run the plan and hold the kernel to what the operation promises."""
     results = request.run(plan, arrays)
-    given = [(result.shape, result.dtype) for result in results]
-    wanted = [(tuple(promise.shape), promise.dtype) for promise in promised]
+    given, wanted = _types(results), _types(promised)
     if given != wanted:
         raise PluginError(
-            f"{plan.kernel.name} of {plan.kernel.provider} returned {_shapes(given)}; "
-            f"the operation {request.operation.name!r} promises {_shapes(wanted)}"
+            f"{plan.kernel.name} of {plan.kernel.provider} returned ({', '.join(given)}); "
+            f"the operation {request.operation.name!r} promises ({', '.join(wanted)})"
         )
     return results
 
 
-def _shapes(results: Sequence[tuple[Any, Any]]) -> str:
-    return "(" + ", ".join(f"{dtype}{list(shape)}" for shape, dtype in results) + ")"
+def _types(results: Sequence[Any]) -> list[str]:
+    return [
+        f"{result.dtype}{list(result.shape)}" if hasattr(result, "dtype") else type(result).__name__
+        for result in results
+    ]
 
 
 @kernel_call.def_abstract_eval

@@ -1,0 +1,267 @@
+"""What a call gives wrongly is told by name, with what was given and what is taken, before anything is compiled."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_core import Registry, hookimpl
+from ejkernel_ops import flash_attention
+from ejkernel_ops.attention import backward, forward
+from ejkernel_ops.attention.arguments import prepare
+
+
+class NeverAsked:
+    """A kernel that fails the test when a call gets as far as a choice."""
+
+    @staticmethod
+    @hookimpl
+    def heuristic_cfg(inv: Any) -> None:
+        raise AssertionError("a kernel was asked")
+
+    @staticmethod
+    @hookimpl
+    def run_backend(inv: Any, cfg: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def call() -> Any:
+    registry = Registry(plugins="")
+    registry.register(forward.operation)
+    registry.register(backward.operation)
+    registry.register(NeverAsked, "flash_attention.never")
+    return lambda *args, **kwargs: registry.call("flash_attention", *args, **kwargs)
+
+
+def array(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+Q, K, V = array(2, 6, 4, 8), array(2, 9, 2, 8), array(2, 9, 2, 5)
+PACKED = {"query": array(6, 4, 8), "key": array(9, 2, 8), "value": array(9, 2, 5)}
+CU_Q, CU_K = np.array([0, 2, 6]), np.array([0, 4, 9])
+IDS_Q, IDS_K = array(2, 6, dtype=np.int32), array(2, 9, dtype=np.int32)
+
+WRONG = {
+    "rank": (
+        {"query": array(6, 4, 8)},
+        ValueError,
+        "query: takes (batch, length, heads, head_dim); got shape (6, 4, 8)",
+    ),
+    "batch": (
+        {"key": array(3, 9, 2, 8), "value": array(3, 9, 2, 5)},
+        ValueError,
+        "key: takes the query's batch 2; got 3",
+    ),
+    "heads": (
+        {"key": array(2, 9, 3, 8), "value": array(2, 9, 3, 5)},
+        ValueError,
+        "query: takes a multiple of the 3 key heads; got 4 heads",
+    ),
+    "head dim": ({"key": array(2, 9, 2, 16)}, ValueError, "key: takes the query's head_dim 8; got 16"),
+    "no head dim": ({"value": array(2, 9, 2, 0)}, ValueError, "key, value: heads and head_dim are at least 1"),
+    "value": ({"value": array(2, 8, 2, 5)}, ValueError, "value: takes the key's batch, length and heads (2, 9, 2)"),
+    "integer query": (
+        {"query": array(2, 6, 4, 8, dtype=np.int32)},
+        TypeError,
+        "query: takes float16, bfloat16, float32 or float64; got int32",
+    ),
+    "complex key": ({"key": array(2, 9, 2, 8, dtype=np.complex64)}, TypeError, "key: takes float16"),
+    "mixed dtypes": (
+        {"value": array(2, 9, 2, 5, dtype=np.float16)},
+        TypeError,
+        "key, value: take the query's dtype float32; got float32 and float16",
+    ),
+    "one cum_seqlens": (
+        {**PACKED, "cum_seqlens_q": CU_Q},
+        ValueError,
+        "cum_seqlens_k: cum_seqlens_q and cum_seqlens_k",
+    ),
+    "other cum_seqlens": (
+        {**PACKED, "cum_seqlens_k": CU_K},
+        ValueError,
+        "cum_seqlens_q: cum_seqlens_q and cum_seqlens_k",
+    ),
+    "padded and packed": (
+        {"cum_seqlens_q": CU_Q, "cum_seqlens_k": CU_K},
+        ValueError,
+        "query: takes (total, heads, head_dim) when cum_seqlens are given; got shape (2, 6, 4, 8)",
+    ),
+    "float cum_seqlens": (
+        {**PACKED, "cum_seqlens_q": CU_Q.astype(np.float32), "cum_seqlens_k": CU_K},
+        TypeError,
+        "cum_seqlens_q: takes integers; got float32",
+    ),
+    "unequal cum_seqlens": (
+        {**PACKED, "cum_seqlens_q": CU_Q, "cum_seqlens_k": np.array([0, 4])},
+        ValueError,
+        "cum_seqlens_k: takes as many as cum_seqlens_q, 3; got 2",
+    ),
+    "cum_seqlens of rank 2": (
+        {**PACKED, "cum_seqlens_q": CU_Q[None], "cum_seqlens_k": CU_K[None]},
+        ValueError,
+        "cum_seqlens_q: takes the sequences' count plus one ints, from 0; got shape (1, 3)",
+    ),
+    "dropout without a seed": ({"dropout_prob": 0.5}, ValueError, "dropout_seed: dropout_prob above 0 takes a seed"),
+    "probability 1": ({"dropout_prob": 1.0, "dropout_seed": 1}, ValueError, "takes a probability in [0, 1); got 1.0"),
+    "negative probability": (
+        {"dropout_prob": -0.1, "dropout_seed": 1},
+        ValueError,
+        "dropout_prob: takes a probability",
+    ),
+    "float seed": ({"dropout_prob": 0.5, "dropout_seed": 1.5}, TypeError, "dropout_seed: takes integers; got float32"),
+    "seeds": (
+        {"dropout_prob": 0.5, "dropout_seed": CU_Q},
+        ValueError,
+        "dropout_seed: takes one integer; got shape (3,)",
+    ),
+    "key as seed": (
+        {"dropout_prob": 0.5, "dropout_seed": jax.random.key(0)},
+        TypeError,
+        "dropout_seed: takes an integer; got a random key",
+    ),
+    "float causal": ({"causal": 1.0}, TypeError, "causal: takes True or False; got float 1.0"),
+    "int causal": ({"causal": 1}, TypeError, "causal: takes True or False; got int 1"),
+    "array causal": ({"causal": np.array(True)}, TypeError, "causal is a static option"),
+    "float return_lse": ({"return_lse": 0.0}, TypeError, "return_lse: takes True or False; got float 0.0"),
+    "unknown keyword": ({"casual": True}, TypeError, "unexpected keyword argument 'casual'; did you mean 'causal'?"),
+    "float mask": (
+        {"attention_mask": array(2, 4, 6, 9)},
+        TypeError,
+        "attention_mask: takes booleans; got float32 (numbers to add are bias)",
+    ),
+    "boolean bias": (
+        {"bias": array(2, 4, 6, 9, dtype=np.bool_)},
+        TypeError,
+        "bias: takes floats; got bool (a boolean mask is attention_mask)",
+    ),
+    "bias of kv heads": (
+        {"bias": array(2, 2, 6, 9)},
+        ValueError,
+        "bias: takes what broadcasts to (batch, heads, query length, key length) = (2, 4, 6, 9); got (2, 2, 6, 9)",
+    ),
+    "bias of rank 5": ({"bias": array(1, 2, 4, 6, 9)}, ValueError, "bias: takes what broadcasts"),
+    "mask shape": (
+        {"attention_mask": array(6, 8, dtype=np.bool_)},
+        ValueError,
+        "attention_mask: takes what broadcasts",
+    ),
+    "one segment ids": ({"q_segment_ids": IDS_Q}, ValueError, "kv_segment_ids: q_segment_ids and kv_segment_ids are"),
+    "segment shape": (
+        {"q_segment_ids": IDS_Q, "kv_segment_ids": IDS_Q},
+        ValueError,
+        "kv_segment_ids: takes one id a token of key, shape (2, 9); got (2, 6)",
+    ),
+    "float segments": (
+        {"q_segment_ids": IDS_Q.astype(np.float32), "kv_segment_ids": IDS_K},
+        TypeError,
+        "q_segment_ids: takes integers; got float32",
+    ),
+    "sinks of kv heads": (
+        {"softmax_aux": array(2)},
+        ValueError,
+        "softmax_aux: takes sink logits (heads,) or (heads, n) with 4 heads; got (2,)",
+    ),
+    "integer sinks": ({"softmax_aux": array(4, dtype=np.int32)}, TypeError, "softmax_aux: takes floats; got int32"),
+    "window of floats": (
+        {"sliding_window": 3.0},
+        TypeError,
+        "sliding_window: takes an int, a pair (left, right) of ints",
+    ),
+    "window of three": ({"sliding_window": (1, 2, 3)}, TypeError, "sliding_window: takes an int, a pair"),
+    "window of bools": ({"sliding_window": True}, TypeError, "sliding_window: takes an int, a pair"),
+    "window as a list": ({"sliding_window": [4, 4]}, TypeError, "sliding_window is a static option"),
+    "negative window": (
+        {"sliding_window": (-1, 2)},
+        ValueError,
+        "sliding_window: takes sizes of at least 0; got (-1, 2)",
+    ),
+    "negative cap": (
+        {"logits_soft_cap": -30.0},
+        ValueError,
+        "logits_soft_cap: takes a number above 0, or None; got -30.0",
+    ),
+    "boolean cap": ({"logits_soft_cap": True}, TypeError, "logits_soft_cap: takes a number, known while tracing"),
+    "scale as text": (
+        {"softmax_scale": "big"},
+        TypeError,
+        "softmax_scale: takes a number, known while tracing; got str",
+    ),
+    "infinite scale": ({"softmax_scale": np.inf}, ValueError, "softmax_scale: takes a finite number; got inf"),
+    "query as a list": ({"query": [[1.0]]}, TypeError, "query takes an array; got list [[1.0]]"),
+    "mask as text": ({"attention_mask": "all"}, TypeError, "attention_mask takes an array; got str 'all'"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_input_is_named_before_anything_is_chosen(call: Any, what: str) -> None:
+    given, error, message = WRONG[what]
+    arguments = {"query": Q, "key": K, "value": V, **given}
+    with pytest.raises(error, match=re.escape(message)):
+        call(**arguments)
+
+
+def test_the_front_door_tells_the_same() -> None:
+    with pytest.raises(ValueError, match="key: takes the query's batch 2; got 3"):
+        flash_attention(Q, array(3, 9, 2, 8), array(3, 9, 2, 5))
+
+
+def test_traced_options_are_told_to_be_static(call: Any) -> None:
+    with pytest.raises(TypeError, match="softmax_scale is a static option.*a traced array"):
+        jax.jit(lambda q, s: call(q, K, V, softmax_scale=s))(Q, 0.5)
+
+
+def complete(**given: Any) -> dict[str, Any]:
+    arrays = {name: jnp.asarray(v) for name, v in {"query": Q, "key": K, "value": V}.items() if name not in given}
+    return forward.operation.complete({**arrays, **given})
+
+
+def test_prepared_arguments_are_canonical() -> None:
+    prepared, restore = prepare(
+        complete(
+            bias=jnp.zeros((6, 9)),
+            attention_mask=jnp.ones((4, 1, 9), bool),
+            softmax_aux=jnp.zeros(4),
+            sliding_window=np.int64(3),
+            q_segment_ids=jnp.ones((2, 6), jnp.int8),
+            kv_segment_ids=jnp.ones((2, 9), jnp.int8),
+            dropout_prob=0.5,
+            dropout_seed=jnp.asarray(-1),
+            softmax_scale=2,
+            causal=np.True_,
+        )
+    )
+    assert prepared["bias"].shape == (1, 1, 6, 9)
+    assert prepared["attention_mask"].shape == (1, 4, 1, 9)
+    assert prepared["softmax_aux"].shape == (4, 1)
+    assert prepared["sliding_window"] == (3, 3)
+    assert prepared["q_segment_ids"].dtype == prepared["kv_segment_ids"].dtype == jnp.int32
+    assert prepared["dropout_seed"].dtype == jnp.uint32
+    assert int(prepared["dropout_seed"]) == 2**32 - 1
+    assert type(prepared["softmax_scale"]) is float
+    assert prepared["causal"] is True
+    assert restore(("out", "lse")) == "out"
+
+
+def test_a_packed_call_is_a_batch_of_one() -> None:
+    arrays = {name: jnp.asarray(value) for name, value in PACKED.items()}
+    prepared, restore = prepare(
+        complete(**arrays, cum_seqlens_q=jnp.asarray(CU_Q), cum_seqlens_k=jnp.asarray(CU_K), return_lse=True)
+    )
+    assert prepared["query"].shape == (1, 6, 4, 8)
+    assert prepared["value"].shape == (1, 9, 2, 5)
+    assert restore(("o", "l")) == ("o", "l")
+    assert prepared["softmax_scale"] == 8**-0.5
+
+
+def test_preparing_twice_changes_nothing() -> None:
+    once, _ = prepare(complete(bias=jnp.zeros((6, 9)), sliding_window=2, softmax_aux=jnp.zeros((4, 3))))
+    twice, _ = prepare(dict(once))
+    assert {name: getattr(v, "shape", v) for name, v in once.items()} == {
+        name: getattr(v, "shape", v) for name, v in twice.items()
+    }

@@ -1,0 +1,70 @@
+"""Distributions made on the spot: a folder with metadata and modules, put on the path."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+MakeDistribution = Callable[..., Path]
+
+KERNEL = """
+    from ejkernel_core import Unsupported, hookimpl
+
+    @hookimpl
+    def heuristic_cfg(inv):
+        return None
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        return inv["x"] * 2
+"""
+
+OPERATION = """
+    import jax
+    from ejkernel_core import Operation
+
+    def double(x): ...
+
+    operation = Operation(
+        name="double", signature=double, outputs=lambda a: (jax.ShapeDtypeStruct(a["x"].shape, a["x"].dtype),)
+    )
+"""
+
+
+@pytest.fixture
+def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeDistribution:
+    """``distribution(name, modules, kernels=..., operations=..., policies=...)`` installs one; returns its folder."""
+    count = 0
+
+    def make(name: str, modules: Mapping[str, str], version: str = "1.0", **groups: Mapping[str, str]) -> Path:
+        nonlocal count
+        count += 1
+        folder = tmp_path / f"site{count}"
+        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        points = [
+            f"[ejkernel.{group}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items())
+            for group, entries in groups.items()
+        ]
+        (info / "entry_points.txt").write_text("\n".join(points))
+        for module, source in modules.items():
+            (folder / f"{module}.py").write_text(textwrap.dedent(source))
+        monkeypatch.syspath_prepend(str(folder))
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def double(distribution: MakeDistribution) -> None:
+    """The operation ``double`` with the good kernel ``double.good``, from the distribution ``good-dist``."""
+    distribution(
+        "good-dist",
+        {"good_operation": OPERATION, "good_kernel": KERNEL},
+        operations={"double": "good_operation:operation"},
+        kernels={"double.good": "good_kernel"},
+    )

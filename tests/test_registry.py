@@ -1,0 +1,267 @@
+"""Discovery, registration at run time, selection by EJKERNEL_PLUGINS, the listing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_core import (
+    NoKernel,
+    Operation,
+    PluginError,
+    Registry,
+    UnknownBackend,
+    UnknownOperation,
+    Unsupported,
+    hookimpl,
+)
+from ejkernel_core.__main__ import listing
+from tests.conftest import KERNEL, MakeDistribution
+
+X = np.array([1.0, 2.0], np.float32)
+
+
+@attrs.frozen
+class Config:
+    times: int = 2
+
+
+def kernel(config: Config = Config(), platforms: dict[str, int] | None = None, refuse: str = "") -> object:
+    class Kernel:
+        PLATFORMS = platforms
+
+        @staticmethod
+        @hookimpl
+        def heuristic_cfg(inv: object) -> Config:
+            if refuse:
+                raise Unsupported(refuse)
+            return config
+
+        @staticmethod
+        @hookimpl
+        def run_backend(inv: dict[str, jax.Array], cfg: Config) -> jax.Array:
+            return inv["x"] * cfg.times
+
+    Kernel.Config = Config  # type: ignore[attr-defined]
+    return Kernel
+
+
+@pytest.fixture
+def registry() -> Registry:
+    registry = Registry(plugins="")
+    registry.register(
+        Operation(
+            name="scale",
+            signature=lambda x, *, loud=False: None,
+            outputs=lambda a: (jax.ShapeDtypeStruct(a["x"].shape, a["x"].dtype),),
+        )
+    )
+    registry.register(kernel(Config(2)), "scale.two")
+    return registry
+
+
+def test_a_kernel_registered_in_a_notebook_runs_and_can_be_replaced(registry: Registry) -> None:
+    np.testing.assert_array_equal(registry.call("scale", X), 2 * X)
+    registry.register(kernel(Config(5)), "scale.two")
+    np.testing.assert_array_equal(registry.call("scale", X), 5 * X)
+
+
+def test_the_rank_on_the_platform_decides(registry: Registry) -> None:
+    registry.register(kernel(Config(3), {"cpu": 80}), "scale.three")
+    registry.register(kernel(Config(4), {"cpu": 10, "gpu": 99}), "scale.four")
+    plan = registry.plan("scale", X)
+    assert [v.kernel for v in plan.verdicts] == ["scale.three", "scale.two", "scale.four"]
+    assert [v.status for v in plan.verdicts] == ["chosen", "able", "able"]
+    assert plan.origin == "heuristic"
+    np.testing.assert_array_equal(registry.call("scale", X), 3 * X)
+
+
+def test_equal_ranks_are_ordered_by_name(registry: Registry) -> None:
+    registry.register(kernel(Config(3)), "scale.alpha")
+    assert registry.plan("scale", X).kernel.name == "scale.alpha"
+
+
+def test_an_explicit_backend_is_obeyed_or_refused(registry: Registry) -> None:
+    registry.register(kernel(Config(3), {"cpu": 1}), "scale.three")
+    registry.register(kernel(refuse="odd lengths only"), "scale.odd")
+    np.testing.assert_array_equal(registry.call("scale", X, backend="three"), 3 * X)
+    assert registry.plan("scale", X, backend="three").origin == "explicit backend, heuristic"
+    with pytest.raises(NoKernel, match="scale.odd .*: refused, odd lengths only"):
+        registry.call("scale", X, backend="odd")
+
+
+def test_an_explicit_cfg_is_obeyed_once_and_not_remembered(registry: Registry) -> None:
+    np.testing.assert_array_equal(registry.call("scale", X, cfg=Config(7)), 7 * X)
+    np.testing.assert_array_equal(registry.call("scale", X), 2 * X)
+    plan = registry.plan("scale", X, cfg=Config(7), backend="two")
+    assert (plan.cfg, plan.origin) == (Config(7), "explicit cfg")
+
+
+def test_a_cfg_of_nobody_is_refused(registry: Registry) -> None:
+    with pytest.raises(NoKernel, match="the given cfg is a builtins.int, not its Config"):
+        registry.call("scale", X, cfg=3)
+
+
+def test_unknown_names_get_the_nearest_and_the_way_to_more(registry: Registry) -> None:
+    with pytest.raises(
+        UnknownOperation, match=r"no operation 'scael' is installed; did you mean 'scale'\?.*pip install"
+    ):
+        registry.call("scael", X)
+    with pytest.raises(UnknownBackend, match=r"'tow' is installed; did you mean 'two'\?.*pip install"):
+        registry.call("scale", X, backend="tow")
+
+
+def test_unknown_and_unhashable_options_are_named(registry: Registry) -> None:
+    with pytest.raises(TypeError, match=r"scale: got an unexpected keyword argument 'lout'; did you mean 'loud'\?"):
+        registry.call("scale", X, lout=True)
+    with pytest.raises(TypeError, match="scale: missing a required argument: 'x'"):
+        registry.call("scale")
+    with pytest.raises(TypeError, match=r"loud is a static option.*got list \[1\] \(give a tuple\)"):
+        registry.call("scale", X, loud=[1])
+    for wrong in (X, jnp.asarray(X)):
+        with pytest.raises(TypeError, match=r"loud is a static option.*array of shape \(2,\)"):
+            registry.call("scale", X, loud=wrong)
+    with pytest.raises(TypeError, match="loud is a static option.*a traced array"):
+        jax.jit(lambda x, loud: registry.call("scale", x, loud=loud))(X, True)
+
+
+@pytest.mark.parametrize("wrong", ["a", [1.0, 2.0], object()])
+def test_what_is_no_array_is_named(registry: Registry, wrong: object) -> None:
+    with pytest.raises(TypeError, match=f"scale: x takes an array; got {type(wrong).__name__}"):
+        registry.call("scale", wrong)
+
+
+def test_options_that_are_equal_but_of_another_type_are_not_mixed_up() -> None:
+    registry = Registry(plugins="")
+
+    def prepare(arguments: dict[str, object]) -> tuple[dict[str, object], object]:
+        if type(arguments["n"]) is not bool:
+            raise TypeError("n: takes a bool")
+        return arguments, lambda results: results[0]
+
+    registry.register(
+        Operation(
+            name="flag",
+            signature=lambda x, *, n: None,
+            prepare=prepare,  # type: ignore[arg-type]
+            outputs=lambda a: (jax.ShapeDtypeStruct(a["x"].shape, a["x"].dtype),),
+        )
+    )
+    registry.register(kernel(), "flag.k")
+    registry.call("flag", X, n=True)
+    with pytest.raises(TypeError, match="n: takes a bool"):
+        registry.call("flag", X, n=1)
+
+
+def test_register_says_what_it_needs(registry: Registry) -> None:
+    with pytest.raises(TypeError, match="a kernel needs its name"):
+        registry.register(kernel())
+    with pytest.raises(PluginError, match="a kernel is named <operation>.<backend>"):
+        registry.register(kernel(), "scale")
+    with pytest.raises(PluginError, match="the hook run_backend is missing"):
+        registry.register(object(), "scale.empty")
+
+
+def test_registries_do_not_see_each_other(registry: Registry) -> None:
+    with pytest.raises(UnknownOperation):
+        Registry(plugins="").call("scale", X)
+
+
+def test_plan_and_explain_take_abstract_arrays(registry: Registry) -> None:
+    abstract = jax.ShapeDtypeStruct((3, 4), jnp.bfloat16)
+    assert registry.plan("scale", abstract).kernel.name == "scale.two"
+    text = str(registry.explain("scale", abstract))
+    assert "scale.two with Config(times=2), by heuristic" in text
+    assert "scale(x=bfloat16[3,4]) on cpu" in text
+    registry.register(kernel(refuse="never"), "scale.two")
+    explanation = registry.explain("scale", abstract)
+    assert explanation.plan is None
+    assert "scale.two (registered at run time): refused, never" in str(explanation)
+
+
+SELECTIONS = {
+    None: {"good-dist", "other-dist"},
+    "": set(),
+    " , ": set(),
+    "good-dist": {"good-dist"},
+    "Good_Dist, other.dist": {"good-dist", "other-dist"},
+    "-other-dist": {"good-dist"},
+    "good-dist,-good-dist": set(),
+    "good-dist,-other-dist": {"good-dist"},
+}
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_ejkernel_plugins(
+    distribution: MakeDistribution, double: None, monkeypatch: pytest.MonkeyPatch, selection: str | None
+) -> None:
+    distribution("other-dist", {"other_kernel": KERNEL}, kernels={"double.other": "other_kernel"})
+    monkeypatch.delenv("EJKERNEL_PLUGINS", raising=False)
+    if selection is not None:
+        monkeypatch.setenv("EJKERNEL_PLUGINS", selection)
+    owners = {entry.distribution for entry, _ in Registry().inspect()}
+    assert owners & {"good-dist", "other-dist"} == SELECTIONS[selection]
+
+
+def test_the_listing_shows_who_brings_what_and_what_is_broken(distribution: MakeDistribution, double: None) -> None:
+    folder = distribution(
+        "bad-dist", {"bad": "1/0"}, version="0.3", kernels={"double.bad": "bad"}, policies={"bad": "bad"}
+    )
+    path = os.pathsep.join([str(folder), str(Path(folder).parent / "site1"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "ejkernel_core"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "double good-dist 1.0" in lines
+    assert "double.good good-dist 1.0" in lines
+    at = lines.index("double.bad bad-dist 0.3")
+    assert lines[at + 1] == (
+        "broken: 'double.bad' of bad-dist 0.3 (bad) does not import: ZeroDivisionError: division by zero"
+    )
+    assert "heuristic built in" in lines
+    assert lines.count("bad bad-dist 0.3") == 1
+
+
+def test_the_listing_of_nothing_says_how_to_get_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ejkernel_core.__main__.registry", Registry(plugins=""))
+    assert "EJKERNEL_PLUGINS=''" in listing()
+    assert "'pip install ejkernel-ops ejkernel-xla' brings the standard ones" in listing()
+
+
+def test_a_policy_of_a_third_party_answers_before_the_heuristic(distribution: MakeDistribution, double: None) -> None:
+    source = """
+        from ejkernel_core import Choice, hookimpl
+
+        @hookimpl
+        def select_config(inv, candidates):
+            return Choice(candidates[-1].backend, candidates[-1].cfg, "the last one, by policy-dist")
+    """
+    distribution("policy-dist", {"my_policy": source}, policies={"last": "my_policy"})
+    distribution("other-dist", {"other_kernel": KERNEL}, kernels={"double.zzz": "other_kernel"})
+    plan = Registry().plan("double", X)
+    assert (plan.kernel.name, plan.origin) == ("double.zzz", "the last one, by policy-dist")
+
+
+def test_a_policy_that_chooses_nobody_is_named(distribution: MakeDistribution, double: None) -> None:
+    source = """
+        from ejkernel_core import Choice, hookimpl
+
+        @hookimpl
+        def select_config(inv, candidates):
+            return Choice("nobody", None, "guess-dist")
+    """
+    distribution("guess-dist", {"guess": source}, policies={"guess": "guess"})
+    with pytest.raises(PluginError, match="guess-dist chose backend 'nobody'"):
+        Registry().call("double", X)
