@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ._devices import current_platform, target
 from ._errors import NotDifferentiable
-from ._jax_versions import vary_alike
+from ._jax_versions import sharded_like, vary_alike
 from ._primitive import bind
 from ._request import Request, request
 
@@ -57,7 +57,8 @@ def _differentiable(asked: Request) -> Any:
         if not wanted or all(ct is None for ct in moving):
             return (None,) * len(arrays)
         gradients = _gradients(asked, arrays, results, moving, wanted)
-        return tuple(gradients.get(name) for name in asked.arrays)
+        typed = {name: sharded_like(gradient, wanted[name]) for name, gradient in gradients.items()}
+        return tuple(typed.get(name) for name in asked.arrays)
 
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def vary_alike(arrays: Sequence[Any]) -> list[Any]:
@@ -24,10 +24,20 @@ def vary_alike(arrays: Sequence[Any]) -> list[Any]:
     ]
 
 
-def aval_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """An abstract value of another shape that varies over the same mesh axes and is otherwise replicated."""
-    replicated = aval.sharding.update(spec=PartitionSpec(*(None,) * len(shape)))
-    return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=replicated)
+def aval_like(aval: Any, result: jax.ShapeDtypeStruct) -> Any:
+    """The abstract value of a result that varies over the mesh axes ``aval`` varies over.
+
+    Under a mesh with explicit axes it is sharded as the result says; a result that does not say is replicated.
+    """
+    spec = result.sharding.spec if isinstance(result.sharding, NamedSharding) else (None,) * len(result.shape)
+    sharding = aval.sharding.update(spec=PartitionSpec(*spec))
+    return aval.update(shape=result.shape, dtype=result.dtype, weak_type=False, sharding=sharding)
+
+
+def sharded_like(array: Any, other: Any) -> Any:
+    """``array`` with the sharding of ``other``, where shardings are part of the type (explicit mesh axes)."""
+    wanted = jax.typeof(other).sharding
+    return array if jax.typeof(array).sharding == wanted else jax.sharding.reshard(array, wanted)
 
 
 def _varying(array: Any) -> frozenset[str]:

@@ -45,7 +45,8 @@ class Operation:
     results: tuple[str, ...] = attrs.field(default=("out",), converter=tuple)
     #: Arguments to (checked, canonical arguments; a function from the results to what the caller gets).
     prepare: Callable[[Arguments], tuple[Arguments, Restore]] = _unprepared
-    #: Prepared arguments to one ``jax.ShapeDtypeStruct`` a result. By default the reference is asked.
+    #: Prepared arguments to one ``jax.ShapeDtypeStruct`` a result, with a sharding where the arguments' tells it. By
+    #: default the reference is asked.
     outputs: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None = None
     #: The operation that computes the gradients, see ``gradient_signature``; else the reference is differentiated.
     backward: str | None = None

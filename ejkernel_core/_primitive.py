@@ -71,7 +71,7 @@ def _types(results: Sequence[Any]) -> list[str]:
 
 @kernel_call.def_abstract_eval
 def _abstract_eval(*avals: Any, request: Request) -> list[Any]:
-    return [aval_like(avals[0], result.shape, result.dtype) for result in outputs(request, avals)]
+    return [aval_like(avals[0], result) for result in outputs(request, avals)]
 
 
 @kernel_call.def_impl

@@ -12,7 +12,7 @@ from ejkernel_core import Operation, gradient_signature
 from .arguments import prepare
 from .cost import backward_cost
 from .fold import fold
-from .forward import ARRAYS, DIFFERENTIABLE, RESULTS, SIGNATURE
+from .forward import ARRAYS, DIFFERENTIABLE, RESULTS, SIGNATURE, like_axes
 from .samples import samples
 
 Arguments = dict[str, Any]
@@ -54,7 +54,7 @@ def _check_saved(a: Arguments) -> None:
 
 def _outputs(arguments: Mapping[str, Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
     wanted = (arguments[name] for name in arguments["wrt"])
-    return tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in wanted)
+    return tuple(like_axes(array, tuple(range(array.ndim)), array.shape, array.dtype) for array in wanted)
 
 
 operation = Operation(

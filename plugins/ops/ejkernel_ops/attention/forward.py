@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ejkernel_core import Operation
 
@@ -67,9 +68,19 @@ def _outputs(arguments: Mapping[str, Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
     query, value = arguments["query"], arguments["value"]
     batch, length, heads, _ = query.shape
     return (
-        jax.ShapeDtypeStruct((batch, length, heads, value.shape[3]), value.dtype),
-        jax.ShapeDtypeStruct((batch, heads, length), lse_dtype(query.dtype)),
+        like_axes(query, (0, 1, 2, None), (batch, length, heads, value.shape[3]), value.dtype),
+        like_axes(query, (0, 2, 1), (batch, heads, length), lse_dtype(query.dtype)),
     )
+
+
+def like_axes(array: Any, axes: tuple[int | None, ...], shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """A result whose axes are these axes of ``array``, and sharded like them where shardings are part of the type."""
+    sharding = getattr(array, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        spec = (*sharding.spec, *(None,) * array.ndim)
+        sharding = sharding.update(spec=PartitionSpec(*(None if axis is None else spec[axis] for axis in axes)))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _cases() -> Iterable[Any]:
