@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from . import _gradients
 from ._devices import Target, current_platform, target
 from ._errors import NoKernel, NotDifferentiable, PluginError
-from ._operation import Operation
+from ._operation import Operation, Restore
 from ._plan import Explanation, Plan
 from ._primitive import outputs
 from ._request import Request, request
@@ -60,13 +61,20 @@ def call(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 def plan(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """The plan of that call."""
-    asked, avals, where = _abstract(registry, name, args, kwargs)
+    asked, avals, where, _ = _abstract(registry, name, args, kwargs)
     return asked.plan(avals, where)
 
 
 def explain(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
     """The plan of that call and of its gradients."""
-    return _explain(*_abstract(registry, name, args, kwargs))
+    asked, avals, where, restore = _abstract(registry, name, args, kwargs)
+    explanation = _explain(asked, avals, where)
+    if explanation.plan is None or asked.operation.backward is None:
+        return explanation
+    results = outputs(asked, avals)
+    cotangents = [result if used else None for result, used in zip(results, _used(restore, results), strict=True)]
+    backward, values = _gradients.backward_request(asked, avals, results, cotangents, _floating(asked, avals))
+    return attrs.evolve(explanation, backward=_explain(backward, values, where))
 
 
 def _layout(registry: Registry, written: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout:
@@ -98,7 +106,7 @@ def _compile(
 
 def _prepared(
     registry: Registry, layout: Layout, arrays: Sequence[Any], options: Sequence[Any], backend: str | None, cfg: Any
-) -> tuple[Request, list[Any], Callable[[tuple[Any, ...]], Any]]:
+) -> tuple[Request, list[Any], Restore]:
     operation = layout.operation
     given = dict(zip((*layout.array_names, *layout.option_names), (*arrays, *options), strict=True))
     _check_arrays(layout, arrays)
@@ -108,8 +116,8 @@ def _prepared(
 
 def _abstract(
     registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Request, list[Any], Target]:
-    """The request of a call and the shapes of its arrays."""
+) -> tuple[Request, list[Any], Target, Restore]:
+    """The request of a call, the shapes of its arrays, where it runs, and how its results are given back."""
     backend, cfg = kwargs.pop("backend", None), kwargs.pop("cfg", None)
     written = (name, len(args), *kwargs)
     layout = registry.calls.get(written) or _layout(registry, written, args, kwargs)
@@ -118,31 +126,36 @@ def _abstract(
     values = (*args, *kwargs.values())
     arrays = [values[place] for place in layout.array_places]
     options = [values[place] for place in layout.option_places]
-    seen: list[Request] = []
+    seen: list[tuple[Request, Restore]] = []
 
     def trace(*arrays: Any) -> list[Any]:
-        asked, values, _ = _prepared(registry, layout, arrays, options, backend, cfg)
-        seen.append(asked)
+        asked, values, restore = _prepared(registry, layout, arrays, options, backend, cfg)
+        seen.append((asked, restore))
         return values
 
     avals = jax.eval_shape(trace, *arrays)
-    return seen[0], avals, target(current_platform(arrays))
+    asked, restore = seen[0]
+    return asked, avals, target(current_platform(arrays)), restore
 
 
 def _explain(asked: Request, avals: Sequence[Any], where: Target) -> Explanation:
-    name = asked.operation.name
     try:
-        chosen = asked.plan(avals, where)
+        return Explanation(asked.operation.name, asked.plan(avals, where), None)
     except (NoKernel, PluginError) as error:
-        return Explanation(name, None, str(error))
-    if asked.operation.backward is None:
-        return Explanation(name, chosen, None)
-    results = outputs(asked, avals)
-    floating = [n for n, a in zip(asked.arrays, avals, strict=True) if jax.numpy.issubdtype(a.dtype, jax.numpy.inexact)]
-    wrt = tuple(name for name in floating if name in asked.operation.differentiable)
-    return Explanation(
-        name, chosen, None, _explain(*_gradients.backward_request(asked, avals, results, results, wrt), where)
-    )
+        return Explanation(asked.operation.name, None, str(error))
+
+
+def _used(restore: Restore, results: Sequence[Any]) -> list[bool]:
+    """Which results the caller gets anything of: the others have no cotangent."""
+    jaxpr = jax.make_jaxpr(restore)(tuple(results)).jaxpr
+    read = {id(variable) for eqn in jaxpr.eqns for variable in eqn.invars} | {id(v) for v in jaxpr.outvars}
+    return [id(variable) in read for variable in jaxpr.invars]
+
+
+def _floating(asked: Request, avals: Sequence[Any]) -> tuple[str, ...]:
+    """The arrays that a gradient may be asked for."""
+    floating = (n for n, aval in zip(asked.arrays, avals, strict=True) if jnp.issubdtype(aval.dtype, jnp.inexact))
+    return tuple(name for name in floating if name in asked.operation.differentiable)
 
 
 # -- what to say when a value is not what it should be ------------------------------------------------------------

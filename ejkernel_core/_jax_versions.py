@@ -8,6 +8,14 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+try:
+    # ``jax.extend.core`` is its public home, but importing anything of ``jax.extend`` imports Pallas: 15 to 20 ms.
+    from jax._src.core import Primitive
+except ImportError:
+    from jax.extend.core import Primitive
+
+__all__ = ["Primitive", "aval_like", "lower_with_devices", "sharded_like", "vary_alike"]
+
 
 def vary_alike(arrays: Sequence[Any]) -> list[Any]:
     """The arrays, each varying over every mesh axis that any of them varies over.
@@ -38,6 +46,17 @@ def sharded_like(array: Any, other: Any) -> Any:
     """``array`` with the sharding of ``other``, where shardings are part of the type (explicit mesh axes)."""
     wanted = jax.typeof(other).sharding
     return array if jax.typeof(array).sharding == wanted else jax.sharding.reshard(array, wanted)
+
+
+def lower_with_devices(primitive: Any) -> None:
+    """Have JAX say for which devices it lowers: callbacks and custom partitionings inside a kernel need to know.
+
+    JAX looks for such primitives in the jaxpr it compiles, and cannot see into ours
+    (``prim_requires_devices_during_lowering``, seen on 0.10.2, 0.11.2, 0.12.0.1).
+    """
+    from jax._src import dispatch
+
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def _varying(array: Any) -> frozenset[str]:

@@ -14,19 +14,19 @@ from typing import Any
 
 import jax
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from . import _batching
 from ._devices import current_platform, target
 from ._errors import NotDifferentiable, PluginError
 from ._invocation import abstract
-from ._jax_versions import aval_like
+from ._jax_versions import Primitive, aval_like, lower_with_devices
 from ._plan import Plan
 from ._request import Request
 
 kernel_call = Primitive("ejkernel_call")
 kernel_call.multiple_results = True
+lower_with_devices(kernel_call)
 
 
 def bind(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:

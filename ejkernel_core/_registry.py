@@ -170,7 +170,7 @@ class Registry:
     def _unknown(self, what: str, name: str, known: Iterable[str]) -> str:
         known = list(known)
         near = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         return f"no {what} {name!r} is installed{hint} Known: {', '.join(known) or 'none'}. {self.how_to_install(name)}"
 
 

@@ -321,6 +321,21 @@ def test_the_platform_is_the_one_that_is_compiled_for() -> None:
     assert "2.5" in both
 
 
+def test_a_kernel_may_call_back_to_the_host() -> None:
+    def on_host(a: Mapping[str, Any]) -> Any:
+        wanted = outputs(a)
+        return jax.pure_callback(lambda x, w: tuple(map(np.asarray, scaled(x, w))), wanted, a["x"], a["weight"])
+
+    registry = make(scaled__host=kernel(on_host, {"cpu": 50}))
+
+    def call(x: Any) -> Any:
+        return registry.call("scaled", x, W)[0]
+
+    close(call(X), scaled(X, W)[0])
+    close(jax.jit(lambda x: call(x) + 1)(X), scaled(X, W)[0] + 1)
+    close(jax.grad(lambda x: call(x).sum())(X), jnp.cos(X) * W)
+
+
 def test_a_call_keeps_its_name_in_the_compiled_code() -> None:
     text = jax.jit(lambda x: make().call("scaled", x, W)[0]).lower(X).as_text(debug_info=True)
     assert "jit(scaled)" in text

@@ -50,7 +50,7 @@ def dense_attention(arguments: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]
     out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, arguments["value"].astype(dtype), precision="highest")
     batch, length, heads, _ = arguments["query"].shape
     return (
-        out.reshape(batch, length, heads, -1).astype(arguments["value"].dtype),
+        out.reshape(batch, length, heads, arguments["value"].shape[3]).astype(arguments["value"].dtype),
         lse.reshape(batch, heads, length),
     )
 
@@ -91,13 +91,14 @@ def _seen(arguments: Mapping[str, Any], shape: tuple[int, ...]) -> jax.Array | N
 
 def _softmax(logits: jax.Array, seen: jax.Array | None, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Weights and log-sum-exp of each row; what is not seen, or -inf, weighs nothing."""
-    seen = logits > -jnp.inf if seen is None else seen & (logits > -jnp.inf)
+    finite = logits != -jnp.inf  # a NaN goes on to the result
+    seen = finite if seen is None else seen & finite
     # Twice ``where``: what is masked must neither reach exp nor send a gradient back, not even 0 * inf.
     safe = jnp.where(seen, logits, 0)
     peak = jnp.max(jnp.where(seen, logits, -jnp.inf), axis=-1, keepdims=True, initial=-jnp.inf)
     if sinks is not None:
         peak = jnp.maximum(peak, jnp.max(sinks, axis=-1, keepdims=True))
-    peak = jax.lax.stop_gradient(jnp.where(peak > -jnp.inf, peak, 0))
+    peak = jax.lax.stop_gradient(jnp.where(peak != -jnp.inf, peak, 0))
     exponentials = jnp.where(seen, jnp.exp(jnp.where(seen, safe - peak, 0)), 0)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     if sinks is not None:
