@@ -1,0 +1,53 @@
+"""``flash_attention`` on any device JAX runs on; through cuDNN on a GPU where that is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+import jax
+from attrs.validators import ge, in_, instance_of
+
+from ejkernel_core import Invocation, Unsupported, hookimpl
+from ejkernel_xla import _blockwise, _cudnn
+from ejkernel_xla._blocks import blocks, nearby
+
+#: Where it runs, and how strongly it is preferred there.
+PLATFORMS = {"cpu": 10, "gpu": 10, "tpu": 10}
+
+
+@attrs.frozen
+class Config:
+    """How a forward pass is computed. cuDNN chooses its own blocks."""
+
+    implementation: str = attrs.field(default="blockwise", validator=in_(("blockwise", "cudnn")))
+    q_block: int = attrs.field(default=256, validator=[instance_of(int), ge(1)])
+    kv_block: int = attrs.field(default=256, validator=[instance_of(int), ge(1)])
+
+
+@hookimpl
+def heuristic_cfg(inv: Invocation) -> Config:
+    """CuDNN where it does exactly what is asked, else blocks that keep the device busy. Nothing is refused."""
+    if inv.platform == "gpu" and _cudnn.refusal(inv) is None:
+        return Config("cudnn")
+    return Config("blockwise", *blocks(inv, inv.platform, cpu=(512, 256)))
+
+
+@hookimpl
+def config_space(inv: Invocation) -> Iterable[Config]:
+    """CuDNN where it is exact, and the heuristic's blocks with their neighbours."""
+    if inv.platform == "gpu" and _cudnn.refusal(inv) is None:
+        yield Config("cudnn")
+    for pair in nearby(inv, blocks(inv, inv.platform, cpu=(512, 256))):
+        yield Config("blockwise", *pair)
+
+
+@hookimpl
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
+    """The output and the log-sum-exp of every row."""
+    if cfg.implementation == "blockwise":
+        return _blockwise.forward(inv, cfg.q_block, cfg.kv_block)
+    reason = _cudnn.refusal(inv) if inv.platform == "gpu" else f"cuDNN attention needs a GPU, not a {inv.platform}"
+    if reason is not None:
+        raise Unsupported(f"{reason}; Config() without implementation='cudnn' can do it")
+    return _cudnn.forward(inv)
