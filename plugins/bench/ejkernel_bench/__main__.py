@@ -1,0 +1,69 @@
+"""``python -m ejkernel_bench [name ...] [--backend B] [--rounds N] [--json FILE]``: run benchmarks, or list them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ._report import Report, heading
+
+#: The name of each benchmark is that of its module.
+BENCHMARKS = {
+    "run": "causal attention forward and backward on this device: checked, explained, timed",
+    "overhead": "what the framework costs: an eager call, the import",
+    "attention": "against jax.nn.dot_product_attention, S 4096, causal and full",
+    "memory": "peak of forward and backward at S 16384",
+    "window": "a window of 256 against none at S 16384",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 1 where a result was wrong. A bar that is not held is told, and left to the reader to judge."""
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    if unknown := set(asked.names) - set(BENCHMARKS):
+        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    if not asked.names:
+        print(listing())
+        return 0
+    print(heading(), end="\n\n")
+    reports = []
+    for name in asked.names:
+        reports.append(_run(name, asked))
+        print(reports[-1], end="\n\n", flush=True)
+    if asked.json:
+        asked.json.write_text(json.dumps([report.data() for report in reports], indent=1) + "\n")
+    return 1 if any(report.faults for report in reports) else 0
+
+
+def listing() -> str:
+    """What there is to run."""
+    width = max(map(len, BENCHMARKS))
+    return "\n".join(f"{name:<{width}}  {what}" for name, what in BENCHMARKS.items())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m ejkernel_bench", epilog=listing(), formatter_class=_RAW)
+    parser.add_argument("names", nargs="*", metavar="benchmark", help="one or more of these")
+    parser.add_argument("--backend", help="measure this kernel, not the one that the core chooses")
+    parser.add_argument("--rounds", type=int, help="how often each contender runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    return parser
+
+
+_RAW = argparse.RawDescriptionHelpFormatter
+
+
+def _run(name: str, asked: argparse.Namespace) -> Report:
+    given: dict[str, Any] = {key: getattr(asked, key) for key in ("backend", "rounds") if getattr(asked, key)}
+    report: Report = importlib.import_module(f".{name}", __package__).run(**given)
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Several ways of computing the same attention, checked and then timed side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from ._errors import error, faults
+from ._problem import GRADIENTS, Attention, with_gradients
+from ._timing import Times, interleaved
+
+PASSES = ("forward", "forward+backward")
+
+Results = tuple[Any, ...]
+
+
+def compiled(attention: Attention, name: str, arrays: tuple[jax.Array, ...]) -> Callable[[], Results]:
+    """One pass of an attention over (query, key, value, d_out), ready to run."""
+    if name == "forward":
+        forward = jax.jit(lambda *qkv: (attention(*qkv),))
+        return lambda: forward(*arrays[:3])
+    both = jax.jit(with_gradients(attention))
+    return lambda: both(*arrays)
+
+
+def timed(runs: Mapping[str, Callable[[], Results]], rounds: int) -> dict[str, Times]:
+    """Already run once each, by the check."""
+    return interleaved(runs, rounds, warm_up=0)
+
+
+def disagreement(where: str, given: Results, right: Results, tolerance: float) -> Iterator[str]:
+    """What is wrong with (out, d_query, ...), as far as both have it."""
+    names = ("out", *GRADIENTS)
+    errors = {f"{where}: {name}": error(a, b) for name, a, b in zip(names, given, right, strict=False)}
+    return faults(errors, tolerance)

@@ -1,0 +1,88 @@
+"""How time is taken: every contender in turn, many times over, and the median with its spread."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import jax
+
+
+@attrs.frozen
+class Times:
+    """Seconds, one for each run."""
+
+    seconds: tuple[float, ...] = attrs.field(converter=tuple, validator=attrs.validators.min_len(1))
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def percentile(self, percent: float) -> float:
+        """The value that ``percent`` of the runs stay below, between neighbours in proportion.
+
+        >>> Times([4.0, 1.0, 3.0, 2.0, 5.0]).percentile(50), Times([1.0, 2.0]).percentile(25)
+        (3.0, 1.25)
+        """
+        ordered = sorted(self.seconds)
+        place = (len(ordered) - 1) * percent / 100
+        below = int(place)
+        above = min(below + 1, len(ordered) - 1)
+        return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+    def scaled(self, unit: float) -> tuple[float, float, float, float]:
+        """Median, spread, least and most, in units of so many seconds."""
+        return tuple(value / unit for value in (self.median, self.spread, min(self.seconds), max(self.seconds)))
+
+    @property
+    def spread(self) -> float:
+        """The distance between the quartiles: what a machine with other things to do adds to a run, it shows here."""
+        return self.percentile(75) - self.percentile(25)
+
+
+#: The headings of ``Times.scaled``.
+COLUMNS = ("median", "quartile range", "least", "most")
+
+
+def once(run: Callable[[], Any]) -> tuple[float, Any]:
+    """The seconds until the results of one run are there, and the results."""
+    start = time.perf_counter()
+    results = jax.block_until_ready(run())
+    return time.perf_counter() - start, results
+
+
+def interleaved(contenders: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> dict[str, Times]:
+    """Time all contenders in every round, in turns forwards and backwards.
+
+    What slows the machine down for a while then slows all of them, and none always runs in another's cache.
+    """
+    for _ in range(warm_up):
+        for run in contenders.values():
+            jax.block_until_ready(run())
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    with _no_garbage_collection():
+        for order in _orders(list(contenders), rounds):
+            for name in order:
+                taken[name].append(once(contenders[name])[0])
+    return {name: Times(seconds) for name, seconds in taken.items()}
+
+
+def _orders(names: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
+    for number in range(rounds):
+        yield names if number % 2 == 0 else names[::-1]
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,176 @@
+"""What the documentation says is true: its signatures are the code's, its examples run, its links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import io
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from ejkernel_core import _errors, _hookspecs
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")])
+RUNNING = [
+    "README.md",
+    "docs/index.md",
+    "docs/hooks.md",
+    "docs/writing-a-plugin.md",
+    "docs/operations/flash_attention.md",
+]
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+#: A wide match: the line ends of a message are not its content, and what stands for "..." may be anything.
+LENIENT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path) -> list[tuple[int, str, str]]:
+    """(line, language, content) of every fenced block."""
+    text = page.read_text()
+    return [(text.count("\n", 0, match.start()) + 2, match[1], match[2]) for match in FENCE.finditer(text)]
+
+
+def run(page: Path) -> None:
+    """Run the python blocks in one namespace. A text block right behind one is what it prints."""
+    namespace = {"__name__": page.stem}
+    printed = ""
+    for line, language, content in blocks(page):
+        if language == "python":
+            printed = run_block(page, line, content, namespace)
+        elif language == "text" and printed:
+            right = doctest.OutputChecker().check_output(content, printed, LENIENT)
+            assert right, f"{name_of(page)}:{line} shows\n{content}\nbut this is printed\n{printed}"
+            printed = ""
+
+
+def run_block(page: Path, line: int, content: str, namespace: dict[str, object]) -> str:
+    tree = ast.increment_lineno(ast.parse(content), line - 1)  # so that a traceback points into the page
+    with redirect_stdout(io.StringIO()) as out:
+        exec(compile(tree, page, "exec", dont_inherit=True), namespace)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("page", RUNNING)
+def test_examples_run(page):
+    assert any(language == "python" for _, language, _ in blocks(ROOT / page))
+    run(ROOT / page)
+
+
+def test_a_wrong_example_is_caught(tmp_path, monkeypatch):
+    """The checks above do check: code that fails and output that differs are both found."""
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError):
+        run(page)
+    page.write_text("```python\nprint('one')\n```\n\n```text\ntwo\n```\n")
+    with pytest.raises(AssertionError, match="page.md:6 shows"):
+        run(page)
+
+
+# -- the hooks ----------------------------------------------------------------------------------------------------
+
+
+def hooks() -> dict[str, str]:
+    """Every hook with its signature, as one writes it."""
+    marked = {name: value for name, value in vars(_hookspecs).items() if hasattr(value, f"{_hookspecs.PROJECT}_spec")}
+    return {name: name + str(inspect.signature(hook)).replace("'", "") for name, hook in marked.items()}
+
+
+def sections(page: Path) -> dict[str, str]:
+    """The sections whose heading is code, by that code."""
+    parts = re.split(r"^## (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {heading.strip("`"): body for heading, body in zip(parts[1::2], parts[2::2], strict=True) if "`" in heading}
+
+
+def test_there_are_hooks():
+    assert set(hooks()) >= {"heuristic_cfg", "config_space", "run_backend", "select_config"}
+
+
+def test_every_hook_has_its_heading_with_its_signature():
+    assert list(sections(ROOT / "docs/hooks.md")) == list(hooks().values())
+
+
+def test_every_hook_has_an_example_that_implements_it():
+    for signature, body in sections(ROOT / "docs/hooks.md").items():
+        name = signature.partition("(")[0]
+        assert f"@hookimpl\ndef {name}(" in body, f"no example implements {name}"
+
+
+# -- the rest of the text -----------------------------------------------------------------------------------------
+
+
+def test_every_error_is_in_the_index():
+    text = (ROOT / "docs/index.md").read_text()
+    errors = [name for name, value in vars(_errors).items() if inspect.isclass(value)]
+    assert errors
+    assert [name for name in errors if f"`{name}`" not in text] == []
+
+
+def test_every_parameter_of_flash_attention_is_described():
+    from ejkernel_ops import flash_attention
+
+    text = (ROOT / "docs/operations/flash_attention.md").read_text()
+    table = text.partition("## Arguments")[2].partition("## Definition")[0]
+    assert [name for name in inspect.signature(flash_attention).parameters if f"`{name}`" not in table] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), f"{target} in {name_of(page)}"
+        assert not anchor or anchor in anchors(linked), f"{target} in {name_of(page)}"
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_lines_are_not_too_long(page):
+    """Rows of a table are as long as they have to be."""
+    lines = [line for line in page.read_text().splitlines() if not line.startswith("|")]
+    assert [line for line in lines if len(line) > 120] == []
+
+
+# -- docstrings ---------------------------------------------------------------------------------------------------
+
+DOCUMENTED = [
+    "ejkernel_ops._flash_attention",
+    "ejkernel_ops.attention.tokens",
+]
+
+
+def modules_with_doctests() -> list[str]:
+    """Every module of the core and of the operations that has an example in it."""
+    packages = {"ejkernel_core": ROOT, "ejkernel_ops": ROOT / "plugins/ops"}
+    found = []
+    for package, folder in packages.items():
+        for file in sorted((folder / package).rglob("*.py")):
+            if ">>> " in file.read_text():
+                found.append(".".join(file.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"))
+    return found
+
+
+def test_the_doctests_are_found():
+    assert set(DOCUMENTED) <= set(modules_with_doctests())
+
+
+@pytest.mark.parametrize("module", modules_with_doctests())
+def test_doctests(module):
+    outcome = doctest.testmod(importlib.import_module(module), verbose=False)
+    assert outcome.attempted
+    assert not outcome.failed
