@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from ejkernel_core import Registry, hookimpl
 from ejkernel_ops.attention import forward
 from ejkernel_ops.reference import flash_attention as reference

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from ejkernel_core import registry
 from ejkernel_ops.attention.cost import pairs
 

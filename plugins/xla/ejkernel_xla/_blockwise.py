@@ -44,7 +44,7 @@ def forward(arguments: Mapping[str, Any], q_block: int, kv_block: int) -> tuple[
         top, total, sums = grid.sweep(i, tile, start)
         # A row that saw nothing has a total of 0: its output is 0 and its log-sum-exp -inf.
         out = sums * jnp.where(total > 0, 1 / ((1 - dropout) * total), 0)
-        out = out.reshape(batch, kv_heads, groups * grid.q_block, -1).astype(arguments["value"].dtype)
+        out = out.reshape(batch, kv_heads, groups * grid.q_block, out.shape[-1]).astype(arguments["value"].dtype)
         return out, top + jnp.log(total)
 
     out, lse = lax.map(attend, (jnp.arange(grid.q_count, dtype=jnp.int32), grid.queries()))

@@ -1,0 +1,28 @@
+"""The proofs that every kernel of an operation has to pass: written once, here, and run by each backend's tests.
+
+An operation's ``cases()`` are what a kernel is proved on; the checks say what is proved; ``KernelProofs`` makes pytest
+tests of both. Each check is a plain function that raises AssertionError with its own name in front. Nothing but tests
+imports this package.
+"""
+
+from __future__ import annotations
+
+from ._case import Case
+from ._checks import accumulation, gradients, refusals, rows, sensitivity, values
+from ._pairwise import pairwise
+from ._proofs import KernelProofs
+from ._transforms import TRANSFORMS, transforms
+
+__all__ = [
+    "TRANSFORMS",
+    "Case",
+    "KernelProofs",
+    "accumulation",
+    "gradients",
+    "pairwise",
+    "refusals",
+    "rows",
+    "sensitivity",
+    "transforms",
+    "values",
+]

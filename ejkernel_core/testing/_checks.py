@@ -1,0 +1,148 @@
+"""The checks: each proves one thing of one kernel on one case, against the operation's reference in float64."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from ejkernel_core._registry import Registry
+
+from ._case import Case
+from ._outcome import REFERENCE, inputs, options, outcome
+
+#: The relative error that a result may have, where its dtype holds enough digits for one number to say it.
+TOLERANCE = {"float32": 2e-5, "float64": 1e-12}
+#: In low precision, the error of the reference, which rounds once, is the measure: so many times it, since sums in
+#: another order make a few roundings fall otherwise.
+RESULT_FACTOR = 1.1
+GRADIENT_FACTOR = 1.5
+#: And so many units in the last place: a kernel computes its gradients from the forward's rounded result, which the
+#: reference, differentiated whole, does not. Where a sum nearly cancels, that shows (0.65 at most was measured, and
+#: float64 arithmetic on a rounded result makes the same error).
+GRADIENT_UNITS = 1.0
+#: How far a move may be from the reference's, relative to the move itself.
+MOVE = 1e-3
+
+
+def values(registry: Registry, kernel: str, case: Case) -> None:
+    """Every result is the reference's, to the precision of its dtype, infinite where it is, and nowhere NaN."""
+    _prove("values", registry, kernel, case, "result")
+
+
+def gradients(registry: Registry, kernel: str, case: Case) -> None:
+    """Every gradient, of a random weighted sum of all results, is the reference's."""
+    _prove("gradients", registry, kernel, case, "gradient")
+
+
+def accumulation(registry: Registry, kernel: str, case: Case) -> None:
+    """Sums over long axes are as exact as those of the reference, which adds up in float32."""
+    _prove("accumulation", registry, kernel, case, "result")
+    _prove("accumulation", registry, kernel, case, "gradient")
+
+
+def rows(registry: Registry, kernel: str, case: Case) -> None:
+    """Where the reference says exactly nothing (0, or -inf), the kernel does: what sees nothing, and padding."""
+    own, exact = _both(registry, kernel, case)
+    for name, wanted in exact.items():
+        if name.startswith("gradient"):  # the gradient of a row that sees one key is 0 too, but only by cancellation
+            dust = 100 * float(jax.numpy.finfo(case.dtype).eps)  # type: ignore[no-untyped-call]
+            wrong = int((np.abs(own[name].astype(np.float64)[(wanted == 0).all(axis=-1)]) > dust).sum())
+        else:
+            nothing = (wanted == 0) | np.isinf(wanted)
+            wrong = int((own[name].astype(np.float64)[nothing] != wanted[nothing]).sum())
+        assert not wrong, f"rows: {kernel} on {case.name}: {name} is not 0 or -inf at {wrong} places where it has to be"
+
+
+def sensitivity(registry: Registry, kernel: str, case: Case, variation: Case) -> None:
+    """An argument that is given, or changed, moves results and gradients as it moves the reference's."""
+    before, exact_before = _both(registry, kernel, case)
+    after, exact_after = _both(registry, kernel, variation)
+    for name in exact_before.keys() & exact_after.keys():
+        move, wanted = _difference(after[name], before[name]), _difference(exact_after[name], exact_before[name])
+        off = error(move, wanted)
+        assert off <= MOVE, (
+            f"sensitivity: {kernel} on {case.name}: {variation.name} moves {name} by {np.linalg.norm(move):.2e}, the "
+            f"reference's by {np.linalg.norm(wanted):.2e}; the moves differ by {off:.2e} of it, allowed {MOVE:.0e}"
+        )
+
+
+def refusals(
+    registry: Registry,
+    kernel: str,
+    case: Case,
+    refuses: frozenset[str] = frozenset(),
+    refuses_gradients: frozenset[str] = frozenset(),
+) -> bool:
+    """The kernel refuses what it is declared to refuse, with a reason, and nothing else. True where it runs."""
+    backend = kernel.rpartition(".")[2]
+    with jax.enable_x64(case.dtype == "float64"):
+        asked = registry.explain(case.op, **inputs(registry, case), **options(registry, case), backend=backend)
+    runs = _refused_as_declared(kernel, case, asked.error, refuses)
+    owner = registry.operation(case.op).backward
+    if not runs or asked.backward is None or backend not in registry.backends(str(owner)):
+        return runs
+    return _refused_as_declared(f"{owner}.{backend}", case, asked.backward.error, refuses_gradients)
+
+
+def _refused_as_declared(kernel: str, case: Case, error: str | None, refuses: frozenset[str]) -> bool:
+    expected, start = sorted(case.features & refuses), f"refusals: {kernel} on {case.name}: "
+    if error is None:
+        assert not expected, f"{start}takes it, though it is declared to refuse {', '.join(expected)}"
+        return True
+    line = next((line.strip() for line in error.splitlines() if line.strip().startswith(f"{kernel} (")), error)
+    assert ": refused, " in line, f"{start}does not refuse by Unsupported('reason'): {line}"
+    assert expected, f"{start}is not declared to refuse this: {line}"
+    return False
+
+
+def compare(
+    check: str, kernel: str, case: Case, name: str, got: np.ndarray, wanted: np.ndarray, allowed: float
+) -> None:
+    """Raise where one array is not another, within an error relative to it."""
+    start, got, wanted = f"{check}: {kernel} on {case.name}: {name}", got.astype(np.float64), wanted.astype(np.float64)
+    assert got.shape == wanted.shape, f"{start} has shape {got.shape}, wanted {wanted.shape}"
+    assert not np.isnan(got).any(), f"{start} has {np.isnan(got).sum()} NaN"
+    same = np.array_equal(np.nan_to_num(got, posinf=1, neginf=-1) * np.isinf(got), np.sign(wanted) * np.isinf(wanted))
+    assert same, f"{start} is infinite in other places than it should be"
+    off = error(got, wanted)
+    assert off <= allowed, f"{start} is off by {off:.2e}, allowed {allowed:.2e}"
+
+
+def error(got: np.ndarray, wanted: np.ndarray) -> float:
+    """The norm of the difference over that of what is wanted, where that is finite.
+
+    What is 0 by cancellation, as the gradient of a bias that is the same for all keys, has no size to be relative to:
+    there the terms that cancel are the measure, products of the vectors of a head: around 10.
+    """
+    finite = np.isfinite(wanted)
+    size, count = float(np.linalg.norm(wanted[finite])), max(int(finite.sum()), 1)
+    off = float(np.linalg.norm(got[finite].astype(np.float64) - wanted[finite]))
+    return off / (size if size > 1e-6 * count**0.5 else 10 * count**0.5)
+
+
+def _both(registry: Registry, kernel: str, case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The kernel's outcome, and the reference's in float64."""
+    return outcome(registry, kernel.rpartition(".")[2], case), outcome(registry, REFERENCE, case, precise=True)
+
+
+def _prove(check: str, registry: Registry, kernel: str, case: Case, kind: str) -> None:
+    own, exact = _both(registry, kernel, case)
+    assert own.keys() == exact.keys(), f"{check}: {kernel} on {case.name}: gives {[*own]}, the reference {[*exact]}"
+    for name, wanted in exact.items():
+        if name.startswith(kind):
+            compare(check, kernel, case, name, own[name], wanted, _allowed(registry, case, name, wanted))
+
+
+def _allowed(registry: Registry, case: Case, name: str, wanted: np.ndarray) -> float:
+    if case.dtype in TOLERANCE:
+        return TOLERANCE[case.dtype]
+    rounded = error(outcome(registry, REFERENCE, case)[name], wanted)
+    if name.startswith("result"):
+        return RESULT_FACTOR * rounded + TOLERANCE["float32"]
+    return GRADIENT_FACTOR * rounded + GRADIENT_UNITS * float(jax.numpy.finfo(case.dtype).eps)  # type: ignore[no-untyped-call]
+
+
+def _difference(after: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """Of what is finite on both sides."""
+    a, b = after.astype(np.float64), before.astype(np.float64)
+    return np.subtract(a, b, where=np.isfinite(a) & np.isfinite(b), out=np.zeros(a.shape))
