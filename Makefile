@@ -35,7 +35,7 @@ wheels: $(STAMP)
 	ls build/wheels
 
 $(STAMP): $(PROJECTS) | $(BIN)/python
-	$(BIN)/python -m pip install -q $(EDITABLE)
+	$(BIN)/python -m pip install -qq $(EDITABLE)
 	touch $@
 
 $(BIN)/python:
