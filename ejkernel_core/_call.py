@@ -6,6 +6,7 @@ lookup and a call of that function, whose own cache takes care of shapes, device
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,10 @@ from ._request import Request, request
 
 if TYPE_CHECKING:
     from ._registry import Registry
+
+
+#: How many compiled functions are kept for one way of writing a call: one for each set of options, the oldest go first.
+KEPT = 512
 
 
 @attrs.frozen(eq=False)
@@ -46,17 +51,28 @@ def call(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str,
     values = (*args, *kwargs.values())
     arrays = [values[place] for place in layout.array_places]
     options = [values[place] for place in layout.option_places]
-    key = (*options, *map(type, options), backend, cfg)  # the types too: True equals 1
+    key = (*options, *map(_kind, options), backend, cfg)
     try:
         compiled = layout.compiled.get(key)
     except TypeError:
-        raise _unhashable(layout, options, cfg) from None
+        raise _unhashable(layout, options, backend, cfg) from None
     if compiled is None:
-        compiled = layout.compiled[key] = _compile(registry, layout, options, backend, cfg)
+        compiled = _compile(registry, layout, options, backend, cfg)
+        if len(layout.compiled) >= KEPT:
+            layout.compiled.pop(next(iter(layout.compiled)), None)
+        layout.compiled[key] = compiled
     try:
         return compiled(*arrays)
-    except TypeError as error:
-        raise _named(layout, arrays, error) from error
+    except (TypeError, OverflowError) as error:
+        told = _told(layout, arrays, error)
+        if told is None:
+            raise
+        raise told from error
+
+
+def _kind(option: Any) -> Any:
+    """The type, and those inside a tuple: what is equal but of another type, as True and 1, is another call."""
+    return (tuple, *map(_kind, option)) if type(option) is tuple else type(option)
 
 
 def plan(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -93,23 +109,36 @@ def _compile(
     for name, value in zip(layout.option_names, options, strict=True):
         if isinstance(value, (jax.Array, np.ndarray)):
             raise _not_static(layout.operation, name, value)
-    if backend is not None:
-        registry.kernel(layout.operation.name, backend)  # unknown or broken: said now, by name
+    _check_backend(registry, layout.operation.name, backend)
 
     def run(*arrays: Any) -> Any:
         asked, values, restore = _prepared(registry, layout, arrays, options, backend, cfg)
         return restore(_gradients.apply(asked, values))
 
-    run.__name__ = run.__qualname__ = layout.operation.name  # what the HLO calls it
+    # What the compiled code, and JAX's own errors, call the function and its arguments.
+    run.__name__ = run.__qualname__ = layout.operation.name
+    names = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in layout.array_names]
+    run.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
     return jax.jit(run)
+
+
+def _check_backend(registry: Registry, op: str, backend: Any) -> None:
+    """An unknown or broken backend is told before anything else is done."""
+    if backend is None:
+        return
+    if not isinstance(backend, str):
+        raise TypeError(f"{op}: backend takes a name; got {type(backend).__name__} {_brief(backend)}")
+    registry.kernel(op, backend)
 
 
 def _prepared(
     registry: Registry, layout: Layout, arrays: Sequence[Any], options: Sequence[Any], backend: str | None, cfg: Any
 ) -> tuple[Request, list[Any], Restore]:
     operation = layout.operation
-    given = dict(zip((*layout.array_names, *layout.option_names), (*arrays, *options), strict=True))
     _check_arrays(layout, arrays)
+    # Numbers are arrays too; under ``jax.disable_jit`` nobody has made them so.
+    arrays = [jnp.asarray(value) if isinstance(value, _NUMBERS) else value for value in arrays]
+    given = dict(zip((*layout.array_names, *layout.option_names), (*arrays, *options), strict=True))
     arguments, restore = operation.prepare(operation.complete(given))
     return *request(registry, operation, arguments, backend, cfg), restore
 
@@ -121,8 +150,7 @@ def _abstract(
     backend, cfg = kwargs.pop("backend", None), kwargs.pop("cfg", None)
     written = (name, len(args), *kwargs)
     layout = registry.calls.get(written) or _layout(registry, written, args, kwargs)
-    if backend is not None:
-        registry.kernel(name, backend)
+    _check_backend(registry, name, backend)
     values = (*args, *kwargs.values())
     arrays = [values[place] for place in layout.array_places]
     options = [values[place] for place in layout.option_places]
@@ -133,7 +161,13 @@ def _abstract(
         seen.append((asked, restore))
         return values
 
-    avals = jax.eval_shape(trace, *arrays)
+    try:
+        avals = jax.eval_shape(trace, *arrays)
+    except (TypeError, OverflowError) as error:
+        told = _told(layout, arrays, error)
+        if told is None:
+            raise
+        raise told from error
     asked, restore = seen[0]
     return asked, avals, target(current_platform(arrays)), restore
 
@@ -161,26 +195,35 @@ def _floating(asked: Request, avals: Sequence[Any]) -> tuple[str, ...]:
 # -- what to say when a value is not what it should be ------------------------------------------------------------
 
 
+_NUMBERS = (bool, int, float, complex, np.generic)
+
+
 def _check_arrays(layout: Layout, arrays: Sequence[Any]) -> None:
+    parameters = layout.operation.signature.parameters
     for name, value in zip(layout.array_names, arrays, strict=True):
-        if value is not None and not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        optional = value is None and parameters[name].default is None
+        if not (optional or isinstance(value, _NUMBERS) or (hasattr(value, "shape") and hasattr(value, "dtype"))):
             raise TypeError(
                 f"{layout.operation.name}: {name} takes an array; got {type(value).__name__} {_brief(value)}"
             )
 
 
-def _named(layout: Layout, arrays: Sequence[Any], error: TypeError) -> TypeError:
-    """The error that JAX raised, or ours where we can say more."""
-    if "forward-mode" in str(error) and not isinstance(error, NotDifferentiable):
+def _told(layout: Layout, arrays: Sequence[Any], error: Exception) -> Exception | None:
+    """What we can say better than the error that JAX raised."""
+    if isinstance(error, OverflowError):
+        given = zip(layout.array_names, arrays, strict=True)
+        large = [f"{name}={value}" for name, value in given if type(value) is int and value.bit_length() > 31]
+        return OverflowError(f"{layout.operation.name}: too large for 32 bits: {', '.join(large)}") if large else None
+    if str(error).startswith("can't apply forward-mode"):
         return NotDifferentiable(
             f"{layout.operation.name}: forward-mode differentiation (jvp, jacfwd, hessian) goes through the reference "
             "alone: pass backend='reference'"
         )
     try:
-        jax.eval_shape(lambda *given: _check_arrays(layout, given), *arrays)
-    except TypeError:
-        _check_arrays(layout, [np.asarray(a) if isinstance(a, (bool, int, float, complex)) else a for a in arrays])
-    return error
+        _check_arrays(layout, arrays)
+    except TypeError as better:
+        return better
+    return None
 
 
 def _not_static(operation: Operation, name: str, value: Any) -> TypeError:
@@ -191,8 +234,8 @@ def _not_static(operation: Operation, name: str, value: Any) -> TypeError:
     )
 
 
-def _unhashable(layout: Layout, options: Sequence[Any], cfg: Any) -> TypeError:
-    for name, value in zip((*layout.option_names, "cfg"), (*options, cfg), strict=True):
+def _unhashable(layout: Layout, options: Sequence[Any], backend: Any, cfg: Any) -> TypeError:
+    for name, value in zip((*layout.option_names, "backend", "cfg"), (*options, backend, cfg), strict=True):
         if isinstance(value, (jax.Array, np.ndarray)):
             return _not_static(layout.operation, name, value)
         try:

@@ -66,15 +66,27 @@ def load_kernel(entry: Entry, plugin: Any) -> LoadedKernel:
 def hook_manager(entry: Entry, plugin: Any, hooks: type) -> pluggy.PluginManager:
     """A manager with these hooks and this plugin alone. Every fault of the plugin is told at once, by name."""
     specs = specifications(hooks)
-    faults = [*_missing(plugin, specs), *_misspelt(plugin, specs), *_malformed(plugin, specs)]
+    faults = [*_wrong_names(plugin), *_missing(plugin, specs), *_misspelt(plugin, specs), *_malformed(plugin, specs)]
     if faults:
         raise PluginError(
             f"{entry.name!r} of {entry.provider} ({entry.value or type(plugin).__name__}): " + "; ".join(faults)
         )
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hooks)
-    manager.register(plugin, entry.name)
+    try:
+        manager.register(plugin, entry.name)
+    except pluggy.PluginValidationError as fault:
+        raise PluginError(f"{entry.name!r} of {entry.provider}: {fault}") from fault
     return manager
+
+
+def _wrong_names(plugin: Any) -> Iterator[str]:
+    platforms, config = getattr(plugin, "PLATFORMS", None), getattr(plugin, "Config", None)
+    ranks = platforms.values() if isinstance(platforms, Mapping) else ()
+    if platforms is not None and not (isinstance(platforms, Mapping) and all(isinstance(r, int) for r in ranks)):
+        yield f"PLATFORMS takes {{platform: rank}} with whole numbers; got {platforms!r}"
+    if config is not None and not isinstance(config, type):
+        yield f"Config is the type of the configurations; got {config!r}"
 
 
 def _missing(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:

@@ -188,14 +188,12 @@ def _load_entry(entries: tuple[Entry, ...]) -> Any:
     if len(entries) > 1:
         return Broken(entry, f"{entry.name!r} is {_discovery.duplicates(entries)}")
     try:
-        plugin = entry.load()
-    except Exception as fault:  # whatever a plugin's import raises, it is the plugin that is broken, not the caller
-        reason = f"{entry.name!r} of {entry.provider} ({entry.value}) does not import: {type(fault).__name__}: {fault}"
-        return Broken(entry, reason)
-    try:
-        return _checked(entry, plugin)
+        return _checked(entry, entry.load())
     except EjkernelError as fault:
         return Broken(entry, str(fault))
+    except Exception as fault:  # whatever a plugin's import raises, it is the plugin that is broken, not the caller
+        reason = f"{entry.name!r} of {entry.provider} ({entry.value}) does not load: {type(fault).__name__}: {fault}"
+        return Broken(entry, reason)
 
 
 def _checked(entry: Entry, plugin: Any) -> Any:

@@ -139,12 +139,14 @@ def test_what_is_no_array_is_named(registry: Registry, wrong: object) -> None:
         registry.call("scale", wrong)
 
 
-def test_options_that_are_equal_but_of_another_type_are_not_mixed_up() -> None:
+def flag_registry() -> Registry:
+    """One operation, whose option ``n`` has to be True or ints."""
     registry = Registry(plugins="")
 
     def prepare(arguments: dict[str, object]) -> tuple[dict[str, object], object]:
-        if type(arguments["n"]) is not bool:
-            raise TypeError("n: takes a bool")
+        n = arguments["n"]
+        if not (n is True or (isinstance(n, tuple) and all(type(side) is int for side in n))):
+            raise TypeError("n: takes True or ints")
         return arguments, lambda results: results[0]
 
     registry.register(
@@ -156,9 +158,81 @@ def test_options_that_are_equal_but_of_another_type_are_not_mixed_up() -> None:
         )
     )
     registry.register(kernel(), "flag.k")
-    registry.call("flag", X, n=True)
-    with pytest.raises(TypeError, match="n: takes a bool"):
-        registry.call("flag", X, n=1)
+    return registry
+
+
+@pytest.mark.parametrize(("right", "wrong"), [(True, 1), ((2, 2), (2.0, 2.0)), ((1, 1), (1, True))])
+def test_options_that_are_equal_but_of_another_type_are_told_apart(right: object, wrong: object) -> None:
+    for order in ((right, wrong), (wrong, right)):
+        registry = flag_registry()
+        for n in order:
+            if n is right:
+                np.testing.assert_array_equal(registry.call("flag", X, n=n), 2 * X)
+            else:
+                with pytest.raises(TypeError, match="n: takes True or ints"):
+                    registry.call("flag", X, n=n)
+
+
+def test_a_kernels_own_error_is_raised_as_it_is(registry: Registry) -> None:
+    @hookimpl
+    def run_backend(inv: object, cfg: object) -> object:
+        raise TypeError("forward-mode is a word of this kernel's own")
+
+    bad = kernel()
+    bad.run_backend = staticmethod(run_backend)  # type: ignore[attr-defined]
+    registry.register(bad, "scale.fails")
+    with pytest.raises(TypeError, match="a word of this kernel's own") as caught:
+        registry.call("scale", X, backend="fails")
+    assert type(caught.value) is TypeError
+    assert caught.value.__cause__ is not caught.value
+
+
+def test_what_does_not_fit_32_bits_is_named(registry: Registry) -> None:
+    with pytest.raises(OverflowError, match="scale: too large for 32 bits: x=1099511627776"):
+        registry.call("scale", 2**40)
+
+
+def test_plan_names_what_call_names(registry: Registry) -> None:
+    for ask in (registry.call, registry.plan, registry.explain):
+        with pytest.raises(TypeError, match="scale: x takes an array; got str 'a'"):
+            ask("scale", "a")
+        with pytest.raises(TypeError, match="scale: x takes an array; got NoneType None"):
+            ask("scale", None)
+        with pytest.raises(TypeError, match="scale: backend takes a name; got int 3"):
+            ask("scale", X, backend=3)
+
+
+def test_numbers_are_arrays_with_and_without_jit(registry: Registry) -> None:
+    assert registry.call("scale", 3.0) == 6.0
+    with jax.disable_jit():
+        assert registry.call("scale", 3.0) == 6.0
+        assert registry.call("scale", np.float32(3)) == 6.0
+
+
+def test_compiled_calls_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ejkernel_core._call.KEPT", 4)
+    registry = flag_registry()
+    for n in range(7):
+        registry.call("flag", X, n=(n,))
+    (layout,) = registry.calls.values()
+    assert len(layout.compiled) == 4
+    np.testing.assert_array_equal(registry.call("flag", X, n=(0,)), 2 * X)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("PLATFORMS", ["gpu"], "PLATFORMS takes {platform: rank} with whole numbers; got ['gpu']"),
+        ("PLATFORMS", {"cpu": "high"}, "PLATFORMS takes {platform: rank} with whole numbers"),
+        ("Config", Config(3), "Config is the type of the configurations; got Config(times=3)"),
+    ],
+)
+def test_a_kernels_own_names_are_checked(registry: Registry, name: str, value: object, told: str) -> None:
+    bad = kernel()
+    setattr(bad, name, value)
+    with pytest.raises(PluginError) as caught:
+        registry.register(bad, "scale.bad")
+    assert told in str(caught.value)
 
 
 def test_register_says_what_it_needs(registry: Registry) -> None:
@@ -228,7 +302,7 @@ def test_the_listing_shows_who_brings_what_and_what_is_broken(distribution: Make
     assert "double.good good-dist 1.0" in lines
     at = lines.index("double.bad bad-dist 0.3")
     assert lines[at + 1] == (
-        "broken: 'double.bad' of bad-dist 0.3 (bad) does not import: ZeroDivisionError: division by zero"
+        "broken: 'double.bad' of bad-dist 0.3 (bad) does not load: ZeroDivisionError: division by zero"
     )
     assert "heuristic built in" in lines
     assert lines.count("bad bad-dist 0.3") == 1

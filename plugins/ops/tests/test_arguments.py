@@ -193,6 +193,12 @@ WRONG = {
         "softmax_scale: takes a number, known while tracing; got str",
     ),
     "infinite scale": ({"softmax_scale": np.inf}, ValueError, "softmax_scale: takes a finite number; got inf"),
+    "eight bits": (
+        {name: array(2, 9, 2, 8, dtype=jnp.float8_e4m3fn) for name in ("query", "key", "value")},
+        TypeError,
+        "query: takes float16, bfloat16, float32 or float64; got float8_e4m3fn",
+    ),
+    "no query": ({"query": None}, TypeError, "query takes an array; got NoneType None"),
     "query as a list": ({"query": [[1.0]]}, TypeError, "query takes an array; got list [[1.0]]"),
     "mask as text": ({"attention_mask": "all"}, TypeError, "attention_mask takes an array; got str 'all'"),
 }
@@ -257,6 +263,23 @@ def test_a_packed_call_is_a_batch_of_one() -> None:
     assert prepared["value"].shape == (1, 9, 2, 5)
     assert restore(("o", "l")) == ("o", "l")
     assert prepared["softmax_scale"] == 8**-0.5
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16, np.uint32])
+def test_boundaries_of_any_integers_count_all_tokens(dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(300, 2, 8)), jnp.float32) for _ in range(3))
+    bounds = np.array([0, 100, 200])
+
+    def attend(bounds: Any) -> Any:
+        return flash_attention(q, k, v, cum_seqlens_q=bounds, cum_seqlens_k=bounds, causal=True, backend="reference")
+
+    np.testing.assert_array_equal(attend(bounds.astype(dtype)), attend(bounds))
+
+
+def test_a_window_wider_than_everything_is_cut() -> None:
+    wide, _ = prepare(complete(sliding_window=(2**40, 3)))
+    assert wide["sliding_window"] == (15, 3)
 
 
 def test_preparing_twice_changes_nothing() -> None:

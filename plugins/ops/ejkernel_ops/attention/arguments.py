@@ -12,6 +12,8 @@ import numpy as np
 
 Arguments = dict[str, Any]
 
+DTYPES = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64"))
+
 
 def prepare(arguments: Arguments) -> tuple[Arguments, Callable[[tuple[Any, ...]], Any]]:
     """Check a call and make it canonical; and how to give the caller his layout back.
@@ -26,6 +28,9 @@ def prepare(arguments: Arguments) -> tuple[Arguments, Callable[[tuple[Any, ...]]
         for name in ("query", "key", "value", "q_segment_ids", "kv_segment_ids"):
             if canonical[name] is not None:
                 canonical[name] = canonical[name][None]
+        for name in ("cum_seqlens_q", "cum_seqlens_k"):  # narrower integers could not count the tokens
+            canonical[name] = canonical[name].astype(jnp.int32)
+    canonical["sliding_window"] = _reaching(canonical)
     for name in ("bias", "attention_mask"):
         canonical[name] = _broadcastable(name, canonical)
     canonical["q_segment_ids"], canonical["kv_segment_ids"] = _segments(canonical)
@@ -53,7 +58,7 @@ def _check_layout(a: Arguments) -> bool:
         if len(shape) != rank:
             why = " when cum_seqlens are given" if packed else ""
             raise ValueError(f"{name}: takes {layout}{why}; got shape {shape}")
-        if not jnp.issubdtype(a[name].dtype, jnp.floating):
+        if a[name].dtype not in DTYPES:
             raise TypeError(f"{name}: takes float16, bfloat16, float32 or float64; got {a[name].dtype}")
     query, key, value = a["query"], a["key"], a["value"]
     if not query.dtype == key.dtype == value.dtype:
@@ -137,13 +142,22 @@ def _window(value: Any) -> tuple[int, int] | None:
     return left, right
 
 
+def _reaching(a: Arguments) -> tuple[int, int] | None:
+    """The window, no wider than all there is."""
+    if a["sliding_window"] is None:
+        return None
+    left, right = a["sliding_window"]
+    farthest = a["query"].shape[1] + a["key"].shape[1]
+    return min(left, farthest), min(right, farthest)
+
+
 def _broadcastable(name: str, a: Arguments) -> Any:
     """Bias or mask with a rank of 4, every dimension its own or 1."""
     value = a[name]
     if value is None:
         return None
     floats = name == "bias"
-    if floats and not jnp.issubdtype(value.dtype, jnp.floating):
+    if floats and value.dtype not in DTYPES:
         raise TypeError(f"bias: takes floats; got {value.dtype} (a boolean mask is attention_mask)")
     if not floats and value.dtype != jnp.bool_:
         raise TypeError(f"attention_mask: takes booleans; got {value.dtype} (numbers to add are bias)")
@@ -177,7 +191,7 @@ def _sinks(a: Arguments) -> Any:
     sinks, heads = a["softmax_aux"], a["query"].shape[2]
     if sinks is None:
         return None
-    if not jnp.issubdtype(sinks.dtype, jnp.floating):
+    if sinks.dtype not in DTYPES:
         raise TypeError(f"softmax_aux: takes floats; got {sinks.dtype}")
     if len(sinks.shape) not in (1, 2) or sinks.shape[0] != heads:
         raise ValueError(f"softmax_aux: takes sink logits (heads,) or (heads, n) with {heads} heads; got {sinks.shape}")
