@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._devices import device_fingerprint
 from ._errors import (
     EjkernelError,
     NoKernel,
@@ -19,6 +20,7 @@ from ._errors import (
 )
 from ._hookspecs import hookimpl
 from ._invocation import Invocation
+from ._keys import abstractify, sharding_fingerprint, short_hash, stable_json
 from ._operation import Cost, Operation, gradient_signature
 from ._plan import Candidate, Choice, Explanation, Plan, Verdict
 from ._registry import Registry
@@ -40,12 +42,17 @@ __all__ = [
     "UnknownOperation",
     "Unsupported",
     "Verdict",
+    "abstractify",
     "call",
+    "device_fingerprint",
     "explain",
     "gradient_signature",
     "hookimpl",
     "plan",
     "registry",
+    "sharding_fingerprint",
+    "short_hash",
+    "stable_json",
 ]
 
 #: What is installed, as EJKERNEL_PLUGINS selects it: the registry that the functions below use.

@@ -30,6 +30,13 @@ def target(platform: str) -> Target:
     return Target(jax_platform(platform), device.device_kind, _capability(device))
 
 
+def device_fingerprint(device: Any = None) -> str:
+    """What a device is, in one line that is the same in every process: its kind, and its platform's version."""
+    device = jax.devices()[0] if device is None else device
+    version = " ".join(str(device.client.platform_version).split())
+    return f"{device.device_kind} ({version})"
+
+
 def jax_platform(platform: str) -> str:
     """JAX's word for an XLA platform: "cuda" is "gpu"."""
     return "gpu" if platform in _GPU else platform

@@ -1,0 +1,211 @@
+"""Content as text: what configurations are remembered by. Equal things give equal text, in every process; what has no
+content of its own to give (an unknown object, an array's numbers) is a ``TypeError``, never an address.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import json
+import math
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import jax
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+
+from ._invocation import abstract
+
+#: A tagged object in place of what JSON has no word for. No plain mapping can look like one: see ``_mapping``.
+TAG = "!"
+
+
+def stable_json(value: Any) -> str:
+    """One text for one content: keys sorted, no spaces, dtypes by name, functions by code and what they close over.
+
+    >>> import jax.numpy as jnp
+    >>> stable_json({"b": (1, 2.0), "a": jnp.float32})
+    '{"a":{"!dtype":"float32"},"b":{"!tuple":[1,2.0]}}'
+    """
+    return json.dumps(_plain(value, ()), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def short_hash(value: Any, length: int = 16) -> str:
+    """The first hexadecimal digits of the SHA-256 of ``stable_json(value)``.
+
+    >>> short_hash("flash_attention", 8)
+    'c5ab4a7f'
+    """
+    return hashlib.sha256(stable_json(value).encode()).hexdigest()[:length]
+
+
+def abstractify(tree: Any) -> Any:
+    """The tree with every array in it, concrete or traced, replaced by its ``jax.ShapeDtypeStruct``.
+
+    >>> import numpy as np
+    >>> abstractify({"x": np.zeros((2, 3), np.float32), "causal": True})
+    {'causal': True, 'x': ShapeDtypeStruct(shape=(2, 3), dtype=float32)}
+    """
+    return jax.tree.map(lambda leaf: abstract(leaf) if _is_array(leaf) else leaf, tree)
+
+
+def sharding_fingerprint(array: Any) -> str:
+    """How an array is cut: the pieces along each axis, and the devices they are on; "" on one device, or unknown.
+
+    Two shardings that cut alike are one, whatever the mesh axes are called.
+
+    >>> sharding_fingerprint(jax.numpy.zeros((4, 2)))
+    ''
+    """
+    sharding = _known_sharding(array)
+    if sharding is None or sharding.num_devices <= 1:
+        return ""
+    pieces = [whole // max(own, 1) for whole, own in zip(array.shape, sharding.shard_shape(array.shape), strict=True)]
+    return f"{'x'.join(map(str, pieces))} on {sharding.num_devices}"
+
+
+def _known_sharding(array: Any) -> Any:
+    """Of a tracer it is known where the mesh has explicit axes, and is a part of its type."""
+    if not isinstance(array, jax.core.Tracer):
+        return getattr(array, "sharding", None)
+    sharding = jax.typeof(array).sharding
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+# -- one rule a kind of value, asked in order ------------------------------------------------------------------------
+
+
+def _plain(value: Any, path: tuple[int, ...]) -> Any:
+    """JSON's own types. ``path`` holds what is being written, to see what contains itself."""
+    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {f"{TAG}float": repr(value)}
+    if id(value) in path:
+        raise TypeError(f"stable_json: a {_type_name(value)} contains itself")
+    inner = functools.partial(_plain, path=(*path, id(value)))
+    for rule in _RULES:
+        text = rule(value, inner)
+        if text is not None:
+            return text
+    raise TypeError(f"stable_json: a {_type_name(value)} has no content that could be written down: {value!r:.60}")
+
+
+Inner = Callable[[Any], Any]
+
+
+def _dtype(value: Any, inner: Inner) -> Any:
+    is_scalar_type = isinstance(value, type) and issubclass(value, np.generic)
+    named = isinstance(value, np.dtype) or is_scalar_type or isinstance(getattr(value, "dtype", None), np.dtype)
+    if not named or _is_array(value) or isinstance(value, np.generic):
+        return None
+    return {f"{TAG}dtype": np.dtype(getattr(value, "dtype", value) if not is_scalar_type else value).name}
+
+
+def _number(value: Any, inner: Inner) -> Any:
+    if isinstance(value, np.generic):
+        return {f"{TAG}scalar": [value.dtype.name, repr(value.item())]}
+    if isinstance(value, complex):
+        return {f"{TAG}complex": repr(value)}
+    return {f"{TAG}bytes": value.hex()} if isinstance(value, bytes) else None
+
+
+def _array(value: Any, inner: Inner) -> Any:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return {f"{TAG}array": [value.dtype.name, *value.shape]}
+    if _is_array(value):
+        raise TypeError("stable_json: an array's numbers are no content; pass abstractify(array)")
+    return None
+
+
+def _enum(value: Any, inner: Inner) -> Any:
+    return {f"{TAG}enum": [_path_of(type(value)), value.name]} if isinstance(value, enum.Enum) else None
+
+
+def _sequence(value: Any, inner: Inner) -> Any:
+    if isinstance(value, PartitionSpec):
+        return {f"{TAG}spec": [inner(v) for v in value]}
+    if isinstance(value, (set, frozenset)):
+        return {f"{TAG}set": sorted((inner(v) for v in value), key=lambda v: json.dumps(v, sort_keys=True))}
+    if type(value) is tuple:
+        return {f"{TAG}tuple": [inner(v) for v in value]}
+    if isinstance(value, tuple):  # a named one
+        return {f"{TAG}object": [_path_of(type(value)), [inner(v) for v in value]]}
+    return [inner(v) for v in value] if type(value) is list else None
+
+
+def _mapping(value: Any, inner: Inner) -> Any:
+    if not isinstance(value, Mapping):
+        return None
+    if all(isinstance(key, str) and not key.startswith(TAG) for key in value):
+        return {key: inner(v) for key, v in value.items()}
+    pairs = [[inner(key), inner(v)] for key, v in value.items()]
+    return {f"{TAG}dict": sorted(pairs, key=lambda pair: json.dumps(pair[0], sort_keys=True))}
+
+
+def _record(value: Any, inner: Inner) -> Any:
+    if isinstance(value, type):
+        return None
+    if attrs.has(type(value)):
+        names = [field.name for field in attrs.fields(type(value)) if field.eq]
+    elif dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value) if field.compare]
+    else:
+        return None
+    return {f"{TAG}object": [_path_of(type(value)), {name: inner(getattr(value, name)) for name in names}]}
+
+
+def _callable(value: Any, inner: Inner) -> Any:
+    if isinstance(value, functools.partial):
+        return {f"{TAG}partial": [inner(value.func), [inner(v) for v in value.args], inner(value.keywords)]}
+    if isinstance(value, types.MethodType):
+        return {f"{TAG}method": [inner(value.__self__), value.__name__]}
+    if isinstance(value, (type, types.BuiltinFunctionType, np.ufunc)):
+        return {f"{TAG}name": _path_of(value)}
+    if callable(value) and _is_found_by_name(value):
+        return {f"{TAG}name": _path_of(value)}
+    return _closure(value, inner) if isinstance(value, types.FunctionType) else None
+
+
+_RULES = (_dtype, _number, _array, _enum, _record, _sequence, _mapping, _callable)
+
+
+def _closure(function: types.FunctionType, inner: Inner) -> Any:
+    """A lambda, or a function made inside another: its code, and what it brought from where it was made."""
+    cells = [inner(cell.cell_contents) for cell in function.__closure__ or ()]
+    defaults = [inner(v) for v in function.__defaults__ or ()], inner(function.__kwdefaults__ or {})
+    return {f"{TAG}function": [function.__module__, _code(function.__code__), cells, *defaults]}
+
+
+def _code(code: types.CodeType) -> str:
+    constants = [_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return short_hash([code.co_code.hex(), constants, code.co_names, code.co_varnames])
+
+
+def _is_found_by_name(value: Any) -> bool:
+    found: Any = sys.modules.get(getattr(value, "__module__", None) or "")
+    for part in getattr(value, "__qualname__", "<nameless>").split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+def _path_of(value: Any) -> str:
+    if isinstance(value, np.ufunc):
+        return f"numpy.{value.__name__}"
+    if not isinstance(value, types.BuiltinFunctionType) and not _is_found_by_name(value):
+        raise TypeError(f"stable_json: {value!r} cannot be found again by its name")
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,257 @@
+"""Content as text: the same in every process for what is equal, another for whatever is not, and never an address."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+import os
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ejkernel_core import abstractify, device_fingerprint, sharding_fingerprint, short_hash, stable_json
+
+
+@attrs.frozen
+class Config:
+    block: int = 64
+    dtype: Any = jnp.float32
+
+
+@attrs.frozen
+class Other:
+    block: int = 64
+    dtype: Any = jnp.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    block: int = 64
+
+
+class Colour(enum.Enum):
+    RED = 1
+    GREEN = 2
+
+
+class Pair(NamedTuple):
+    a: int
+    b: int
+
+
+def scale(x: int, by: int = 2) -> int:
+    return x * by
+
+
+def adder(n: Any) -> Any:
+    return lambda x: x + n
+
+
+@jax.jit
+def jitted(x: Any) -> Any:
+    return x
+
+
+#: Things no two of which are the same.
+DISTINCT = {
+    "none": None,
+    "true": True,
+    "one": 1,
+    "one float": 1.0,
+    "one text": "1",
+    "one complex": 1 + 0j,
+    "one numpy": np.int32(1),
+    "one numpy float": np.float32(1),
+    "one wide": np.int64(1),
+    "minus zero": -0.0,
+    "zero": 0.0,
+    "nan": float("nan"),
+    "infinity": float("inf"),
+    "minus infinity": float("-inf"),
+    "bytes": b"1",
+    "empty": "",
+    "list": [1, 2],
+    "tuple": (1, 2),
+    "nested": ((1,), 2),
+    "named tuple": Pair(1, 2),
+    "set": {1, 2},
+    "mapping": {"1": 2},
+    "mapping of int": {1: 2},
+    "mapping of a tag": {"!tuple": [1, 2]},
+    "spec": P("a", None),
+    "float32": jnp.float32,
+    "bfloat16": jnp.bfloat16,
+    "float16": np.dtype("float16"),
+    "its name": "float32",
+    "enum": Colour.RED,
+    "other enum": Colour.GREEN,
+    "config": Config(),
+    "config of another block": Config(128),
+    "config of another dtype": Config(dtype=jnp.bfloat16),
+    "config of another type": Other(),
+    "dataclass": Plain(),
+    "type": Plain,
+    "function": scale,
+    "builtin": len,
+    "jitted": jitted,
+    "numpy's": np.add,
+    "partial": functools.partial(scale, by=3),
+    "partial of another value": functools.partial(scale, by=4),
+    "partial by place": functools.partial(scale, 3),
+    "closure": adder(1),
+    "closure over another value": adder(2),
+    "closure over a dtype": adder(jnp.float32),
+    "lambda": lambda x: x,
+    "other lambda": lambda x: -x,
+    "lambda with a default": lambda x, y=1: x,
+    "lambda with another default": lambda x, y=2: x,
+    "method": Colour.RED.__format__,
+    "abstract": jax.ShapeDtypeStruct((2, 3), "float32"),
+    "abstract of another shape": jax.ShapeDtypeStruct((3, 2), "float32"),
+    "abstract of another dtype": jax.ShapeDtypeStruct((2, 3), "bfloat16"),
+}
+
+
+def test_distinct_things_have_distinct_texts() -> None:
+    texts = {name: stable_json(value) for name, value in DISTINCT.items()}
+    for text in texts.values():
+        json.loads(text)
+        assert "0x" not in text
+    assert len(set(texts.values())) == len(texts)
+    assert len({short_hash(value) for value in DISTINCT.values()}) == len(DISTINCT)
+
+
+SAME = [
+    (jnp.float32, np.float32),
+    (jnp.float32, np.dtype("float32")),
+    ({"b": 1, "a": 2}, {"a": 2, "b": 1}),
+    ({3, 1, 2}, frozenset([2, 3, 1])),
+    (adder(1), adder(1)),
+    (functools.partial(scale, by=3), functools.partial(scale, by=3)),
+    (Config(), Config(64, np.float32)),
+    (abstractify(jnp.ones((2, 3))), jax.ShapeDtypeStruct((2, 3), jnp.float32)),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_equal_things_have_equal_texts(one: Any, other: Any) -> None:
+    assert stable_json(one) == stable_json(other)
+
+
+_CYCLE: list[Any] = []
+_CYCLE.append(_CYCLE)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (object(), "a builtins.object has no content"),
+        ([1, {"a": object()}], "a builtins.object has no content"),
+        (jnp.ones(2), r"an array's numbers are no content; pass abstractify\(array\)"),
+        (np.ones(2), "an array's numbers are no content"),
+        (adder(object()), "a builtins.object has no content"),
+        (adder(jnp.ones(2)), "an array's numbers are no content"),
+        (iter([]), "a builtins.list_iterator has no content"),
+        (_CYCLE, "a builtins.list contains itself"),
+        (type("Local", (), {}), "cannot be found again by its name"),
+    ],
+)
+def test_what_has_no_content_is_an_error(value: Any, told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        stable_json(value)
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3) | st.tuples(inner, inner)
+    ),
+    max_leaves=8,
+)
+
+
+def exactly(value: Any) -> Any:
+    """A form in which == is what we mean by the same content."""
+    if isinstance(value, dict):
+        return ("dict", frozenset((key, exactly(v)) for key, v in value.items()))
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, tuple(exactly(v) for v in value))
+    return (type(value).__name__, repr(value))
+
+
+@given(json_like, json_like)
+def test_texts_are_equal_where_contents_are(one: Any, other: Any) -> None:
+    assert (stable_json(one) == stable_json(other)) == (exactly(one) == exactly(other))
+
+
+def test_texts_are_the_same_in_another_process() -> None:
+    code = (
+        "from tests.test_keys import DISTINCT; from ejkernel_core import stable_json, device_fingerprint\n"
+        "print([stable_json(v) for v in DISTINCT.values()] + [device_fingerprint()])"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(printed) == 1
+
+
+def test_abstractify_keeps_everything_but_the_numbers() -> None:
+    tree = {"x": jnp.ones((2, 3), jnp.bfloat16), "y": [np.zeros(4, np.int8), 3, "word"], "none": None}
+    found = abstractify(tree)
+    assert found["x"] == jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)
+    assert found["y"] == [jax.ShapeDtypeStruct((4,), np.int8), 3, "word"]
+    traced: list[Any] = []
+    jax.jit(lambda t: traced.append(abstractify(t)))({"x": tree["x"]})
+    assert traced == [{"x": found["x"]}]
+
+
+def test_shardings_are_told_by_how_they_cut() -> None:
+    def fingerprint(axes: tuple[int, ...], names: str, spec: P) -> str:
+        mesh = jax.make_mesh(axes, tuple(names), axis_types=(AxisType.Auto,) * len(axes))
+        return sharding_fingerprint(jax.device_put(jnp.zeros((8, 4)), NamedSharding(mesh, spec)))
+
+    assert sharding_fingerprint(jnp.zeros(3)) == ""
+    assert sharding_fingerprint(np.zeros(3)) == ""
+    assert fingerprint((1,), "a", P("a")) == ""
+    assert fingerprint((4, 2), "ab", P("a")) == "4x1 on 8"
+    assert fingerprint((4, 2), "xy", P("x", None)) == "4x1 on 8"
+    assert fingerprint((4, 2), "ab", P("a", "b")) == "4x2 on 8"
+    assert fingerprint((4, 2), "ab", P(("a", "b"))) == "8x1 on 8"
+    assert fingerprint((4, 2), "ab", P()) == "1x1 on 8"
+    assert fingerprint((4,), "a", P("a")) == "4x1 on 4"
+
+
+def test_a_sharding_is_known_under_jit_where_it_is_in_the_type() -> None:
+    for kind, wanted in ((AxisType.Explicit, "4x2 on 8"), (AxisType.Auto, "")):
+        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
+        seen: list[str] = []
+        with jax.set_mesh(mesh):
+            array = jax.device_put(jnp.zeros((8, 4)), NamedSharding(mesh, P("a", "b")))
+            jax.jit(lambda x: seen.append(sharding_fingerprint(x)))(array)  # noqa: B023
+        assert seen == [wanted]
+
+
+def test_a_device_is_one_line() -> None:
+    text = device_fingerprint()
+    assert text == device_fingerprint(jax.devices()[0])
+    assert text.startswith(jax.devices()[0].device_kind)
+    assert "\n" not in text
