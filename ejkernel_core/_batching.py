@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._jax_versions import is_sharded
 from ._request import Request, request
 
 Bind = Callable[[Request, Sequence[Any]], tuple[Any, ...]]
@@ -26,7 +27,8 @@ def batch(asked: Request, arrays: Sequence[Any], axes: Sequence[int | None], bin
 def _folded(
     asked: Request, arrays: Sequence[Any], mapped: Sequence[bool], size: int, bind: Bind
 ) -> tuple[Any, ...] | None:
-    if asked.operation.fold is None:
+    # Folding merges axes, and an axis that is cut cannot be merged without moving data between devices.
+    if asked.operation.fold is None or any(map(is_sharded, arrays)):
         return None
     names = frozenset(name for name, yes in zip(asked.arrays, mapped, strict=True) if yes)
     folded = asked.operation.fold(asked.arguments(arrays), names, size)

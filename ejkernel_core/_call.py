@@ -94,12 +94,13 @@ def explain(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _layout(registry: Registry, written: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout:
+    calls = registry.calls  # before the operation is read: what is registered meanwhile starts with another one
     operation = registry.operation(written[0])
     places = operation.bind(tuple(range(len(args))), {name: len(args) + i for i, name in enumerate(kwargs)})
     arrays = {name: place for name, place in places.items() if name in operation.arrays}
     options = {name: place for name, place in places.items() if name not in operation.arrays}
     layout = Layout(operation, tuple(arrays), tuple(arrays.values()), tuple(options), tuple(options.values()))
-    registry.calls[written] = layout
+    calls[written] = layout
     return layout
 
 

@@ -14,7 +14,7 @@ try:
 except ImportError:
     from jax.extend.core import Primitive
 
-__all__ = ["Primitive", "aval_like", "lower_with_devices", "sharded_like", "vary_alike"]
+__all__ = ["Primitive", "aval_like", "is_sharded", "lower_with_devices", "sharded_like", "vary_alike"]
 
 
 def vary_alike(arrays: Sequence[Any]) -> list[Any]:
@@ -40,6 +40,11 @@ def aval_like(aval: Any, result: jax.ShapeDtypeStruct) -> Any:
     spec = result.sharding.spec if isinstance(result.sharding, NamedSharding) else (None,) * len(result.shape)
     sharding = aval.sharding.update(spec=PartitionSpec(*spec))
     return aval.update(shape=result.shape, dtype=result.dtype, weak_type=False, sharding=sharding)
+
+
+def is_sharded(array: Any) -> bool:
+    """Whether the array's type says that it is cut: only explicit mesh axes are a part of types."""
+    return any(axes is not None for axes in jax.typeof(array).sharding.spec)
 
 
 def sharded_like(array: Any, other: Any) -> Any:

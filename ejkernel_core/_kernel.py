@@ -114,8 +114,12 @@ def _malformed(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:
             kind = f"{type(function).__module__}.{type(function).__qualname__}"
             yield f"{name} is a {kind}: a hook is a plain function; jit or bind what it calls instead"
             continue
-        if not _is_marked(function):
+        options = getattr(function, f"{PROJECT}_impl", None)
+        if not isinstance(options, dict):
             yield f"{name} is not marked @hookimpl"
+        elif options["specname"] or options["wrapper"] or options["hookwrapper"]:
+            # Under another name it would never be called; a wrapper's answer is not a hook's.
+            yield f"{name} is marked with specname or wrapper: a hook is found by its own name, and answers itself"
         yield from _wrong_parameters(name, function, spec)
 
 

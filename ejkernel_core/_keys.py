@@ -103,13 +103,14 @@ def _plain(value: Any, path: tuple[int, ...]) -> Any:
 
 Inner = Callable[[Any], Any]
 
+#: What ``jax.numpy.float32`` is one of.
+_JaxScalarType = type(jax.numpy.float32)
+
 
 def _dtype(value: Any, inner: Inner) -> Any:
-    is_scalar_type = isinstance(value, type) and issubclass(value, np.generic)
-    named = isinstance(value, np.dtype) or is_scalar_type or isinstance(getattr(value, "dtype", None), np.dtype)
-    if not named or _is_array(value) or isinstance(value, np.generic):
-        return None
-    return {f"{TAG}dtype": np.dtype(getattr(value, "dtype", value) if not is_scalar_type else value).name}
+    if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
+        return {f"{TAG}dtype": np.dtype(value).name}
+    return {f"{TAG}dtype": value.dtype.name} if isinstance(value, _JaxScalarType) else None
 
 
 def _number(value: Any, inner: Inner) -> Any:
@@ -117,6 +118,8 @@ def _number(value: Any, inner: Inner) -> Any:
         return {f"{TAG}scalar": [value.dtype.name, repr(value.item())]}
     if isinstance(value, complex):
         return {f"{TAG}complex": repr(value)}
+    if value is ...:
+        return {f"{TAG}name": "..."}
     return {f"{TAG}bytes": value.hex()} if isinstance(value, bytes) else None
 
 
@@ -184,11 +187,12 @@ def _closure(function: types.FunctionType, inner: Inner) -> Any:
     """A lambda, or a function made inside another: its code, and what it brought from where it was made."""
     cells = [inner(cell.cell_contents) for cell in function.__closure__ or ()]
     defaults = [inner(v) for v in function.__defaults__ or ()], inner(function.__kwdefaults__ or {})
-    return {f"{TAG}function": [function.__module__, _code(function.__code__), cells, *defaults]}
+    return {f"{TAG}function": [function.__module__, _code(function.__code__, inner), cells, *defaults]}
 
 
-def _code(code: types.CodeType) -> str:
-    constants = [_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+def _code(code: types.CodeType, inner: Inner) -> str:
+    """What it reads from its module by name is taken for a part of the module."""
+    constants = [_code(c, inner) if isinstance(c, types.CodeType) else inner(c) for c in code.co_consts]
     return short_hash([code.co_code.hex(), constants, code.co_names, code.co_varnames])
 
 

@@ -89,7 +89,8 @@ class Registry:
         with self._lock:
             state = self._state
             self._state = _State({**state.entries, key: (entry,)}, {**state.loaded, key: loaded})
-        self.calls.clear()
+        # A new dictionary: a call that is being made at this moment keeps what it read to itself.
+        self.calls = {}
 
     # -- questions -----------------------------------------------------------------------------------------------
 
@@ -191,7 +192,7 @@ def _load_entry(entries: tuple[Entry, ...]) -> Any:
         return _checked(entry, entry.load())
     except EjkernelError as fault:
         return Broken(entry, str(fault))
-    except Exception as fault:  # whatever a plugin's import raises, it is the plugin that is broken, not the caller
+    except (Exception, SystemExit) as fault:  # whatever its import raises, it is the plugin that is broken
         reason = f"{entry.name!r} of {entry.provider} ({entry.value}) does not load: {type(fault).__name__}: {fault}"
         return Broken(entry, reason)
 

@@ -36,6 +36,12 @@ class Other:
     dtype: Any = jnp.float32
 
 
+@attrs.frozen
+class WithDtype:
+    dtype: Any
+    block: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Plain:
     block: int = 64
@@ -91,6 +97,11 @@ DISTINCT = {
     "mapping of int": {1: 2},
     "mapping of a tag": {"!tuple": [1, 2]},
     "spec": P("a", None),
+    "with a dtype": WithDtype(np.dtype("float32"), 64),
+    "with a dtype and another block": WithDtype(np.dtype("float32"), 128),
+    "lambda with a set": lambda x: x in {"a", "b", "c", "d"},
+    "lambda with another set": lambda x: x in {"a", "b", "c"},
+    "lambda with an ellipsis": lambda x: x[...],
     "float32": jnp.float32,
     "bfloat16": jnp.bfloat16,
     "float16": np.dtype("float16"),

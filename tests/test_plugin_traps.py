@@ -39,6 +39,15 @@ BROKEN = {
         "from ejkernel_core import hookimpl\n\n@hookimpl\ndef heuristic_cfg(inv):\n    return None\n",
         "the hook run_backend is missing",
     ),
+    "hook under another name": (
+        KERNEL.replace("    @hookimpl\n    def heuristic_cfg", "    @hookimpl(specname='zzz')\n    def heuristic_cfg"),
+        "heuristic_cfg is marked with specname or wrapper",
+    ),
+    "wrapper": (
+        KERNEL.replace("    @hookimpl\n    def run_backend", "    @hookimpl(wrapper=True)\n    def run_backend"),
+        "run_backend is marked with specname or wrapper",
+    ),
+    "exits while imported": ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
     "unmarked hook": (
         KERNEL + "\n    def config_space(inv):\n        return []\n",
         "config_space is not marked @hookimpl",

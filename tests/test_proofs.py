@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_core import Registry, Unsupported, hookimpl, testing
+from ejkernel_core import Registry, UnknownBackend, Unsupported, hookimpl, testing
 from ejkernel_ops.attention.cases import forward_cases
 from ejkernel_ops.reference.flash_attention import dense_attention
 
@@ -389,3 +389,15 @@ def test_pairwise_keeps_what_is_not_allowed_out() -> None:
     assert {(row["a"], row["c"]) for row in rows} == {(a, c) for a in range(4) for c in "xyz"} | {(4, "x")}
     assert not any(row["a"] == 4 and row["d"] for row in rows)  # each is allowed with the other, but with no third
     assert {(row["a"], row["b"]) for row in rows} == set(product(range(5), range(4)))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "error"), [("flash_attention.nobodys", UnknownBackend), ("flash_attention_bwd.reference", TypeError)]
+)
+def test_a_proof_of_nothing_does_not_pass(kernel: str, error: type[Exception]) -> None:
+    class Proofs(testing.KernelProofs):
+        pass
+
+    Proofs.kernel = kernel
+    with pytest.raises(error):
+        Proofs().cases()

@@ -74,6 +74,23 @@ def test_a_kernel_registered_in_a_notebook_runs_and_can_be_replaced(registry: Re
     np.testing.assert_array_equal(registry.call("scale", X), 5 * X)
 
 
+def test_a_registration_while_a_call_is_prepared_is_not_lost(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operation = registry.operation
+
+    def slow(name: str) -> Operation:
+        found = operation(name)
+        registry.register(kernel(Config(9)), "scale.two")
+        registry.register(attrs.evolve(found, prepare=lambda a: ({**a, "x": a["x"] * 100}, lambda results: results[0])))
+        return found
+
+    monkeypatch.setattr(registry, "operation", slow)
+    registry.call("scale", X)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(registry.call("scale", X), 900 * X)
+
+
 def test_the_rank_on_the_platform_decides(registry: Registry) -> None:
     registry.register(kernel(Config(3), {"cpu": 80}), "scale.three")
     registry.register(kernel(Config(4), {"cpu": 10, "gpu": 99}), "scale.four")

@@ -42,8 +42,12 @@ class KernelProofs:
 
     def cases(self) -> Sequence[Case]:
         """What is proved: by default all that the operation has."""
-        operation = self.registry.operation(self.kernel.rpartition(".")[0])
-        return tuple(operation.cases()) if operation.cases else ()
+        op, _, backend = self.kernel.rpartition(".")
+        self.registry.kernel(op, backend)  # a name that nobody has would prove nothing, and pass
+        operation = self.registry.operation(op)
+        if operation.cases is None:
+            raise TypeError(f"{op!r} has no cases to prove {self.kernel!r} on: name a kernel of its forward operation")
+        return tuple(operation.cases())
 
     def setup_method(self) -> None:
         if self.platform not in (None, jax.default_backend()):

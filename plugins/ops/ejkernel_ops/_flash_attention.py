@@ -8,6 +8,9 @@ from jax.typing import ArrayLike
 
 import ejkernel_core
 
+#: Where None is no way of leaving an argument out, but a mistake to be told.
+NEVER_NONE = ("causal", "dropout_prob", "return_lse")
+
 
 def flash_attention(
     query: ArrayLike,
@@ -85,5 +88,5 @@ def flash_attention(
     Returns:
       (batch, length, heads, value's head_dim), in the inputs' dtype; with ``return_lse`` a pair.
     """
-    given = {name: argument for name, argument in locals().items() if argument is not None}
+    given = {name: argument for name, argument in locals().items() if argument is not None or name in NEVER_NONE}
     return ejkernel_core.call("flash_attention", **given)

@@ -217,6 +217,11 @@ def test_the_front_door_tells_the_same() -> None:
         flash_attention(Q, array(3, 9, 2, 8), array(3, 9, 2, 5))
 
 
+def test_none_is_no_option_of_the_front_door_either() -> None:
+    with pytest.raises(TypeError, match="causal: takes True or False; got NoneType None"):
+        flash_attention(Q, K, V, causal=None)  # type: ignore[arg-type]
+
+
 def test_traced_options_are_told_to_be_static(call: Any) -> None:
     with pytest.raises(TypeError, match="softmax_scale is a static option.*a traced array"):
         jax.jit(lambda q, s: call(q, K, V, softmax_scale=s))(Q, 0.5)

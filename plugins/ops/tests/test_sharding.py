@@ -40,6 +40,17 @@ def close(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(f, w, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_vmap_of_what_is_sharded(call: Any, arrays: list[jax.Array], kind: AxisType) -> None:
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(kind, kind))
+    many = [jax.numpy.stack([array, 2 * array]) for array in arrays]
+    with jax.set_mesh(mesh):
+        sharded = [jax.device_put(array, NamedSharding(mesh, P(None, *SPEC))) for array in many]
+        found = jax.jit(jax.vmap(call))(*sharded)
+    for i in range(2):
+        close([result[i] for result in found], call(*(array[i] for array in many)))
+
+
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_batch_and_heads_sharded(call: Any, arrays: list[jax.Array], kind: AxisType, jit: bool) -> None:
