@@ -89,10 +89,10 @@ def make_plan(registry: Registry, inv: Invocation, backend: str | None, cfg: Any
     candidates, verdicts = _ask_all(registry, inv, backend, cfg)
     if not candidates:
         raise _nobody(inv, verdicts, registry, backend)
-    choice = _explicit(candidates, backend, cfg) or registry.select_config(inv, candidates)
-    chosen = next((c for c in candidates if c.backend == choice.backend), None)
-    if chosen is None:
-        raise PluginError(f"{choice.origin} chose backend {choice.backend!r}, which is not among the candidates")
+    explicit = _explicit(candidates, backend, cfg)
+    choice, broken_policies = (explicit, []) if explicit else registry.select_config(inv, candidates)
+    verdicts += broken_policies
+    chosen = next(c for c in candidates if c.backend == choice.backend)
     return Plan(inv, chosen.kernel, choice.cfg, choice.origin, _with_choice(verdicts, chosen.kernel.name))
 
 
@@ -134,6 +134,21 @@ def _explicit(candidates: Sequence[Candidate], backend: str | None, cfg: Any) ->
         return Choice(candidates[0].backend, cfg, "explicit cfg")
     if backend is not None:
         return Choice(backend, candidates[0].cfg, "explicit backend, heuristic")
+    return None
+
+
+def misfit(choice: Any, candidates: Sequence[Candidate]) -> str | None:
+    """What is wrong with a policy's answer."""
+    if choice is None:
+        return None
+    if not isinstance(choice, Choice):
+        return f"select_config returned a {type(choice).__name__}, no Choice"
+    chosen = next((c for c in candidates if c.backend == choice.backend), None)
+    if chosen is None:
+        return f"{choice.origin} chose backend {choice.backend!r}, which is not among the candidates"
+    kind = chosen.kernel.config_type
+    if kind is not None and not isinstance(choice.cfg, kind):
+        return f"{choice.origin} chose a {type(choice.cfg).__name__} for {chosen.kernel.name}, not its Config"
     return None
 
 

@@ -20,7 +20,7 @@ from ._invocation import Invocation
 from ._kernel import LoadedKernel, hook_manager, load_kernel
 from ._operation import Operation
 from ._plan import Candidate, Choice, Explanation, Plan, Verdict
-from ._policies import BUILT_IN, policy_chain
+from ._policies import BUILT_IN, first_answer, policy_chain
 
 
 @attrs.frozen
@@ -126,14 +126,17 @@ class Registry:
         kernels = (name.rpartition(".") for name in self.names(KERNELS))
         return tuple(backend for owner, _, backend in kernels if owner == op)
 
-    def select_config(self, inv: Invocation, candidates: Sequence[Candidate]) -> Choice:
-        """The answer of the policies."""
+    def select_config(self, inv: Invocation, candidates: Sequence[Candidate]) -> tuple[Choice, list[Verdict]]:
+        """The answer of the first policy that has one, and the verdict on each that is broken."""
+        loaded = {name: self._load(POLICIES, name) for name in self.names(POLICIES)}
+        broken = [p for p in loaded.values() if isinstance(p, Broken)]
         if self._chain is None:
-            loaded = ((name, self._load(POLICIES, name)) for name in self.names(POLICIES))
-            good = [(name, policy) for name, policy in loaded if not isinstance(policy, Broken)]
+            good = [(name, policy) for name, policy in loaded.items() if not isinstance(policy, Broken)]
             self._chain = policy_chain([*BUILT_IN.items(), *good])
-        choice: Choice = self._chain.hook.select_config(inv=inv, candidates=candidates)
-        return choice
+        choice, faults = first_answer(self._chain, inv, candidates)
+        owners = {name: self._state.entries[POLICIES, name][0].provider for name in faults}
+        verdicts = [Verdict(b.entry.name, b.entry.provider, "broken", b.reason) for b in broken]
+        return choice, [*verdicts, *(Verdict(name, owners[name], "broken", why) for name, why in faults.items())]
 
     def names(self, group: str) -> tuple[str, ...]:
         """The names of one group, sorted."""

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from ejkernel_core import (
+    Candidate,
+    Choice,
     NoKernel,
     Operation,
     PluginError,
@@ -24,6 +26,7 @@ from ejkernel_core import (
     hookimpl,
 )
 from ejkernel_core.__main__ import listing
+from ejkernel_core._plan import misfit
 from tests.conftest import KERNEL, MakeDistribution
 
 X = np.array([1.0, 2.0], np.float32)
@@ -345,14 +348,41 @@ def test_a_policy_of_a_third_party_answers_before_the_heuristic(distribution: Ma
     assert (plan.kernel.name, plan.origin) == ("double.zzz", "the last one, by policy-dist")
 
 
-def test_a_policy_that_chooses_nobody_is_named(distribution: MakeDistribution, double: None) -> None:
-    source = """
+BROKEN_POLICIES = {
+    "chooses nobody": ("return Choice('nobody', None, 'a guess')", "a guess chose backend 'nobody'"),
+    "returns no choice": ("return 'good'", "select_config returned a str, no Choice"),
+    "raises": ("raise KeyError('boom')", "select_config raised KeyError: 'boom'"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_POLICIES)
+def test_a_broken_policy_is_passed_over_and_named(distribution: MakeDistribution, double: None, what: str) -> None:
+    body, told = BROKEN_POLICIES[what]
+    source = f"""
         from ejkernel_core import Choice, hookimpl
 
         @hookimpl
         def select_config(inv, candidates):
-            return Choice("nobody", None, "guess-dist")
+            {body}
     """
-    distribution("guess-dist", {"guess": source}, policies={"guess": "guess"})
-    with pytest.raises(PluginError, match="guess-dist chose backend 'nobody'"):
-        Registry().call("double", X)
+    module = "policy_that_" + what.replace(" ", "_")
+    distribution("guess-dist", {module: source}, policies={"guess": module})
+    registry = Registry()
+    np.testing.assert_array_equal(registry.call("double", X), 2 * X)
+    plan = registry.plan("double", X)
+    assert plan.origin == "heuristic"
+    (verdict,) = (verdict for verdict in plan.verdicts if verdict.kernel == "guess")
+    assert (verdict.provider, verdict.status) == ("guess-dist 1.0", "broken")
+    assert told in verdict.reason
+
+
+def test_a_policy_that_does_not_load_is_named_in_the_plan(distribution: MakeDistribution, double: None) -> None:
+    distribution("guess-dist", {"no_policy": "1/0"}, policies={"guess": "no_policy"})
+    told = str(Registry().plan("double", X))
+    assert "guess (guess-dist 1.0): broken, 'guess' of guess-dist 1.0 (no_policy) does not load: ZeroDivision" in told
+
+
+def test_a_policys_configuration_has_to_be_the_kernels(registry: Registry) -> None:
+    candidate = Candidate(registry.kernel("scale", "two"), Config(2))
+    assert "chose a dict for scale.two, not its Config" in str(misfit(Choice("two", {}, "p"), [candidate]))
+    assert misfit(Choice("two", Config(9), "p"), [candidate]) is None
