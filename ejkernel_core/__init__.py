@@ -8,36 +8,50 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._cache import ConfigCache
 from ._devices import device_fingerprint
 from ._errors import (
     EjkernelError,
+    NoConfig,
     NoKernel,
     NotDifferentiable,
     PluginError,
+    RecordError,
     UnknownBackend,
     UnknownOperation,
     Unsupported,
 )
 from ._hookspecs import hookimpl
-from ._invocation import Invocation
+from ._invocation import Invocation, Key
 from ._keys import abstractify, sharding_fingerprint, short_hash, stable_json
 from ._operation import Cost, Operation, gradient_signature
 from ._plan import Candidate, Choice, Explanation, Plan, Verdict
+from ._policies import recall
+from ._records import Provenance, Record, fitting, from_json, record_from_json, record_to_json, to_json
 from ._registry import Registry
+from ._scopes import AutotunePolicy, Scope, overlay_cache, policy_override
 
 __all__ = [
+    "AutotunePolicy",
     "Candidate",
     "Choice",
+    "ConfigCache",
     "Cost",
     "EjkernelError",
     "Explanation",
     "Invocation",
+    "Key",
+    "NoConfig",
     "NoKernel",
     "NotDifferentiable",
     "Operation",
     "Plan",
     "PluginError",
+    "Provenance",
+    "Record",
+    "RecordError",
     "Registry",
+    "Scope",
     "UnknownBackend",
     "UnknownOperation",
     "Unsupported",
@@ -46,13 +60,22 @@ __all__ = [
     "call",
     "device_fingerprint",
     "explain",
+    "fitting",
+    "from_json",
     "gradient_signature",
     "hookimpl",
+    "invocation",
+    "overlay_cache",
     "plan",
+    "policy_override",
+    "recall",
+    "record_from_json",
+    "record_to_json",
     "registry",
     "sharding_fingerprint",
     "short_hash",
     "stable_json",
+    "to_json",
 ]
 
 #: What is installed, as EJKERNEL_PLUGINS selects it: the registry that the functions below use.
@@ -66,6 +89,11 @@ def call(op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **
     else is for the operation. The call can be jitted, differentiated, vmapped and sharded.
     """
     return registry.call(op, *args, backend=backend, cfg=cfg, **kwargs)
+
+
+def invocation(op: str, /, *args: Any, **kwargs: Any) -> Invocation:
+    """What kernels and policies are told of such a call; its ``key`` is what a configuration is remembered by."""
+    return registry.invocation(op, *args, **kwargs)
 
 
 def plan(op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any) -> Plan:

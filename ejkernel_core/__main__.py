@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import registry
 from ._discovery import KERNELS, OPERATIONS, POLICIES
-from ._policies import BUILT_IN
+from ._policies import BUILT_IN_NAMES
 
 HEADINGS = {OPERATIONS: "operations", KERNELS: "kernels", POLICIES: "policies"}
 
@@ -17,7 +17,7 @@ def listing() -> str:
         lines.append(heading)
         mine = [(entry, broken) for entry, broken in rows if entry.group == group]
         if group == POLICIES:
-            lines += [f"  {name:<32} built in" for name in BUILT_IN]
+            lines += [f"  {name:<32} built in" for name in BUILT_IN_NAMES]
         elif not mine:
             lines.append("  none; 'pip install ejkernel-ops ejkernel-xla' brings the standard ones")
         for entry, broken in mine:

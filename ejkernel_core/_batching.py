@@ -35,7 +35,7 @@ def _folded(
     if folded is None:
         return None
     arguments, unfold = folded
-    larger, values = request(asked.registry, asked.operation, arguments, asked.backend, asked.cfg)
+    larger, values = request(asked.terms, asked.operation, arguments)
     return tuple(unfold(bind(larger, values)))
 
 

@@ -6,6 +6,7 @@ lookup and a call of that function, whose own cache takes care of shapes, device
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _gradients
+from . import _gradients, _scopes
 from ._devices import Target, current_platform, target
-from ._errors import NoKernel, NotDifferentiable, PluginError
+from ._errors import NoConfig, NoKernel, NotDifferentiable, PluginError
+from ._invocation import Invocation
+from ._keys import sharding_fingerprint
 from ._operation import Operation, Restore
 from ._plan import Explanation, Plan
 from ._primitive import outputs
-from ._request import Request, request
+from ._request import Request, Terms, request
 
 if TYPE_CHECKING:
     from ._registry import Registry
@@ -46,33 +49,81 @@ class Layout:
 def call(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """See ``ejkernel_core.call``. This is the path of every eager call: each line costs its users time."""
     backend, cfg = kwargs.pop("backend", None), kwargs.pop("cfg", None)
-    written = (name, len(args), *kwargs)
-    layout = registry.calls.get(written) or _layout(registry, written, args, kwargs)
-    values = (*args, *kwargs.values())
-    arrays = [values[place] for place in layout.array_places]
-    options = [values[place] for place in layout.option_places]
-    key = (*options, *map(_kind, options), backend, cfg)
+    layout, arrays, options = _taken_apart(registry, name, args, kwargs)
+    scope = _scopes.current()
+    cut = _cut(layout, arrays)
+    key = (*options, *map(_kind, options), backend, cfg, scope.digest, cut)
     try:
         compiled = layout.compiled.get(key)
     except TypeError:
         raise _unhashable(layout, options, backend, cfg) from None
-    if compiled is None:
-        compiled = _compile(registry, layout, options, backend, cfg)
-        if len(layout.compiled) >= KEPT:
-            layout.compiled.pop(next(iter(layout.compiled)), None)
-        layout.compiled[key] = compiled
+    if compiled is not None:
+        return _run(layout, compiled, arrays)
+    compiled = _compile(layout, options, Terms(registry, backend, cfg, scope, cut))
+    results = _run(layout, compiled, arrays)
+    if len(layout.compiled) >= KEPT:
+        layout.compiled.pop(next(iter(layout.compiled)), None)
+    layout.compiled[key] = compiled  # only now: a call that was rejected takes no other's place
+    return results
+
+
+def _taken_apart(
+    registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Layout, list[Any], list[Any]]:
+    written = (name, len(args), *kwargs)
+    layout = registry.calls.get(written) or _layout(registry, written, args, kwargs)
+    values = (*args, *kwargs.values())
+    return layout, [values[place] for place in layout.array_places], [values[place] for place in layout.option_places]
+
+
+def _run(layout: Layout, run: Callable[..., Any], arrays: Sequence[Any]) -> Any:
     try:
-        return compiled(*arrays)
+        return run(*arrays)
     except (TypeError, OverflowError) as error:
         told = _told(layout, arrays, error)
         if told is None:
             raise
         raise told from error
+    except _OutOfStep:
+        # Another task of this thread entered a scope, and JAX's key tells of that one. Only we look into this function;
+        # what is being traced around it would be kept under the wrong key.
+        if any(isinstance(array, jax.core.Tracer) for array in arrays):
+            raise
+        _scopes.put_in_step()
+        return run(*arrays)
+
+
+class _OutOfStep(RuntimeError):
+    """JAX's jit key tells of another scope than the one that holds."""
+
+
+def _cut(layout: Layout, arrays: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+    """The arrays that are cut over several devices, and how: known here, and not while JAX traces or lowers."""
+    if all(map(_is_whole, arrays)):
+        return ()
+    cuts = (
+        (n, sharding_fingerprint(a)) for n, a in zip(layout.array_names, arrays, strict=True) if hasattr(a, "shape")
+    )
+    return tuple((name, cut) for name, cut in cuts if cut)
+
+
+def _is_whole(array: Any) -> bool:
+    """Whether it is known at once that there is nothing to find out."""
+    sharding = getattr(array, "sharding", None)
+    if sharding is None:
+        return not isinstance(array, jax.core.Tracer)
+    return type(sharding) is jax.sharding.SingleDeviceSharding
 
 
 def _kind(option: Any) -> Any:
     """The type, and those inside a tuple: what is equal but of another type, as True and 1, is another call."""
     return (tuple, *map(_kind, option)) if type(option) is tuple else type(option)
+
+
+def invocation(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invocation:
+    """The abstract invocation of that call."""
+    asked, avals, where, _ = _abstract(registry, name, args, kwargs)
+    return asked.invocation(avals, where)
 
 
 def plan(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -104,16 +155,20 @@ def _layout(registry: Registry, written: tuple[Any, ...], args: tuple[Any, ...],
     return layout
 
 
-def _compile(
-    registry: Registry, layout: Layout, options: Sequence[Any], backend: str | None, cfg: Any
-) -> Callable[..., Any]:
+def _compile(layout: Layout, options: Sequence[Any], terms: Terms) -> Callable[..., Any]:
     for name, value in zip(layout.option_names, options, strict=True):
         if isinstance(value, (jax.Array, np.ndarray)):
             raise _not_static(layout.operation, name, value)
-    _check_backend(registry, layout.operation.name, backend)
+    _check_backend(terms.registry, layout.operation.name, terms.backend)
 
     def run(*arrays: Any) -> Any:
-        asked, values, restore = _prepared(registry, layout, arrays, options, backend, cfg)
+        if not _scopes.in_step():
+            raise _OutOfStep(
+                f"{layout.operation.name}: another task of this thread is inside overlay_cache or policy_override. "
+                "JAX keeps its jit key for a thread, so tasks that take turns cannot trace under scopes of their own: "
+                "enter the scope and leave it without an await between"
+            )
+        asked, values, restore = _prepared(layout, arrays, options, terms)
         return restore(_gradients.apply(asked, values))
 
     # What the compiled code, and JAX's own errors, call the function and its arguments.
@@ -133,7 +188,7 @@ def _check_backend(registry: Registry, op: str, backend: Any) -> None:
 
 
 def _prepared(
-    registry: Registry, layout: Layout, arrays: Sequence[Any], options: Sequence[Any], backend: str | None, cfg: Any
+    layout: Layout, arrays: Sequence[Any], options: Sequence[Any], terms: Terms
 ) -> tuple[Request, list[Any], Restore]:
     operation = layout.operation
     _check_arrays(layout, arrays)
@@ -141,7 +196,7 @@ def _prepared(
     arrays = [jnp.asarray(value) if isinstance(value, _NUMBERS) else value for value in arrays]
     given = dict(zip((*layout.array_names, *layout.option_names), (*arrays, *options), strict=True))
     arguments, restore = operation.prepare(operation.complete(given))
-    return *request(registry, operation, arguments, backend, cfg), restore
+    return *request(terms, operation, arguments), restore
 
 
 def _abstract(
@@ -149,26 +204,17 @@ def _abstract(
 ) -> tuple[Request, list[Any], Target, Restore]:
     """The request of a call, the shapes of its arrays, where it runs, and how its results are given back."""
     backend, cfg = kwargs.pop("backend", None), kwargs.pop("cfg", None)
-    written = (name, len(args), *kwargs)
-    layout = registry.calls.get(written) or _layout(registry, written, args, kwargs)
+    layout, arrays, options = _taken_apart(registry, name, args, kwargs)
     _check_backend(registry, name, backend)
-    values = (*args, *kwargs.values())
-    arrays = [values[place] for place in layout.array_places]
-    options = [values[place] for place in layout.option_places]
+    terms = Terms(registry, backend, cfg, _scopes.current(), _cut(layout, arrays))
     seen: list[tuple[Request, Restore]] = []
 
     def trace(*arrays: Any) -> list[Any]:
-        asked, values, restore = _prepared(registry, layout, arrays, options, backend, cfg)
+        asked, values, restore = _prepared(layout, arrays, options, terms)
         seen.append((asked, restore))
         return values
 
-    try:
-        avals = jax.eval_shape(trace, *arrays)
-    except (TypeError, OverflowError) as error:
-        told = _told(layout, arrays, error)
-        if told is None:
-            raise
-        raise told from error
+    avals = _run(layout, functools.partial(jax.eval_shape, trace), arrays)
     asked, restore = seen[0]
     return asked, avals, target(current_platform(arrays)), restore
 
@@ -176,7 +222,7 @@ def _abstract(
 def _explain(asked: Request, avals: Sequence[Any], where: Target) -> Explanation:
     try:
         return Explanation(asked.operation.name, asked.plan(avals, where), None)
-    except (NoKernel, PluginError) as error:
+    except (NoKernel, NoConfig, PluginError) as error:
         return Explanation(asked.operation.name, None, str(error))
 
 

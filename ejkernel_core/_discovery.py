@@ -29,6 +29,11 @@ class Entry:
     def provider(self) -> str:
         return f"{self.distribution} {self.version}".rstrip()
 
+    @property
+    def is_local(self) -> bool:
+        """Registered at run time."""
+        return self._point is None
+
     def load(self) -> Any:
         return self._point.load()
 
@@ -46,6 +51,14 @@ def installed(selection: str | None) -> tuple[Entry, ...]:
 def local_entry(group: str, name: str) -> Entry:
     """The entry of something registered at run time."""
     return Entry(group, name, "", "registered at run time", "", None)
+
+
+def version_of(distribution: str) -> str:
+    """The version that is installed, or "not installed"."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _entry(point: metadata.EntryPoint) -> Entry:

@@ -5,6 +5,8 @@ EjkernelError
 ├── UnknownOperation     no installed plugin brings the operation            (also a LookupError)
 ├── UnknownBackend       no installed plugin brings this kernel              (also a LookupError)
 ├── NoKernel             every installed kernel refused, each with its reason
+├── NoConfig             nothing is remembered for the call, and the policy wants no guess  (also a LookupError)
+├── RecordError          a configuration that cannot be written down, or a text that is none (also a ValueError)
 ├── PluginError          a plugin broke the contract: named with its distribution and the reason
 └── NotDifferentiable    a derivative that nothing installed can give        (also a TypeError)
 
@@ -32,6 +34,21 @@ class UnknownBackend(EjkernelError, LookupError):
 
 class NoKernel(EjkernelError):
     """No installed kernel can do the invocation."""
+
+
+class NoConfig(EjkernelError, LookupError):
+    """No configuration is remembered for the invocation, and ``AutotunePolicy("error_on_miss")`` wants no heuristic."""
+
+
+class RecordError(EjkernelError, ValueError):
+    """A configuration cannot be written down, or a text does not hold the configuration that is asked for.
+
+    ``damaged`` says that it is no record of any version: truncated, or something else altogether.
+    """
+
+    def __init__(self, message: str, *, damaged: bool = False) -> None:
+        super().__init__(message)
+        self.damaged = damaged
 
 
 class PluginError(EjkernelError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
@@ -15,17 +16,19 @@ from ._jax_versions import sharded_like, vary_alike
 from ._primitive import bind
 from ._request import Request, request
 
-REFERENCE = "reference"
-
 
 def apply(asked: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """The results of a call, differentiable as far as anything installed makes it."""
     arrays = vary_alike(arrays)
-    if asked.backend == REFERENCE:
+    if asked.terms.backend == asked.operation.reference:
         return _reference(asked, arrays)
-    if asked.operation.backward is None and REFERENCE not in asked.registry.backends(asked.operation.name):
+    if asked.operation.backward is None and not _has_reference(asked):
         return bind(asked, arrays)
     return tuple(_differentiable(asked)(*arrays))
+
+
+def _has_reference(asked: Request) -> bool:
+    return asked.operation.reference in asked.registry.backends(asked.operation.name)
 
 
 def _reference(asked: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -91,15 +94,19 @@ def backward_request(
         **{f"d_{name}": ct for name, ct in zip(operation.results, cotangents, strict=True)},
         "wrt": wrt,
     }
-    # An explicit backend is obeyed in the backward too, if it has one; a forward's cfg says nothing about it.
-    backend = asked.backend if asked.backend in registry.backends(operation.backward) else None
-    return request(registry, registry.operation(operation.backward), arguments, backend, None)
+    # What was asked for explicitly is obeyed in the backward too, where it has such a backend, or takes such a cfg.
+    backend = asked.terms.backend if asked.terms.backend in registry.backends(operation.backward) else None
+    types = tuple(kernel.config_type for kernel in registry.kernels(operation.backward)[0] if kernel.config_type)
+    cfg = asked.terms.cfg if isinstance(asked.terms.cfg, types) else None
+    terms = attrs.evolve(asked.terms, backend=backend, cfg=cfg)
+    return request(terms, registry.operation(operation.backward), arguments)
 
 
 def _reference_gradients(
     asked: Request, arrays: Sequence[Any], results: Sequence[Any], cotangents: Sequence[Any], wanted: Mapping[str, Any]
 ) -> dict[str, Any]:
-    plain, _ = request(asked.registry, asked.operation, asked.arguments(arrays), REFERENCE, None)
+    terms = attrs.evolve(asked.terms, backend=asked.operation.reference, cfg=None)
+    plain, _ = request(terms, asked.operation, asked.arguments(arrays))
 
     def run(moving: Mapping[str, Any]) -> tuple[Any, ...]:
         return apply(plain, [moving.get(name, array) for name, array in zip(asked.arrays, arrays, strict=True)])

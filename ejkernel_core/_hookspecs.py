@@ -1,4 +1,4 @@
-"""The contract: three hooks make a kernel, one makes a policy. ``docs/hooks.md`` has an example of each."""
+"""The contract: three hooks make a kernel, two make a policy. ``docs/hooks.md`` has an example of each."""
 # mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import pluggy
 if TYPE_CHECKING:
     from ._invocation import Invocation
     from ._plan import Candidate, Choice
+    from ._scopes import Scope
 
 PROJECT = "ejkernel"
 
@@ -37,8 +38,16 @@ def run_backend(inv: Invocation, cfg: Any) -> Any:
 
 
 @hookspec(firstresult=True)
-def select_config(inv: Invocation, candidates: Sequence[Candidate]) -> Choice | None:
-    """Choose a kernel and its configuration among the able ones, best by heuristic first; None leaves it to others."""
+def select_config(inv: Invocation, candidates: Sequence[Candidate], scope: Scope) -> Choice | None:
+    """Choose a kernel and its configuration among the able ones, best by heuristic first; None leaves it to others.
+
+    ``raise Unsupported("why")`` leaves it to others too, and has the reason told.
+    """
+
+
+@hookspec
+def config_selected(inv: Invocation, choice: Choice) -> None:
+    """Remember what was measured for this call: ``choice.record``. Optional. Nothing else is ever told."""
 
 
 class KernelHooks:
@@ -50,12 +59,13 @@ class KernelHooks:
 
 
 class PolicyHooks:
-    """What a policy implements."""
+    """What a policy implements; ``config_selected`` is optional."""
 
     select_config = select_config
+    config_selected = config_selected
 
 
-OPTIONAL_HOOKS = frozenset({"config_space"})
+OPTIONAL_HOOKS = frozenset({"config_space", "config_selected"})
 
 
 def specifications(hooks: type) -> dict[str, Callable[..., Any]]:

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
-import jax
+
+from ._keys import abstractify, short_hash, stable_json
+
+
+@attrs.frozen
+class Key:
+    """What a configuration is remembered by: content alone, so that it is the same in every process."""
+
+    op: str
+    #: The device's name.
+    device: str
+    #: What is computed, of what, and on what: as ``stable_json``.
+    problem: str
+    #: The versions of all that could change the answer, likewise.
+    software: str
+
+    @property
+    def digest(self) -> str:
+        """A short name for the key."""
+        return short_hash([self.problem, self.software])
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.digest}"
 
 
 @attrs.frozen(eq=False)
@@ -25,6 +48,34 @@ class Invocation(Mapping[str, Any]):
     device_kind: str | None = None
     #: (9, 0) on a Hopper GPU; None elsewhere.
     compute_capability: tuple[int, int] | None = None
+    #: The operation's own version, and what of the arguments matters to tuning: see ``Operation``.
+    version: int = attrs.field(default=1, repr=False)
+    tuning_key: Callable[[Mapping[str, Any]], Any] | None = attrs.field(default=None, repr=False)
+    #: The arguments that are cut over several devices, and how: see ``sharding_fingerprint``.
+    sharding: tuple[tuple[str, str], ...] = ()
+    #: The software that could change which configuration is best: a name and a version each.
+    software: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+
+    @functools.cached_property
+    def key(self) -> Key:
+        """What a configuration for exactly this call is remembered by."""
+        return self._key("arguments", self.arguments)
+
+    @functools.cached_property
+    def tuning_keys(self) -> tuple[Key, ...]:
+        """The key, and then that of all the calls that are alike as far as tuning goes."""
+        if self.tuning_key is None:
+            return (self.key,)
+        return self.key, self._key("bucket", self.tuning_key(self.arguments))
+
+    def _key(self, what: str, arguments: Any) -> Key:
+        problem = {
+            "operation": [self.op, self.version],
+            what: abstractify(arguments),
+            "sharding": dict(self.sharding),
+            "device": [self.platform, self.device_kind, self.compute_capability],
+        }
+        return Key(self.op, self.device_kind or self.platform, stable_json(problem), stable_json(dict(self.software)))
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -42,11 +93,6 @@ class Invocation(Mapping[str, Any]):
     def with_arrays(self, arrays: Mapping[str, Any]) -> Invocation:
         """The same invocation on these arrays."""
         return attrs.evolve(self, arguments={**self.arguments, **arrays})
-
-
-def abstract(value: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array, and nothing else of it."""
-    return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
 def _described(arguments: Mapping[str, Any]) -> list[str]:

@@ -11,10 +11,11 @@ from typing import Any
 import attrs
 import pluggy
 
-from ._discovery import Entry
+from ._discovery import Entry, version_of
 from ._errors import PluginError
 from ._hookspecs import OPTIONAL_HOOKS, PROJECT, KernelHooks, specifications
 from ._invocation import Invocation
+from ._keys import code_fingerprint, short_hash
 
 #: The rank of a kernel that does not say: it was installed to be used, so it goes before the general ones.
 DEFAULT_RANK = 50
@@ -30,6 +31,8 @@ class LoadedKernel:
     #: Platform to rank: where it runs, and how strongly it is preferred there. None: everywhere, DEFAULT_RANK.
     platforms: Mapping[str, int] | None
     config_type: type | None
+    #: The versions of its distribution and of the compilers it names.
+    software: Mapping[str, str] = attrs.field(repr=False)
     _hooks: pluggy.HookRelay = attrs.field(repr=False)
 
     @property
@@ -59,8 +62,24 @@ def load_kernel(entry: Entry, plugin: Any) -> LoadedKernel:
         raise PluginError(f"kernel {entry.name!r} of {entry.provider}: a kernel is named <operation>.<backend>")
     manager = hook_manager(entry, plugin, KernelHooks)
     return LoadedKernel(
-        op, backend, entry.provider, getattr(plugin, "PLATFORMS", None), getattr(plugin, "Config", None), manager.hook
+        op,
+        backend,
+        entry.provider,
+        getattr(plugin, "PLATFORMS", None),
+        getattr(plugin, "Config", None),
+        _software(entry, plugin),
+        manager.hook,
     )
+
+
+def _software(entry: Entry, plugin: Any) -> dict[str, str]:
+    """What a distribution's version says about its kernels, the code itself says about one registered at run time."""
+    if entry.is_local:
+        hooks = [getattr(plugin, name) for name in specifications(KernelHooks) if hasattr(plugin, name)]
+        own = {entry.name: short_hash([code_fingerprint(hook) for hook in hooks])}
+    else:
+        own = {entry.distribution: entry.version}
+    return {**own, **{name: version_of(name) for name in getattr(plugin, "COMPILERS", ())}}
 
 
 def hook_manager(entry: Entry, plugin: Any, hooks: type) -> pluggy.PluginManager:
@@ -85,6 +104,11 @@ def _wrong_names(plugin: Any) -> Iterator[str]:
     ranks = platforms.values() if isinstance(platforms, Mapping) else ()
     if platforms is not None and not (isinstance(platforms, Mapping) and all(isinstance(r, int) for r in ranks)):
         yield f"PLATFORMS takes {{platform: rank}} with whole numbers; got {platforms!r}"
+    compilers = getattr(plugin, "COMPILERS", ())
+    if not (isinstance(compilers, tuple) and all(isinstance(name, str) for name in compilers)):
+        yield f"COMPILERS takes a tuple of the names of distributions; got {compilers!r}"
+    if not isinstance(getattr(plugin, "RANK", 0), int):
+        yield f"RANK takes a whole number; got {plugin.RANK!r}"
     if config is not None and not isinstance(config, type):
         yield f"Config is the type of the configurations; got {config!r}"
 

@@ -20,8 +20,6 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from ._invocation import abstract
-
 #: A tagged object in place of what JSON has no word for. No plain mapping can look like one: see ``_mapping``.
 TAG = "!"
 
@@ -43,6 +41,11 @@ def short_hash(value: Any, length: int = 16) -> str:
     'c5ab4a7f'
     """
     return hashlib.sha256(stable_json(value).encode()).hexdigest()[:length]
+
+
+def abstract(value: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array, and nothing else of it."""
+    return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
 def abstractify(tree: Any) -> Any:
@@ -131,6 +134,14 @@ def _array(value: Any, inner: Inner) -> Any:
     return None
 
 
+def _tree(value: Any, inner: Inner) -> Any:
+    """The structure of a pytree: the way to each of its leaves."""
+    if not isinstance(value, jax.tree_util.PyTreeDef):
+        return None
+    leaves, _ = jax.tree_util.tree_flatten_with_path(value.unflatten(range(value.num_leaves)))
+    return {f"{TAG}tree": [jax.tree_util.keystr(path) for path, _ in leaves]}
+
+
 def _enum(value: Any, inner: Inner) -> Any:
     return {f"{TAG}enum": [_path_of(type(value)), value.name]} if isinstance(value, enum.Enum) else None
 
@@ -180,7 +191,12 @@ def _callable(value: Any, inner: Inner) -> Any:
     return _closure(value, inner) if isinstance(value, types.FunctionType) else None
 
 
-_RULES = (_dtype, _number, _array, _enum, _record, _sequence, _mapping, _callable)
+_RULES = (_dtype, _number, _array, _tree, _enum, _record, _sequence, _mapping, _callable)
+
+
+def code_fingerprint(function: Any) -> str:
+    """A short name for what a function or a method does itself; what it calls is not looked into."""
+    return _code(getattr(function, "__func__", function).__code__, functools.partial(_plain, path=()))
 
 
 def _closure(function: types.FunctionType, inner: Inner) -> Any:

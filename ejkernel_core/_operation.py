@@ -38,11 +38,11 @@ class Operation:
     #: Raised when results change for equal arguments: part of every stored configuration's key.
     version: int = 1
     #: The parameters that are arrays. Everything else is a static option, hashable and known while tracing.
-    arrays: tuple[str, ...] = attrs.field(converter=tuple)
+    arrays: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
     #: The arrays a gradient may be asked for.
-    differentiable: tuple[str, ...] = attrs.field(converter=tuple)
+    differentiable: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
     #: The names of what a kernel returns, in order.
-    results: tuple[str, ...] = attrs.field(default=("out",), converter=tuple)
+    results: tuple[str, ...] = attrs.field(default=("out",), converter=tuple[str, ...])
     #: Arguments to (checked, canonical arguments; a function from the results to what the caller gets).
     prepare: Callable[[Arguments], tuple[Arguments, Restore]] = _unprepared
     #: Prepared arguments to one ``jax.ShapeDtypeStruct`` a result, with a sharding where the arguments' tells it. By
@@ -50,6 +50,11 @@ class Operation:
     outputs: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None = None
     #: The operation that computes the gradients, see ``gradient_signature``; else the reference is differentiated.
     backward: str | None = None
+    #: Prepared arguments to what of them matters to tuning. Calls that agree in it share configurations, where none was
+    #: measured for exactly the call.
+    tuning_key: Callable[[Mapping[str, Any]], Any] | None = None
+    #: The backend that is plain JAX: what JAX may differentiate, in any order.
+    reference: str = "reference"
     #: (prepared arguments, names of those with a leading mapped axis, its size) to (arguments without that axis, a
     #: function that gives the results their leading axis back), or None where ``jax.vmap`` has to loop.
     fold: Callable[[Mapping[str, Any], frozenset[str], int], tuple[Arguments, Restore] | None] | None = None

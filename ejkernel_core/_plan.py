@@ -8,23 +8,31 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ._errors import NoKernel, PluginError, Unsupported
-from ._invocation import Invocation
+from ._invocation import Invocation, Key
 from ._kernel import LoadedKernel
+from ._records import Record
 
 if TYPE_CHECKING:
     from ._registry import Registry
+    from ._scopes import Scope
 
 
 @attrs.frozen
 class Candidate:
-    """A kernel that can do the invocation, with its heuristic configuration."""
+    """A kernel that can do the invocation, with its heuristic configuration, or the one that the caller gave."""
 
     kernel: LoadedKernel
     cfg: Any
+    explicit: bool = False
 
     @property
     def backend(self) -> str:
         return self.kernel.backend
+
+    @property
+    def config_type(self) -> type | None:
+        """The type of its configurations: as the kernel says, or as its heuristic does."""
+        return self.kernel.config_type or (None if self.cfg is None else type(self.cfg))
 
 
 @attrs.frozen
@@ -34,20 +42,31 @@ class Choice:
     backend: str
     cfg: Any
     origin: str
+    #: What it was remembered by, and how it was found out.
+    key: Key | None = attrs.field(default=None, repr=str)
+    record: Record | None = None
+    #: True for what was measured just now: those who remember are told.
+    measured: bool = False
+
+    def __str__(self) -> str:
+        found = f"\n  remembered as {self.key}" if self.key else ""
+        provenance = self.record.provenance if self.record else None
+        return f"{self.origin}{found}" + (f", {provenance}" if provenance else ", put there by hand" if found else "")
 
 
 @attrs.frozen
 class Verdict:
-    """What became of one installed kernel, and why."""
+    """What became of one installed kernel or policy, and why."""
 
-    kernel: str
+    name: str
     provider: str
-    #: "chosen", "able" (and not chosen), "refused" (Unsupported), "left out" (not asked for), "broken".
+    #: "chosen", "able" (and not chosen), "refused" (Unsupported), "left out" (not asked for), "broken"; of a policy,
+    #: "no answer" (Unsupported) or "broken".
     status: str
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.kernel} ({self.provider}): {self.status}" + (f", {self.reason}" if self.reason else "")
+        return f"{self.name} ({self.provider}): {self.status}" + (f", {self.reason}" if self.reason else "")
 
 
 @attrs.frozen
@@ -56,16 +75,25 @@ class Plan:
 
     invocation: Invocation
     kernel: LoadedKernel
-    cfg: Any
-    origin: str
+    choice: Choice
     verdicts: tuple[Verdict, ...]
+
+    @property
+    def cfg(self) -> Any:
+        """The configuration that was chosen."""
+        return self.choice.cfg
+
+    @property
+    def origin(self) -> str:
+        """Who chose it."""
+        return self.choice.origin
 
     def run(self, inv: Invocation) -> tuple[Any, ...]:
         """Run the chosen kernel, and nobody else."""
         return self.kernel.run_backend(inv, self.cfg)
 
     def __str__(self) -> str:
-        lines = [f"{self.kernel.name} with {self.cfg}, by {self.origin}", f"  for {self.invocation}"]
+        lines = [f"{self.kernel.name} with {self.cfg}, by {self.choice}", f"  for {self.invocation}"]
         return "\n".join([*lines, *(f"  {verdict}" for verdict in self.verdicts)])
 
 
@@ -84,16 +112,14 @@ class Explanation:
         return own + (f"\n{self.backward}" if self.backward else f"\n  ({self.note})")
 
 
-def make_plan(registry: Registry, inv: Invocation, backend: str | None, cfg: Any) -> Plan:
+def make_plan(registry: Registry, inv: Invocation, backend: str | None, cfg: Any, scope: Scope) -> Plan:
     """Ask every installed kernel in order of its rank on the platform, then the policies."""
     candidates, verdicts = _ask_all(registry, inv, backend, cfg)
     if not candidates:
         raise _nobody(inv, verdicts, registry, backend)
-    explicit = _explicit(candidates, backend, cfg)
-    choice, broken_policies = (explicit, []) if explicit else registry.select_config(inv, candidates)
-    verdicts += broken_policies
-    chosen = next(c for c in candidates if c.backend == choice.backend)
-    return Plan(inv, chosen.kernel, choice.cfg, choice.origin, _with_choice(verdicts, chosen.kernel.name))
+    choice, policies = registry.select_config(inv, candidates, scope)
+    chosen = next(c.kernel for c in candidates if c.backend == choice.backend)
+    return Plan(inv, chosen, choice, (*_with_choice(verdicts, chosen.name), *policies))
 
 
 def _ask_all(
@@ -105,7 +131,7 @@ def _ask_all(
         heuristic, verdict = _ask(kernel, inv, backend, cfg)
         verdicts.append(verdict)
         if verdict.status == "able":
-            candidates.append(Candidate(kernel, heuristic))
+            candidates.append(Candidate(kernel, heuristic if cfg is None else cfg, cfg is not None))
     return candidates, verdicts
 
 
@@ -129,36 +155,30 @@ def _ask(kernel: LoadedKernel, inv: Invocation, backend: str | None, cfg: Any) -
         return None, verdict("broken", f"heuristic_cfg raised {type(fault).__name__}: {fault}")
 
 
-def _explicit(candidates: Sequence[Candidate], backend: str | None, cfg: Any) -> Choice | None:
-    if cfg is not None:
-        return Choice(candidates[0].backend, cfg, "explicit cfg")
-    if backend is not None:
-        return Choice(backend, candidates[0].cfg, "explicit backend, heuristic")
-    return None
-
-
 def misfit(choice: Any, candidates: Sequence[Candidate]) -> str | None:
     """What is wrong with a policy's answer."""
     if choice is None:
         return None
     if not isinstance(choice, Choice):
         return f"select_config returned a {type(choice).__name__}, no Choice"
+    if choice.measured and (choice.record is None or choice.record.provenance is None):
+        return f"{choice.origin} measured, and gives no record with a provenance"
     chosen = next((c for c in candidates if c.backend == choice.backend), None)
     if chosen is None:
         return f"{choice.origin} chose backend {choice.backend!r}, which is not among the candidates"
-    kind = chosen.kernel.config_type
+    kind = chosen.kernel.config_type  # not the heuristic's type: a kernel that does not say may take several
     if kind is not None and not isinstance(choice.cfg, kind):
         return f"{choice.origin} chose a {type(choice.cfg).__name__} for {chosen.kernel.name}, not its Config"
     return None
 
 
 def _with_choice(verdicts: Iterable[Verdict], chosen: str) -> tuple[Verdict, ...]:
-    return tuple(attrs.evolve(v, status="chosen") if v.kernel == chosen else v for v in verdicts)
+    return tuple(attrs.evolve(v, status="chosen") if v.name == chosen else v for v in verdicts)
 
 
 def _nobody(inv: Invocation, verdicts: Sequence[Verdict], registry: Registry, backend: str | None) -> Exception:
     told = "\n".join(f"  {verdict}" for verdict in verdicts) or "  no kernel is installed"
-    broken = [v for v in verdicts if v.status == "broken" and v.kernel == f"{inv.op}.{backend}"]
+    broken = [v for v in verdicts if v.status == "broken" and v.name == f"{inv.op}.{backend}"]
     if broken:
         return PluginError(str(broken[0]))
-    return NoKernel(f"no kernel can do {inv}\n{told}\n{registry.how_to_install(inv.op)}")
+    return NoKernel(f"no kernel can do {inv}\n{told}\n{registry.how_to_install()}")

@@ -19,8 +19,8 @@ from jax.interpreters import ad, batching, mlir
 from . import _batching
 from ._devices import current_platform, target
 from ._errors import NotDifferentiable, PluginError
-from ._invocation import abstract
 from ._jax_versions import Primitive, aval_like, lower_with_devices
+from ._keys import abstract
 from ._plan import Plan
 from ._request import Request
 
@@ -39,7 +39,7 @@ def outputs(request: Request, arrays: Sequence[Any]) -> tuple[jax.ShapeDtypeStru
     operation = request.operation
     if operation.outputs is not None:
         return tuple(operation.outputs(request.arguments(arrays)))
-    reference = request.registry.kernel(operation.name, "reference")
+    reference = request.registry.kernel(operation.name, operation.reference)
     avals = [abstract(array) for array in arrays]
     invocation = request.invocation(avals, target(current_platform(())))
 

@@ -6,21 +6,24 @@ import difflib
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
-import pluggy
+import jax
 
 from . import _call, _discovery
+from ._cache import ConfigCache
 from ._discovery import KERNELS, OPERATIONS, POLICIES, Entry
 from ._errors import EjkernelError, PluginError, UnknownBackend, UnknownOperation
 from ._hookspecs import PolicyHooks
-from ._invocation import Invocation
+from ._invocation import Invocation, Key
 from ._kernel import LoadedKernel, hook_manager, load_kernel
 from ._operation import Operation
 from ._plan import Candidate, Choice, Explanation, Plan, Verdict
-from ._policies import BUILT_IN, first_answer, policy_chain
+from ._policies import first_answer, policy_chain, tell
+from ._scopes import Scope
 
 
 @attrs.frozen
@@ -39,20 +42,32 @@ class _State:
     loaded: Mapping[tuple[str, str], Any] = MappingProxyType({})
 
 
+@runtime_checkable
+class HasPlugins(Protocol):
+    """One object that makes several plugins, as ``ejkernel_core.classes.Kernel`` does."""
+
+    def as_plugins(self) -> Mapping[str, Any]:
+        """The operations and kernels, by the names they are registered with."""
+        ...
+
+
 class Registry:
     """Operations, kernels and policies, and the calls made with them.
 
     A new registry knows what is installed (``plugins`` as in EJKERNEL_PLUGINS chooses among it) and what is registered
-    with it afterwards.
+    with it afterwards. One that takes the ``policies_of`` another, and what that one remembers, starts with these.
     """
 
-    def __init__(self, plugins: str | None = None) -> None:
+    def __init__(self, plugins: str | None = None, policies_of: Registry | None = None) -> None:
         self.plugins = os.environ.get("EJKERNEL_PLUGINS") if plugins is None else plugins
         self._lock = threading.Lock()
-        self._state = _State(_by_name(_discovery.installed(self.plugins)))
-        self._chain: pluggy.PluginManager | None = None
-        #: Compiled calls; see ``_call``. Emptied whenever a plugin is registered.
+        self._policies_of = policies_of
+        self._state = _State({} if policies_of else _by_name(_discovery.installed(self.plugins)))
+        #: Compiled calls; see ``_call``. Emptied whenever a plugin is registered or something new is remembered.
         self.calls: dict[Any, Any] = {}
+        #: What is remembered in this process: the policy "memory".
+        self.memory = ConfigCache()
+        self._software: dict[str, dict[str, str]] = {}
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -64,6 +79,10 @@ class Registry:
         """The plan of that call; arrays may be abstract. Raises what the call would raise."""
         return _call.plan(self, op, args, kwargs)
 
+    def invocation(self, op: str, /, *args: Any, **kwargs: Any) -> Invocation:
+        """The abstract invocation of that call; its ``key`` is what configurations are remembered by."""
+        return _call.invocation(self, op, args, kwargs)
+
     def explain(self, op: str, /, *args: Any, **kwargs: Any) -> Explanation:
         """The plan of that call and of its gradients, or why there is none."""
         return _call.explain(self, op, args, kwargs)
@@ -71,18 +90,31 @@ class Registry:
     # -- registration --------------------------------------------------------------------------------------------
 
     def register(self, plugin: Any, name: str | None = None) -> Any:
-        """Add an operation, or a kernel called ``<operation>.<backend>``, in this registry alone.
+        """Add an operation, a kernel called ``<operation>.<backend>``, or a policy, in this registry alone.
 
         What has that name already is replaced, so that a notebook cell can be run again. Returns ``plugin``.
         """
-        if isinstance(plugin, Operation):
+        if isinstance(plugin, HasPlugins):
+            for part, what in plugin.as_plugins().items():
+                self.register(what, part)
+        elif isinstance(plugin, Operation):
             self._add(_discovery.local_entry(OPERATIONS, name or plugin.name), plugin)
         elif name is None:
-            raise TypeError("register(kernel, name): a kernel needs its name, '<operation>.<backend>'")
+            raise TypeError(
+                "register(plugin, name): a kernel needs its name, '<operation>.<backend>', and a policy any"
+            )
+        elif hasattr(plugin, "select_config"):
+            entry = _discovery.local_entry(POLICIES, name)
+            self._add(entry, _checked(entry, plugin))
         else:
             entry = _discovery.local_entry(KERNELS, name)
             self._add(entry, load_kernel(entry, plugin))
         return plugin
+
+    def remember(self, key: Key, value: Any) -> None:
+        """Put a configuration, or a ``Record`` of one, into this registry's memory, and have calls choose anew."""
+        self.memory.put(key, value)
+        self.calls = {}
 
     def _add(self, entry: Entry, loaded: Any) -> None:
         key = (entry.group, entry.name)
@@ -90,7 +122,7 @@ class Registry:
             state = self._state
             self._state = _State({**state.entries, key: (entry,)}, {**state.loaded, key: loaded})
         # A new dictionary: a call that is being made at this moment keeps what it read to itself.
-        self.calls = {}
+        self.calls, self._software = {}, {}
 
     # -- questions -----------------------------------------------------------------------------------------------
 
@@ -126,17 +158,39 @@ class Registry:
         kernels = (name.rpartition(".") for name in self.names(KERNELS))
         return tuple(backend for owner, _, backend in kernels if owner == op)
 
-    def select_config(self, inv: Invocation, candidates: Sequence[Candidate]) -> tuple[Choice, list[Verdict]]:
-        """The answer of the first policy that has one, and the verdict on each that is broken."""
+    def select_config(
+        self, inv: Invocation, candidates: Sequence[Candidate], scope: Scope
+    ) -> tuple[Choice, list[Verdict]]:
+        """The answer of the first policy that has one, and the verdict on each that is broken or says why not."""
+        if self._policies_of is not None:
+            answer = self._policies_of.select_config(inv, candidates, scope)
+            self.calls = {} if answer[0].measured else self.calls
+            return answer
         loaded = {name: self._load(POLICIES, name) for name in self.names(POLICIES)}
         broken = [p for p in loaded.values() if isinstance(p, Broken)]
-        if self._chain is None:
-            good = [(name, policy) for name, policy in loaded.items() if not isinstance(policy, Broken)]
-            self._chain = policy_chain([*BUILT_IN.items(), *good])
-        choice, faults = first_answer(self._chain, inv, candidates)
-        owners = {name: self._state.entries[POLICIES, name][0].provider for name in faults}
+        good = [(name, policy) for name, policy in loaded.items() if not isinstance(policy, Broken)]
+        own = (good, self.memory) if scope.policies is None else (scope.policies, None)
+        chain = policy_chain(*own)
+        choice, passed = first_answer(chain, inv, candidates, scope)
+        if choice.measured:
+            passed += tell(chain, inv, choice)
+            self.calls = {}
         verdicts = [Verdict(b.entry.name, b.entry.provider, "broken", b.reason) for b in broken]
-        return choice, [*verdicts, *(Verdict(name, owners[name], "broken", why) for name, why in faults.items())]
+        return choice, [*verdicts, *(Verdict(name, self._provider(name), *what) for name, *what in passed)]
+
+    def software(self, op: str) -> dict[str, str]:
+        """The versions of all that could change which configuration is best: see ``Invocation.software``."""
+        known = self._software.get(op)
+        if known is None:
+            kernels, _ = self.kernels(op)
+            versions = {name: version for kernel in kernels for name, version in kernel.software.items()}
+            known = {"jax": jax.__version__, "jaxlib": metadata.version("jaxlib"), **versions}
+            self._software[op] = known
+        return known
+
+    def _provider(self, policy: str) -> str:
+        entries = self._state.entries.get((POLICIES, policy))
+        return entries[0].provider if entries else "built in"
 
     def names(self, group: str) -> tuple[str, ...]:
         """The names of one group, sorted."""
@@ -150,7 +204,7 @@ class Registry:
             rows += [(entry, found if isinstance(found, Broken) else None) for entry in entries]
         return tuple(rows)
 
-    def how_to_install(self, op: str) -> str:
+    def how_to_install(self) -> str:
         """The sentence that tells how to get more."""
         filtered = f" (EJKERNEL_PLUGINS={self.plugins!r} is set)" if self.plugins is not None else ""
         return (
@@ -175,7 +229,7 @@ class Registry:
         known = list(known)
         near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
-        return f"no {what} {name!r} is installed{hint} Known: {', '.join(known) or 'none'}. {self.how_to_install(name)}"
+        return f"no {what} {name!r} is installed{hint} Known: {', '.join(known) or 'none'}. {self.how_to_install()}"
 
 
 def _by_name(entries: Iterable[Entry]) -> dict[tuple[str, str], tuple[Entry, ...]]:

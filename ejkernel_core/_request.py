@@ -8,25 +8,42 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ._devices import Target
-from ._invocation import Invocation, abstract
+from ._invocation import Invocation
+from ._keys import abstract
 from ._operation import Arguments, Operation
 from ._plan import Plan, make_plan
+from ._scopes import NOTHING, Scope
 
 if TYPE_CHECKING:
     from ._registry import Registry
 
 
 @attrs.frozen
+class Terms:
+    """What a call is made on, beside its arguments."""
+
+    registry: Registry = attrs.field(repr=False)
+    backend: str | None = None
+    cfg: Any = None
+    #: Taken where the call is written: when JAX lowers it, another scope may hold.
+    scope: Scope = NOTHING
+    #: The arguments that are cut over several devices, and how.
+    sharding: tuple[tuple[str, str], ...] = ()
+
+
+@attrs.frozen
 class Request:
     """Hashable, so that JAX can keep it in a jaxpr and compare it."""
 
-    registry: Registry = attrs.field(repr=False)
+    terms: Terms
     operation: Operation = attrs.field(repr=lambda operation: operation.name)
     #: The arrays that are given, in the order in which they travel.
     arrays: tuple[str, ...]
     options: tuple[tuple[str, Any], ...]
-    backend: str | None
-    cfg: Any
+
+    @property
+    def registry(self) -> Registry:
+        return self.terms.registry
 
     def arguments(self, values: Sequence[Any]) -> Arguments:
         """Every parameter by name, with these arrays; an array that was not given is None."""
@@ -37,20 +54,27 @@ class Request:
         """The abstract invocation of arrays like these."""
         arguments = self.arguments([abstract(value) for value in values])
         return Invocation(
-            self.operation.name, arguments, target.platform, target.device_kind, target.compute_capability
+            self.operation.name,
+            arguments,
+            target.platform,
+            target.device_kind,
+            target.compute_capability,
+            self.operation.version,
+            self.operation.tuning_key,
+            self.terms.sharding,
+            self.registry.software(self.operation.name),
         )
 
     def plan(self, values: Sequence[Any], target: Target) -> Plan:
-        return make_plan(self.registry, self.invocation(values, target), self.backend, self.cfg)
+        terms = self.terms
+        return make_plan(self.registry, self.invocation(values, target), terms.backend, terms.cfg, terms.scope)
 
     def run(self, plan: Plan, values: Sequence[Any]) -> tuple[Any, ...]:
         return plan.run(plan.invocation.with_arrays(dict(zip(self.arrays, values, strict=True))))
 
 
-def request(
-    registry: Registry, operation: Operation, arguments: Mapping[str, Any], backend: str | None, cfg: Any
-) -> tuple[Request, list[Any]]:
+def request(terms: Terms, operation: Operation, arguments: Mapping[str, Any]) -> tuple[Request, list[Any]]:
     """Part prepared arguments into what is asked and the arrays it is asked of."""
     given = tuple(name for name in operation.arrays if arguments[name] is not None)
     options = tuple((name, value) for name, value in arguments.items() if name not in operation.arrays)
-    return Request(registry, operation, given, options, backend, cfg), [arguments[name] for name in given]
+    return Request(terms, operation, given, options), [arguments[name] for name in given]

@@ -71,7 +71,7 @@ def test_a_broken_kernel_is_named_and_breaks_nobody(distribution: MakeDistributi
     registry = Registry()
 
     np.testing.assert_array_equal(registry.call("double", X), 2 * X)
-    verdicts = {verdict.kernel: verdict for verdict in registry.plan("double", X).verdicts}
+    verdicts = {verdict.name: verdict for verdict in registry.plan("double", X).verdicts}
     assert verdicts["double.good"].status == "chosen"
     assert verdicts["double.broken"].status == "broken"
     told = str(verdicts["double.broken"])
@@ -88,7 +88,7 @@ def test_a_kernel_that_raises_in_its_heuristic_is_passed_over(distribution: Make
     distribution("broken-dist", {"raises": source}, kernels={"double.raises": "raises"})
     registry = Registry()
     np.testing.assert_array_equal(registry.call("double", X), 2 * X)
-    verdicts = {verdict.kernel: str(verdict) for verdict in registry.plan("double", X).verdicts}
+    verdicts = {verdict.name: str(verdict) for verdict in registry.plan("double", X).verdicts}
     assert verdicts["double.raises"] == (
         "double.raises (broken-dist 1.0): broken, heuristic_cfg raised ZeroDivisionError: blocks of 0"
     )

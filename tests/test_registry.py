@@ -98,7 +98,7 @@ def test_the_rank_on_the_platform_decides(registry: Registry) -> None:
     registry.register(kernel(Config(3), {"cpu": 80}), "scale.three")
     registry.register(kernel(Config(4), {"cpu": 10, "gpu": 99}), "scale.four")
     plan = registry.plan("scale", X)
-    assert [v.kernel for v in plan.verdicts] == ["scale.three", "scale.two", "scale.four"]
+    assert [v.name for v in plan.verdicts] == ["scale.three", "scale.two", "scale.four"]
     assert [v.status for v in plan.verdicts] == ["chosen", "able", "able"]
     assert plan.origin == "heuristic"
     np.testing.assert_array_equal(registry.call("scale", X), 3 * X)
@@ -113,7 +113,7 @@ def test_an_explicit_backend_is_obeyed_or_refused(registry: Registry) -> None:
     registry.register(kernel(Config(3), {"cpu": 1}), "scale.three")
     registry.register(kernel(refuse="odd lengths only"), "scale.odd")
     np.testing.assert_array_equal(registry.call("scale", X, backend="three"), 3 * X)
-    assert registry.plan("scale", X, backend="three").origin == "explicit backend, heuristic"
+    assert registry.plan("scale", X, backend="three").origin == "heuristic"
     with pytest.raises(NoKernel, match="scale.odd .*: refused, odd lengths only"):
         registry.call("scale", X, backend="odd")
 
@@ -371,7 +371,7 @@ def test_a_broken_policy_is_passed_over_and_named(distribution: MakeDistribution
     np.testing.assert_array_equal(registry.call("double", X), 2 * X)
     plan = registry.plan("double", X)
     assert plan.origin == "heuristic"
-    (verdict,) = (verdict for verdict in plan.verdicts if verdict.kernel == "guess")
+    (verdict,) = (verdict for verdict in plan.verdicts if verdict.name == "guess")
     assert (verdict.provider, verdict.status) == ("guess-dist 1.0", "broken")
     assert told in verdict.reason
 

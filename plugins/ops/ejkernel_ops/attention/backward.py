@@ -10,6 +10,7 @@ import jax
 from ejkernel_core import Operation, gradient_signature
 
 from .arguments import prepare
+from .bucket import bucket
 from .cost import backward_cost
 from .fold import fold
 from .forward import ARRAYS, DIFFERENTIABLE, RESULTS, SIGNATURE, like_axes
@@ -65,6 +66,7 @@ operation = Operation(
     prepare=_prepare,
     outputs=_outputs,
     fold=fold,
+    tuning_key=bucket,
     samples=samples,
     cost=backward_cost,
 )

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ejkernel_core import Operation
 
 from .arguments import prepare
+from .bucket import bucket
 from .cost import forward_cost
 from .fold import fold
 from .samples import samples
@@ -99,6 +100,7 @@ operation = Operation(
     outputs=_outputs,
     backward="flash_attention_bwd",
     fold=fold,
+    tuning_key=bucket,
     samples=samples,
     cost=forward_cost,
     cases=_cases,

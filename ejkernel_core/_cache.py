@@ -1,0 +1,77 @@
+"""Configurations in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ._records import Record, as_record, fitting
+
+if TYPE_CHECKING:
+    from ._plan import Candidate
+
+
+class ConfigCache:
+    """Configurations by key, in memory; safe to share between threads.
+
+    A key is ``Invocation.key`` (or anything hashable), a value a ``Record`` or a configuration. With ``maxsize``, what
+    was not asked for the longest is forgotten first.
+    """
+
+    def __init__(self, maxsize: int | None = None) -> None:
+        if maxsize is not None and maxsize < 1:
+            raise ValueError(f"maxsize: takes at least 1, or None for no bound; got {maxsize}")
+        self.maxsize = maxsize
+        #: Grows with every change.
+        self.generation = 0
+        self._lock = threading.Lock()
+        self._records: OrderedDict[Hashable, tuple[Record, ...]] = OrderedDict()
+
+    def put(self, key: Hashable, value: Any) -> None:
+        """Remember a configuration, or a ``Record`` of one: in the place of what is there for the same backend."""
+        record = as_record(value)
+        with self._lock:
+            others = (r for r in self._records.pop(key, ()) if r.backend != record.backend)
+            self._records[key] = (record, *others)
+            self.generation += 1
+            if self.maxsize is not None and len(self._records) > self.maxsize:
+                self._records.popitem(last=False)
+
+    def get(self, key: Hashable, default: Any = None) -> Any:
+        """The configuration that was put last, or the default."""
+        records = self.records(key)
+        return records[0].cfg if records else default
+
+    def records(self, key: Hashable) -> tuple[Record, ...]:
+        """The records of every backend, the last one put first."""
+        with self._lock:
+            if key in self._records:
+                self._records.move_to_end(key)
+            return self._records.get(key, ())
+
+    def find(self, key: Hashable, candidate: Candidate) -> Record | None:
+        """The record for this kernel: what a store is asked by ``recall``."""
+        return fitting(self.records(key), candidate)
+
+    def items(self) -> list[tuple[Hashable, tuple[Record, ...]]]:
+        """Every key with its records."""
+        with self._lock:
+            return list(self._records.items())
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._records.clear()
+            self.generation += 1
+
+    def __contains__(self, key: Hashable) -> bool:
+        with self._lock:
+            return key in self._records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter([key for key, _ in self.items()])

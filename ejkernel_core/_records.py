@@ -1,0 +1,250 @@
+"""Configurations as JSON, by cattrs: written so that a person can read them, and read back whole or not at all.
+
+Reading is strict. What another version of a class has more, less, or of another type is a ``RecordError`` that names
+the place; nothing is filled in by defaults and nothing is converted.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import jax
+import numpy as np
+
+from ._errors import RecordError
+from ._invocation import Key
+from ._keys import TAG
+
+if TYPE_CHECKING:
+    from ._plan import Candidate
+
+SCHEMA = 1
+
+
+@attrs.frozen(kw_only=True)
+class Provenance:
+    """How a configuration was found to be the best."""
+
+    #: When it was measured, in UTC, as ISO 8601 writes it.
+    when: str
+    #: On what: see ``device_fingerprint``.
+    device: str
+    #: How long one call took, in milliseconds.
+    milliseconds: float
+    #: The backends that took part. A measurement says nothing about the others.
+    backends: tuple[str, ...]
+    software: dict[str, str] = attrs.field(factory=dict)
+    #: Every configuration that was tried, as text, with its milliseconds, or why it has none.
+    tried: tuple[tuple[str, float | str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"measured {_ago(self.when)} on {self.device}: {self.milliseconds:.3g} ms"
+
+
+@attrs.frozen
+class Record:
+    """One configuration worth remembering. Without a provenance, it was put there by hand."""
+
+    cfg: Any
+    #: The backend it is for; None for the first one that takes a configuration of its type.
+    backend: str | None = None
+    provenance: Provenance | None = None
+
+
+def as_record(value: Any) -> Record:
+    """The value itself, or a record of that configuration put there by hand."""
+    return value if isinstance(value, Record) else Record(value)
+
+
+def fitting(records: Iterable[Record], candidate: Candidate) -> Record | None:
+    """The first that is for the candidate's kernel; one without a backend is for every kernel that takes its type."""
+    kind = candidate.config_type
+    ours = (r for r in records if r.backend in (None, candidate.backend) and (kind is None or isinstance(r.cfg, kind)))
+    return next(ours, None)
+
+
+def to_json(value: Any) -> str:
+    """A configuration (a frozen attrs class or dataclass) as JSON, with its type and the version of the format.
+
+    Raises ``RecordError`` where a field holds something that JSON cannot.
+    """
+    return _dump({"schema": SCHEMA, **_written(value)})
+
+
+def from_json(text: str, kind: type[Any]) -> Any:
+    """The configuration that ``to_json`` wrote. ``RecordError`` names the place where it does not fit ``kind``."""
+    data = _parsed(text)
+    _check_schema(data)
+    return _read(data, kind, "$")
+
+
+def record_to_json(key: Key, record: Record) -> str:
+    """A record as a document of its own: what the key stands for, the configuration, and its provenance."""
+    document = {
+        "schema": SCHEMA,
+        "problem": json.loads(key.problem),
+        "software": json.loads(key.software),
+        "backend": record.backend,
+        "config": _written(record.cfg),
+        "provenance": None if record.provenance is None else _unstructured(record.provenance),
+    }
+    return _dump(document)
+
+
+def record_from_json(text: str, key: Key, kind: type[Any] | None, any_software: bool = False) -> Record:
+    """The record that was written for ``key``, with a configuration of this type (None: none at all).
+
+    ``any_software`` also takes what was measured with other versions.
+    """
+    data = _parsed(text)
+    _check_schema(data)
+    missing = {"problem", "software", "backend", "config", "provenance"} - data.keys()
+    if missing:
+        raise RecordError(f"$ lacks {', '.join(sorted(missing))}", damaged=True)
+    if data["problem"] != json.loads(key.problem):
+        raise RecordError("$.problem is another one than that of the key")
+    if data["software"] != json.loads(key.software) and not any_software:
+        raise RecordError(f"$.software: {_changes(data['software'], json.loads(key.software))}")
+    provenance = data["provenance"]
+    return Record(
+        _read(data["config"], kind, "$.config"),
+        _structured(data["backend"], str | None, "$.backend"),
+        None if provenance is None else _structured(provenance, Provenance, "$.provenance"),
+    )
+
+
+def _changes(then: Any, now: Mapping[str, str]) -> str:
+    if not isinstance(then, Mapping):
+        return "no object"
+    names = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
+    return ", ".join(f"{name} was {then.get(name)}, is {now.get(name)}" for name in names)
+
+
+# -- one value, with its type ----------------------------------------------------------------------------------------
+
+
+def _written(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {"type": None, "fields": {}}
+    if isinstance(value, type) or not (attrs.has(type(value)) or hasattr(type(value), "__dataclass_fields__")):
+        raise RecordError(f"a configuration is an attrs class or a dataclass; got {type(value).__qualname__} {value!r}")
+    fields = _unstructured(value)
+    back = _structured(fields, type(value), "$")
+    if back != value:
+        raise RecordError(f"{value!r} would be read back as {back!r}")
+    return {"type": type_name(type(value)), "fields": fields}
+
+
+def _read(data: Any, kind: type[Any] | None, place: str) -> Any:
+    if not isinstance(data, dict) or not {"type", "fields"} <= data.keys():
+        raise RecordError(f"{place} is no object with a type and fields")
+    wanted = None if kind in (None, type(None)) else type_name(kind)
+    if data["type"] != wanted:
+        raise RecordError(f"{place}.type is {data['type']!r}, not {wanted!r}")
+    return None if wanted is None else _structured(data["fields"], kind, f"{place}.fields")
+
+
+def type_name(kind: Any) -> str:
+    """How a type is named in a record."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _unstructured(value: Any) -> Any:
+    """Plain JSON of a value, or ``RecordError``."""
+    try:
+        return json.loads(_dump(_converter().unstructure(value)))
+    except (TypeError, ValueError) as fault:
+        raise RecordError(f"{value!r} cannot be written down: {fault}") from fault
+
+
+def _structured(data: Any, kind: Any, place: str) -> Any:
+    from cattrs import transform_error
+
+    try:
+        value = _converter().structure(data, kind)
+    except Exception as fault:  # whatever a validator, a converter or cattrs raises, it is the text that is wrong
+        told = transform_error(fault, path=place)
+        raise RecordError("; ".join(told)) from fault
+    # cattrs takes "3" for 3 and a default for what is missing: neither would be written as it was read.
+    where = _difference(data, _unstructured(value), place)
+    if where is not None:
+        raise RecordError(where)
+    return value
+
+
+def _difference(given: Any, read: Any, place: str) -> str | None:
+    """Where the two first differ, and how."""
+    if isinstance(given, dict) and isinstance(read, dict):
+        for name in sorted({*given, *read}):
+            if name not in given or name not in read:
+                return f"{place}.{name} is " + ("missing" if name not in given else "unknown")
+            where = _difference(given[name], read[name], f"{place}.{name}")
+            if where is not None:
+                return where
+        return None
+    if isinstance(given, list) and isinstance(read, list) and len(given) == len(read):
+        found = (_difference(a, b, f"{place}[{i}]") for i, (a, b) in enumerate(zip(given, read, strict=True)))
+        return next((where for where in found if where is not None), None)
+    if type(given) is type(read) and given == read:
+        return None
+    return f"{place} is {_brief(given)}; of its type it would be {_brief(read)}"
+
+
+@functools.cache
+def _converter() -> Any:
+    # Imported here: a program that remembers nothing never loads it.
+    from cattrs.preconf.json import make_converter
+
+    converter = make_converter(forbid_extra_keys=True)
+    # A dtype is written by its name, whichever of its three faces the field holds, and read as ``numpy.dtype``.
+    for kind in (np.dtype, type, type(jax.numpy.float32)):
+        converter.register_unstructure_hook(kind, lambda value: {f"{TAG}dtype": np.dtype(value).name})
+    converter.register_structure_hook(np.dtype, lambda data, _: np.dtype(data[f"{TAG}dtype"]))
+    converter.register_structure_hook_func(lambda kind: kind is Any, lambda data, _: _plain(data))
+    return converter
+
+
+def _plain(data: Any) -> Any:
+    return np.dtype(data[f"{TAG}dtype"]) if isinstance(data, dict) and data.keys() == {f"{TAG}dtype"} else data
+
+
+def _ago(when: str) -> str:
+    """How long ago that was, in the largest unit that fits."""
+    try:
+        seconds = (datetime.now(UTC) - datetime.fromisoformat(when)).total_seconds()
+    except (ValueError, TypeError):
+        return f"at {when}"
+    units = [("days", 86400), ("hours", 3600), ("minutes", 60)]
+    return next((f"{seconds / size:.0f} {unit} ago" for unit, size in units if seconds >= size), "just now")
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+
+def _dump(data: Any) -> str:
+    return json.dumps(data, indent=1, sort_keys=True, allow_nan=False)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as fault:
+        raise RecordError(f"no JSON: {fault}", damaged=True) from fault
+    if not isinstance(data, dict):
+        raise RecordError(f"$ is a {type(data).__name__}, no object", damaged=True)
+    return data
+
+
+def _check_schema(data: Mapping[str, Any]) -> None:
+    if data.get("schema") != SCHEMA:
+        raise RecordError(f"$.schema is {data.get('schema')!r}; this version reads {SCHEMA}")
+
+
+def _brief(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,135 @@
+"""What holds for a part of a program: configurations laid over all others, and a policy of tuning.
+
+A scope is an immutable value. It is in a ``ContextVar``, so that it is a thread's and a task's own, and its content is
+in JAX's jit key: a function that was compiled under equal content is not traced again, and any other is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import jax
+from attrs.validators import in_
+
+from ._keys import short_hash, stable_json
+from ._records import Record, as_record, fitting
+
+if TYPE_CHECKING:
+    from ._invocation import Key
+    from ._plan import Candidate
+
+MODES = ("off", "on_miss", "error_on_miss")
+
+
+@attrs.frozen
+class AutotunePolicy:
+    """What to do for a call that nothing is remembered for.
+
+    "off" takes the heuristic, "on_miss" measures (with a plugin that can), "error_on_miss" raises ``NoConfig``.
+    """
+
+    mode: str = attrs.field(default="off", validator=in_(MODES))
+
+
+@attrs.frozen
+class Overlay:
+    """A snapshot of some configurations by key; equal where the contents are."""
+
+    digest: str
+    records: Mapping[Any, tuple[Record, ...]] = attrs.field(eq=False, repr=False)
+
+    def find(self, key: Key, candidate: Candidate) -> Record | None:
+        """The record for this kernel: what a store is asked by ``recall``."""
+        return fitting(self.records.get(key, ()), candidate)
+
+
+@attrs.frozen
+class Scope:
+    """All that is entered, the innermost overlay first."""
+
+    overlays: tuple[Overlay, ...] = ()
+    policy: AutotunePolicy = AutotunePolicy()
+    #: The policies that answer instead of the registry's own, and the state in which they are.
+    policies: tuple[tuple[str, Any], ...] | None = attrs.field(default=None, eq=False, repr=False)
+    state: str = ""
+    #: The content as a text; "" for nothing.
+    digest: str = attrs.field(init=False, repr=False)
+
+    @digest.default
+    def _content(self) -> str:
+        content = [[overlay.digest for overlay in self.overlays], self.policy, self.state]
+        return "" if content == [[], AutotunePolicy(), ""] else short_hash(content)
+
+
+#: Nothing entered.
+NOTHING = Scope()
+
+_current: ContextVar[Scope] = ContextVar("ejkernel_scope", default=NOTHING)
+#: The digest of the scope, for JAX: a part of every jit key. JAX keeps it for a thread, not for a task.
+_in_jit_key = jax.make_user_context("")
+
+current = _current.get
+
+
+def overlay_cache(cache: Any) -> contextlib.AbstractContextManager[None]:
+    """Use these configurations before all others: a ``ConfigCache``, any store, or a mapping from keys.
+
+    What the cache holds now is what counts; a later change is seen when it is entered again.
+    """
+    overlay = _overlay(cache)
+    return entered(lambda scope: attrs.evolve(scope, overlays=(overlay, *scope.overlays)))
+
+
+def policy_override(**fields: Any) -> contextlib.AbstractContextManager[None]:
+    """Change fields of the ``AutotunePolicy``; ``autotune=True`` is ``mode="on_miss"``, and False ``mode="off"``."""
+    if "autotune" in fields:
+        fields["mode"] = "on_miss" if fields.pop("autotune") else "off"
+    known = [field.name for field in attrs.fields(AutotunePolicy)]
+    for name in fields:
+        if name not in known:
+            raise TypeError(
+                f"policy_override: no field {name!r} in AutotunePolicy; it has autotune, {', '.join(known)}"
+            )
+    policy = attrs.evolve(current().policy, **fields)
+    return entered(lambda scope: attrs.evolve(scope, policy=policy))
+
+
+@contextlib.contextmanager
+def entered(change: Callable[[Scope], Scope]) -> Iterator[None]:
+    """The current scope, changed, for the ``with`` block."""
+    token = _current.set(change(current()))
+    put_in_step()
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        put_in_step()
+
+
+def in_step() -> bool:
+    """Whether JAX's key says what holds here. It does not where another task of this thread entered a scope."""
+    return bool(_in_jit_key.value == current().digest)
+
+
+def put_in_step() -> None:
+    """Have JAX's key say what holds here."""
+    # Entered and never left: leaving would bring back what held when it was entered, and tasks that take turns do not
+    # leave their scopes in the order in which they entered them.
+    _in_jit_key(current().digest).__enter__()
+
+
+def _overlay(cache: Any) -> Overlay:
+    if not hasattr(cache, "items"):
+        raise TypeError(f"overlay_cache: takes a ConfigCache, a store or a mapping; got {type(cache).__name__}")
+    records = {key: tuple(map(as_record, _several(value))) for key, value in cache.items()}
+    content = sorted((list(item) for item in records.items()), key=stable_json)
+    return Overlay(short_hash(content), records)
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    """The records of a store, or the one value of a mapping."""
+    return value if isinstance(value, tuple) and all(isinstance(v, Record) for v in value) else (value,)

@@ -1,0 +1,443 @@
+"""Who chooses: the order of the policies, what is obeyed, what is remembered and what never is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_core
+from ejkernel_core import (
+    Choice,
+    ConfigCache,
+    Invocation,
+    NoConfig,
+    Operation,
+    Provenance,
+    Record,
+    Registry,
+    Unsupported,
+    hookimpl,
+    overlay_cache,
+    policy_override,
+)
+
+X = jnp.arange(1.0, 6.0)
+
+
+@attrs.frozen
+class Config:
+    factor: int = 2
+
+
+@attrs.frozen
+class Other:
+    factor: int = 2
+
+
+def scale(x, *, shift=0.0): ...
+
+
+def bucket(arguments: Any) -> Any:
+    (length,) = arguments["x"].shape
+    return {"x": jax.ShapeDtypeStruct((1 << (length - 1).bit_length(),), arguments["x"].dtype)}
+
+
+def operation(**fields: Any) -> Operation:
+    return Operation(name="scale", signature=scale, outputs=lambda a: (a["x"],), tuning_key=bucket, **fields)
+
+
+def kernel(heuristic: Any = Config(), rank: int = 10, refusal: str | None = None) -> SimpleNamespace:
+    """``scale`` by the configuration's factor, so that the result tells which one was used."""
+
+    @hookimpl
+    def heuristic_cfg(inv):
+        if refusal:
+            raise Unsupported(refusal)
+        return heuristic
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        return inv["x"] * cfg.factor + inv["shift"]
+
+    return SimpleNamespace(
+        Config=type(heuristic), PLATFORMS={"cpu": rank}, heuristic_cfg=heuristic_cfg, run_backend=run_backend
+    )
+
+
+def policy(origin: str, cfg: Any = None, **more: Any) -> SimpleNamespace:
+    """A policy that always answers, or with no configuration never; ``told`` is what it is told to remember."""
+    told: list[Any] = []
+
+    @hookimpl(tryfirst=more.pop("tryfirst", False), trylast=more.pop("trylast", False))
+    def select_config(inv, candidates):
+        return None if cfg is None else Choice(candidates[0].backend, cfg, origin)
+
+    @hookimpl
+    def config_selected(inv, choice):
+        told.append((inv.key, choice))
+
+    return SimpleNamespace(select_config=select_config, config_selected=config_selected, told=told, **more)
+
+
+def provenance(milliseconds: float = 1.0, backends: tuple[str, ...] = ("two",)) -> Provenance:
+    return Provenance(when="2026-11-20T12:00:00+00:00", device="cpu", milliseconds=milliseconds, backends=backends)
+
+
+def tuner(cfg: Any, backend: str = "two", backends: tuple[str, ...] = ("two",)) -> SimpleNamespace:
+    """A policy that "measures" once a key."""
+    seen: list[Any] = []
+
+    @hookimpl
+    def select_config(inv, candidates):
+        seen.append(inv.key)
+        return Choice(
+            backend, cfg, "the tuner", record=Record(cfg, backend, provenance(backends=backends)), measured=True
+        )
+
+    return SimpleNamespace(RANK=20, select_config=select_config, seen=seen)
+
+
+@pytest.fixture
+def registry() -> Registry:
+    fresh = Registry(plugins="")
+    fresh.register(operation())
+    fresh.register(kernel(), "scale.two")
+    return fresh
+
+
+def used(registry: Registry, **options: Any) -> int:
+    """The factor that a call was computed with; the plan says the same."""
+    result = registry.call("scale", X, **options)
+    factor = round(float(result[0]))
+    np.testing.assert_allclose(result, X * factor)
+    assert registry.plan("scale", X, **options).cfg.factor == factor
+    return factor
+
+
+def origin(registry: Registry, **options: Any) -> str:
+    return registry.plan("scale", X, **options).origin
+
+
+# -- the order -------------------------------------------------------------------------------------------------------
+
+
+def test_the_tiers_answer_in_their_order(registry: Registry) -> None:
+    key = registry.invocation("scale", X).key
+    assert (used(registry), origin(registry)) == (2, "heuristic")
+    registry.register(policy("last", Config(3), trylast=True), "zz")
+    assert (used(registry), origin(registry)) == (3, "last")
+    registry.register(policy("model", Config(4)), "model")
+    assert (used(registry), origin(registry)) == (4, "model")
+    registry.register(policy("store", Config(5), RANK=70), "a store")
+    assert (used(registry), origin(registry)) == (5, "store")
+    registry.register(policy("first", Config(6), tryfirst=True), "first")
+    assert (used(registry), origin(registry)) == (6, "first")
+    registry.remember(key, Config(7))
+    assert (used(registry), origin(registry)) == (7, "memory")
+    with overlay_cache({key: Config(8)}):
+        assert (used(registry), origin(registry)) == (8, "overlay")
+        with overlay_cache({key: Config(9)}):
+            assert (used(registry), origin(registry)) == (9, "overlay")
+            assert (used(registry, cfg=Config(10)), origin(registry, cfg=Config(10))) == (10, "explicit cfg")
+            assert used(registry) == 9
+        assert used(registry) == 8
+    assert used(registry) == 7
+
+
+def test_the_rank_orders_policies_whatever_their_names(registry: Registry) -> None:
+    registry.register(policy("low", Config(3), RANK=10), "a")
+    registry.register(policy("high", Config(4), RANK=90), "m")
+    registry.register(policy("middle", Config(5)), "z")
+    assert origin(registry) == "high"
+
+
+def test_an_overlay_without_the_key_leaves_it_to_the_next(registry: Registry) -> None:
+    other = registry.invocation("scale", jnp.ones(100)).key
+    with overlay_cache({other: Config(8)}):
+        assert (used(registry), origin(registry)) == (2, "heuristic")
+
+
+def test_a_policy_says_why_it_has_no_answer(registry: Registry) -> None:
+    @hookimpl
+    def select_config(inv):
+        raise Unsupported("the record is of 1987")
+
+    registry.register(SimpleNamespace(select_config=select_config), "old store")
+    plan = registry.plan("scale", X)
+    assert plan.origin == "heuristic"
+    (verdict,) = (v for v in plan.verdicts if v.name == "old store")
+    assert (verdict.status, verdict.reason) == ("no answer", "the record is of 1987")
+    assert "old store (registered at run time): no answer, the record is of 1987" in str(plan)
+
+
+def test_a_policy_hears_of_the_scope(registry: Registry) -> None:
+    modes = []
+
+    @hookimpl
+    def select_config(scope):
+        modes.append(scope.policy.mode)
+
+    registry.register(SimpleNamespace(select_config=select_config), "listener")
+    registry.plan("scale", X)
+    with policy_override(autotune=True):
+        registry.plan("scale", X)
+    assert modes == ["off", "on_miss"]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "told"),
+    [
+        (SimpleNamespace(select_config=policy("p").select_config, RANK="high"), "RANK takes a whole number"),
+        (SimpleNamespace(select_config=lambda inv: None), "select_config is not marked @hookimpl"),
+    ],
+)
+def test_a_malformed_policy_is_refused_at_registration(registry: Registry, plugin: Any, told: str) -> None:
+    with pytest.raises(ejkernel_core.PluginError, match=told):
+        registry.register(plugin, "bad")
+
+
+def test_a_policy_may_be_called_as_a_built_in_one(registry: Registry) -> None:
+    for name in ("memory", "overlay", "override", "heuristic"):
+        registry.register(policy(f"my {name}", None), name)
+    assert used(registry) == 2
+
+
+# -- what is obeyed --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["off", "on_miss", "error_on_miss"])
+def test_an_explicit_cfg_is_used_under_every_policy_and_never_remembered(registry: Registry, mode: str) -> None:
+    listener = policy("listener")
+    measuring = tuner(Config(3))
+    registry.register(listener, "listener")
+    registry.register(measuring, "tuner")
+    with policy_override(mode=mode):
+        assert used(registry, cfg=Config(5)) == 5
+    assert measuring.seen == []
+    assert listener.told == []
+    assert len(registry.memory) == 0
+    assert used(registry) == 3  # and what was explicit does not stick
+
+
+def test_an_explicit_backend_is_obeyed_and_its_configuration_chosen(registry: Registry) -> None:
+    registry.register(kernel(Other(3), rank=1), "scale.three")
+    key = registry.invocation("scale", X).key
+    registry.remember(key, Record(Other(7), "three", provenance(0.1, ("two", "three"))))
+    registry.remember(key, Record(Config(4), "two", provenance(0.2, ("two", "three"))))
+    assert used(registry) == 7
+    assert used(registry, backend="two") == 4
+    assert used(registry, backend="three") == 7
+
+
+def test_without_a_record_error_on_miss_raises(registry: Registry) -> None:
+    with policy_override(mode="error_on_miss"):
+        with pytest.raises(NoConfig, match=r"scale\(x=float32\[5\], shift=0.0\) on cpu.*error_on_miss"):
+            registry.call("scale", X)
+        assert "error_on_miss" in str(registry.explain("scale", X))
+        registry.remember(registry.invocation("scale", X).key, Config(4))
+        assert used(registry) == 4
+    assert used(registry) == 4
+
+
+# -- what is remembered ----------------------------------------------------------------------------------------------
+
+
+def test_what_was_measured_is_remembered_and_nothing_else(registry: Registry) -> None:
+    listener = policy("listener")
+    registry.register(listener, "listener")
+    assert used(registry) == 2
+    assert (listener.told, len(registry.memory)) == ([], 0)
+    registry.register(policy("model", Config(3), RANK=10), "model")
+    assert used(registry) == 3
+    assert (listener.told, len(registry.memory)) == ([], 0)
+    measuring = tuner(Config(4))
+    registry.register(measuring, "tuner")
+    np.testing.assert_allclose(registry.call("scale", X), X * 4)
+    ((key, choice),) = listener.told
+    assert key == registry.invocation("scale", X).key
+    assert (choice.backend, choice.cfg, choice.record.provenance.milliseconds) == ("two", Config(4), 1.0)
+    assert (used(registry), origin(registry)) == (4, "memory")
+    assert len(measuring.seen) == 1
+
+
+def test_a_call_that_was_compiled_before_learns_of_a_record(registry: Registry) -> None:
+    assert used(registry) == 2
+    registry.remember(registry.invocation("scale", X).key, Config(9))
+    assert used(registry) == 9
+
+
+def test_a_measured_choice_needs_its_provenance(registry: Registry) -> None:
+    @hookimpl
+    def select_config(candidates):
+        return Choice("two", Config(3), "a guess", measured=True)
+
+    registry.register(SimpleNamespace(select_config=select_config), "guess")
+    assert used(registry) == 2
+    assert "a guess measured, and gives no record with a provenance" in str(registry.plan("scale", X))
+
+
+def test_a_store_that_fails_to_remember_breaks_nobody(registry: Registry) -> None:
+    @hookimpl
+    def select_config(inv):
+        return None
+
+    @hookimpl
+    def config_selected(inv):
+        raise OSError("disk full")
+
+    registry.register(
+        SimpleNamespace(select_config=select_config, config_selected=config_selected, RANK=1), "a full disk"
+    )
+    registry.register(tuner(Config(3)), "tuner")
+    plan = registry.plan("scale", X)
+    (verdict,) = (v for v in plan.verdicts if v.name == "a full disk")
+    assert (verdict.status, verdict.reason) == ("broken", "config_selected raised OSError: disk full")
+    assert used(registry) == 3
+
+
+def test_memory_is_bounded_by_what_the_user_says(registry: Registry) -> None:
+    registry.memory = ConfigCache(maxsize=2)
+    keys = [registry.invocation("scale", jnp.ones(n)).key for n in (3, 5, 9)]
+    for key in keys:
+        registry.remember(key, Config(4))
+    assert [key in registry.memory for key in keys] == [False, True, True]
+
+
+# -- which record holds ----------------------------------------------------------------------------------------------
+
+
+def test_the_exact_key_goes_before_the_bucket(registry: Registry) -> None:
+    exact, alike = registry.invocation("scale", X).tuning_keys
+    assert exact == registry.invocation("scale", X).key != alike
+    registry.remember(alike, Config(3))
+    assert used(registry) == 3
+    np.testing.assert_allclose(registry.call("scale", jnp.ones(8)), 3)  # 5 and 8 are alike
+    np.testing.assert_allclose(registry.call("scale", jnp.ones(9)), 2)
+    registry.remember(exact, Config(4))
+    assert used(registry) == 4
+    np.testing.assert_allclose(registry.call("scale", jnp.ones(8)), 3)
+
+
+def test_a_measurement_serves_the_calls_that_are_alike(registry: Registry) -> None:
+    measuring = tuner(Config(4))
+    registry.register(measuring, "tuner")
+    for length in (5, 6, 7, 8, 6):
+        np.testing.assert_allclose(registry.call("scale", jnp.ones(length)), 4)
+    assert len(measuring.seen) == 1
+    registry.call("scale", jnp.ones(4))
+    assert len(measuring.seen) == 2
+
+
+def test_a_race_says_nothing_about_who_did_not_take_part(registry: Registry) -> None:
+    key = registry.invocation("scale", X).key
+    registry.remember(key, Record(Config(4), "two", provenance(backends=("two",))))
+    assert used(registry) == 4
+    registry.register(kernel(Other(3), rank=99), "scale.three")
+    registry.remember(registry.invocation("scale", X).key, Record(Config(4), "two", provenance(backends=("two",))))
+    assert (used(registry), origin(registry)) == (3, "heuristic")
+    assert used(registry, backend="two") == 4
+
+
+def test_the_fastest_of_several_records_answers(registry: Registry) -> None:
+    registry.register(kernel(Other(3), rank=1), "scale.three")
+    key = registry.invocation("scale", X).key
+    both = ("two", "three")
+    registry.remember(key, Record(Other(5), "three", provenance(0.5, both)))
+    registry.remember(key, Record(Config(6), "two", provenance(0.7, both)))
+    assert used(registry) == 5
+    registry.remember(key, Record(Config(8), "two", provenance(0.3, both)))
+    assert used(registry) == 8
+
+
+def test_a_record_of_a_kernel_that_now_refuses_does_not_answer(registry: Registry) -> None:
+    registry.register(kernel(Other(3), refusal="not today"), "scale.three")
+    key = registry.invocation("scale", X).key
+    registry.remember(key, Record(Other(5), "three", provenance(0.5, ("two", "three"))))
+    assert used(registry) == 2
+
+
+def test_a_configuration_of_another_type_does_not_answer(registry: Registry) -> None:
+    registry.remember(registry.invocation("scale", X).key, Other(5))
+    assert used(registry) == 2
+
+
+def test_an_option_without_content_has_no_key_and_the_call_goes_on(registry: Registry) -> None:
+    registry.register(kernel(), "scale.two")
+
+    class Shift(float):
+        __hash__ = float.__hash__
+
+    registry.remember(registry.invocation("scale", X).key, Config(5))
+    np.testing.assert_allclose(registry.call("scale", X, shift=Shift(1.0)), X * 2 + 1)
+    assert "has no content that could be written down" in str(registry.plan("scale", X, shift=Shift(1.0)))
+
+
+# -- what is told ----------------------------------------------------------------------------------------------------
+
+
+def test_explain_tells_the_tier_the_key_its_age_and_provenance(registry: Registry) -> None:
+    key = registry.invocation("scale", X).key
+    registry.remember(key, Record(Config(4), "two", attrs.evolve(provenance(0.125), when="2020-01-01T00:00:00+00:00")))
+    told = str(registry.explain("scale", X))
+    assert told.startswith("scale.two with Config(factor=4), by memory")
+    assert f"remembered as scale {key.digest}, measured" in told
+    assert "days ago on cpu: 0.125 ms" in told
+    with overlay_cache({key: Config(5)}):
+        assert f"remembered as scale {key.digest}, put there by hand" in str(registry.explain("scale", X))
+
+
+# -- attention -------------------------------------------------------------------------------------------------------
+
+
+def attention(length: int, **options: Any) -> Invocation:
+    query = jax.ShapeDtypeStruct((3, length, 8, 64), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((3, length, 2, 64), jnp.bfloat16)
+    return ejkernel_core.invocation("flash_attention", query, key, key, **options)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (attention(1000), attention(1024), True),
+        (attention(1000), attention(1025), False),
+        (attention(1000), attention(1000, softmax_scale=0.3), True),
+        (attention(1000), attention(1000, return_lse=True), True),
+        (attention(1000), attention(1000, causal=True), False),
+        (attention(1000), attention(1000, logits_soft_cap=20.0), False),
+        (attention(1000, logits_soft_cap=30.0), attention(999, logits_soft_cap=20.0), True),
+        (attention(1000), attention(1000, sliding_window=100), False),
+        (attention(1000), attention(1000, dropout_prob=0.1, dropout_seed=1), False),
+    ],
+)
+def test_attention_calls_that_are_alike(one: Invocation, other: Invocation, alike: bool) -> None:
+    assert one.key != other.key
+    assert (one.tuning_keys[1] == other.tuning_keys[1]) is alike
+
+
+@pytest.fixture
+def remembering() -> Iterator[Registry]:
+    """The registry of the process, which forgets again."""
+    yield ejkernel_core.registry
+    ejkernel_core.registry.memory.clear()
+    ejkernel_core.registry.calls = {}
+
+
+def test_forward_and_backward_have_configurations_of_their_own(remembering: Registry) -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    arrays = [jax.random.normal(k, (2, 37, 2, 8)) for k in keys]
+    before = jax.grad(lambda *a: ejkernel_core.call("flash_attention", *a).sum())(*arrays)
+    explained = remembering.explain("flash_attention", *arrays)
+    for plan, cfg in ((explained.plan, {"q_block": 16}), (explained.backward.plan, {"kv_block": 8})):
+        remembering.remember(plan.invocation.key, attrs.evolve(plan.cfg, **cfg))
+    explained = remembering.explain("flash_attention", *arrays)
+    assert (explained.plan.origin, explained.plan.cfg.q_block) == ("memory", 16)
+    assert (explained.backward.plan.origin, explained.backward.plan.cfg.kv_block) == ("memory", 8)
+    after = jax.grad(lambda *a: ejkernel_core.call("flash_attention", *a).sum())(*arrays)
+    np.testing.assert_allclose(after, before, atol=1e-5)
