@@ -1,0 +1,182 @@
+"""A small operation that tells which configuration it ran with, over a cache of the test's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_cache import PersistentCache, default_cache, policy
+from ejkernel_core import Candidate, Choice, Key, Operation, Provenance, Record, Registry, hookimpl
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the default cache: nothing here touches the user's."""
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
+    default_cache.cache_clear()
+    yield tmp_path / "cache"
+    default_cache.cache_clear()
+
+
+# -- the operation ---------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Config:
+    factor: int = 2
+
+
+def scale(x): ...
+
+
+def _bucket(arguments: Any) -> Any:
+    return {"halves": (arguments["x"].shape[0] + 1) // 2}
+
+
+def _kernel(heuristic: Any) -> SimpleNamespace:
+    @hookimpl
+    def heuristic_cfg(inv):
+        return heuristic
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        return inv["x"] * cfg.factor
+
+    return SimpleNamespace(Config=type(heuristic), heuristic_cfg=heuristic_cfg, run_backend=run_backend)
+
+
+class Scale:
+    """``scale`` by the factor of the configuration, in a registry that has the policy ``cache`` alone."""
+
+    Config = Config
+
+    def __init__(self) -> None:
+        self.fresh()
+
+    def fresh(self) -> None:
+        """As in a new process: nothing is in memory."""
+        default_cache.cache_clear()
+        self.registry = Registry(plugins="")
+        operation = Operation(name="scale", signature=scale, outputs=lambda a: (a["x"],), tuning_key=_bucket)
+        self.registry.register(operation)
+        self.use(Config())
+        self.registry.register(policy, "cache")
+
+    def use(self, heuristic: Any) -> None:
+        """Have the kernel take configurations of this type, and this one where it has to guess."""
+        self.registry.register(_kernel(heuristic), "scale.two")
+
+    def keys(self, length: int = 5) -> tuple[Key, ...]:
+        return self.registry.invocation("scale", jnp.ones(length)).tuning_keys
+
+    def candidate(self) -> Candidate:
+        plan = self.registry.plan("scale", jnp.ones(5))
+        return Candidate(plan.kernel, plan.cfg)
+
+    def used(self, length: int = 5, **options: Any) -> int:
+        """The factor that a call was computed with."""
+        x = jnp.arange(1.0, length + 1)
+        result = self.registry.call("scale", x, **options)
+        factor = round(float(result[0]))
+        np.testing.assert_allclose(result, x * factor)
+        return factor
+
+    def origin(self, length: int = 5) -> str:
+        return self.registry.plan("scale", jnp.ones(length)).origin
+
+    def reason(self, policy: str = "cache") -> str:
+        """Why the policy did not answer, as it is explained to the user."""
+        plan = self.registry.explain("scale", jnp.ones(5)).plan
+        assert plan is not None
+        assert (plan.origin, plan.cfg.factor) == ("heuristic", 2)
+        told = [v for v in plan.verdicts if v.name == policy]
+        assert [v.status for v in told] in ([], ["no answer"])
+        return told[0].reason if told else ""
+
+    def record(self, factor: int, milliseconds: float = 1.0) -> Record:
+        """A measurement."""
+        provenance = Provenance(
+            when="2026-11-20T12:00:00+00:00", device="cpu", milliseconds=milliseconds, backends=("two",)
+        )
+        return Record(Config(factor), "two", provenance)
+
+    def tuner(self, factor: int, milliseconds: float = 1.0) -> None:
+        """Register a policy that "measures" whatever nobody else answers."""
+
+        @hookimpl
+        def select_config(inv, candidates):
+            return Choice("two", Config(factor), "the tuner", record=self.record(factor, milliseconds), measured=True)
+
+        self.registry.register(SimpleNamespace(RANK=20, select_config=select_config), "tuner")
+
+    def on_disk(self, length: int = 5) -> Path:
+        """Put a good record under the call's own key; its file."""
+        cache = PersistentCache()
+        cache.put(self.keys(length)[0], self.record(7))
+        file = cache.file(self.keys(length)[0], "two")
+        assert file.is_file()
+        return file
+
+
+@pytest.fixture
+def scale_op() -> Scale:
+    return Scale()
+
+
+# -- distributions and processes -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """``distribution(name, modules, version, policies=..., ...)`` makes one; returns the folder to put on the path."""
+    count = 0
+
+    def make(name: str, modules: Mapping[str, str], version: str = "1.0", **groups: Mapping[str, str]) -> Path:
+        nonlocal count
+        count += 1
+        site = tmp_path / f"site{count}"
+        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        points = [
+            f"[ejkernel.{group}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items())
+            for group, entries in groups.items()
+        ]
+        (info / "entry_points.txt").write_text("\n".join(points))
+        for file, source in modules.items():
+            (site / file).parent.mkdir(exist_ok=True)
+            (site / file).write_text(textwrap.dedent(source))
+        return site
+
+    return make
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Callable[..., str]:
+    """``python(program, *sites, NAME=value)``: what a program prints, in a process of its own."""
+
+    def run(program: str, *sites: Path, **environment: str) -> str:
+        path = os.pathsep.join(map(str, sites))
+        done = subprocess.run(
+            [sys.executable, "-B", "-W", "error::RuntimeWarning", "-c", textwrap.dedent(program)],
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    return run

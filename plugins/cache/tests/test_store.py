@@ -1,0 +1,248 @@
+"""The interface: what is put is there, for the next instance too, by the key that it was put under."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+
+import attrs
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_cache import PersistentCache, default_cache
+from ejkernel_core import ConfigCache, Key, Record, RecordError, overlay_cache, stable_json
+
+FLOAT32 = np.dtype("float32")
+
+
+@attrs.frozen
+class Block:
+    rows: int
+    dtype: np.dtype = FLOAT32
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    shape: tuple[int, ...]
+
+
+def key(op: str = "scale", device: str = "NVIDIA H200", number: int = 0) -> Key:
+    problem = {"operation": [op, 1], "arguments": {"x": (number, 2.5)}, "device": ["gpu", device, (9, 0)]}
+    return Key(op, device, stable_json(problem), stable_json({"jax": "0.10"}))
+
+
+@pytest.fixture(params=["disk", "memory"])
+def cache(request, folder):
+    """What is said of one holds for the other."""
+    return PersistentCache(folder) if request.param == "disk" else ConfigCache()
+
+
+def test_what_is_put_is_there(cache):
+    assert cache.get(key()) is None
+    assert cache.get(key(), "nothing") == "nothing"
+    assert key() not in cache
+    assert cache.put(key(), Block(16)) is None
+    assert cache.get(key()) == Block(16)
+    assert cache.records(key()) == (Record(Block(16)),)
+    assert key() in cache
+    assert key(number=1) not in cache
+    assert len(cache) == 1
+
+
+def test_one_record_a_backend_the_last_one_first(cache):
+    for record in (Record(Block(1), "one"), Record(Block(2), "two"), Record(Tile((3, 4))), Record(Block(5), "one")):
+        cache.put(key(), record)
+    assert cache.records(key()) == (Record(Block(5), "one"), Record(Tile((3, 4))), Record(Block(2), "two"))
+    assert cache.get(key()) == Block(5)
+    assert len(cache) == 1
+
+
+def test_keys_items_and_clear(cache):
+    keys = [key(number=n) for n in range(3)] + [key("other"), key(device="cpu")]
+    for n, k in enumerate(keys):
+        cache.put(k, Block(n))
+    assert set(cache) == set(keys)
+    assert len(list(cache)) == len(cache) == 5
+    assert sorted(cache.items(), key=str) == sorted(((k, (Record(Block(n)),)) for n, k in enumerate(keys)), key=str)
+    cache.clear()
+    assert (list(cache), len(cache), cache.get(key())) == ([], 0, None)
+    cache.put(key(), Block(9))
+    assert cache.get(key()) == Block(9)
+
+
+def test_the_next_instance_finds_it(folder):
+    PersistentCache(folder).put(key(), Block(16, np.dtype("bfloat16")))
+    again = PersistentCache(folder)
+    assert again.get(key()) == Block(16, np.dtype("bfloat16"))
+    assert list(again) == [key()]
+    assert stable_json(again.items()[0][0]) == stable_json(key())
+
+
+def test_the_keys_of_calls_are_rebuilt(folder, scale_op):
+    cache = PersistentCache(folder)
+    for k in (keys := [*scale_op.keys(5), *scale_op.keys(8)]):
+        cache.put(k, scale_op.Config(3))
+    assert set(PersistentCache(folder)) == set(keys)
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "", "x" * 500, "é\0"])
+def test_a_key_with_any_name_is_rebuilt_and_stays_inside(tmp_path, folder, name):
+    cache = PersistentCache(folder)
+    cache.put(key(op=name, device=name), Record(Block(1), name))
+    assert list(PersistentCache(folder)) == [key(op=name, device=name)]
+    assert cache.records(key(op=name, device=name)) == (Record(Block(1), name),)
+    assert os.listdir(tmp_path) == ["cache"]
+
+
+def test_a_key_whose_problem_says_nothing_is_rebuilt_from_the_folders(folder):
+    plain = Key("an op", "a device", '{"n":{"!tuple":[1]}}', "{}")
+    PersistentCache(folder).put(plain, Block(1))
+    assert list(PersistentCache(folder)) == [plain]
+
+
+def test_the_layout(folder):
+    cache = PersistentCache(folder)
+    cache.put(key(), Record(Block(16), "triton"))
+    cache.put(key(), Block(8))
+    files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*.json"))
+    assert files == [f"NVIDIA%20H200/scale/{backend}/{key().digest}.json" for backend in ("%any", "triton")]
+    assert cache.file(key(), "triton") == folder / "NVIDIA%20H200" / "scale" / "triton" / f"{key().digest}.json"
+    document = json.loads(cache.file(key(), "triton").read_text())
+    assert document["problem"] == json.loads(key().problem)
+    assert document["config"] == {"type": f"{__name__}.Block", "fields": {"rows": 16, "dtype": {"!dtype": "float32"}}}
+    assert list((folder / ".tmp").iterdir()) == []
+
+
+def test_a_kind_is_read_without_looking_for_it(folder):
+    PersistentCache(folder).put(key(), Record(Block(16), "one"))
+    PersistentCache(folder).put(key(), Record(Tile((1,)), "two"))
+    assert PersistentCache(folder).get(key(), kind=Block) == Block(16)
+    assert PersistentCache(folder).records(key(), kind=Tile) == (Record(Tile((1,)), "two"),)
+
+
+def test_overlay_takes_it(folder, scale_op):
+    cache = PersistentCache(folder / "elsewhere")
+    cache.put(scale_op.keys()[0], scale_op.Config(6))
+    assert scale_op.used() == 2
+    with overlay_cache(cache):
+        assert (scale_op.used(), scale_op.origin()) == (6, "overlay")
+
+
+def test_find_takes_the_last_of_the_kernels_own_and_the_one_for_any(folder, scale_op):
+    cache, candidate, (exact, _) = PersistentCache(folder), scale_op.candidate(), scale_op.keys()
+    assert cache.find(exact, candidate) is None
+    for factor, backend in ((3, "two"), (4, None), (5, "two")):
+        record = Record(scale_op.Config(factor), backend)
+        cache.put(exact, record)
+        assert PersistentCache(folder).find(exact, candidate) == record
+    cache.put(exact, Record(Block(1)))
+    assert cache.find(exact, candidate) == Record(scale_op.Config(5), "two")
+    cache.put(exact, Record(scale_op.Config(6), "three"))
+    assert cache.find(exact, candidate) == Record(scale_op.Config(5), "two")
+
+
+@pytest.mark.parametrize("other", ["scale", 5, None, ("scale", "cpu")])
+def test_other_keys_are_a_type_error(folder, other):
+    cache = PersistentCache(folder)
+    for use in (cache.get, cache.records, cache.__contains__, cache.file, lambda k: cache.put(k, Block(1))):
+        with pytest.raises(TypeError, match=r"a key is an ejkernel_core\.Key"):
+            use(other)
+    assert not folder.exists()
+
+
+# -- where -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_is_decided_when_it_is_first_needed(tmp_path, monkeypatch):
+    cache = PersistentCache()
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "later"))
+    cache.put(key(), Block(1))
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "too late"))
+    assert cache.get(key()) == Block(1)
+    assert os.listdir(tmp_path) == ["later"]
+    assert default_cache() is default_cache()
+    assert default_cache().path == tmp_path / "too late"
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_without_the_variable_it_is_the_users_folder(tmp_path, monkeypatch, value):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", value) if value is not None else monkeypatch.delenv("EJKERNEL_CACHE_DIR")
+    assert PersistentCache().path == tmp_path / "xdg" / "ejkernel" / "configs"
+
+
+def test_a_tilde_is_the_home_and_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert PersistentCache("~/x").path == tmp_path / "x"
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", "~/y")
+    assert PersistentCache().path == tmp_path / "y"
+    monkeypatch.chdir(tmp_path)
+    cache = PersistentCache("here")
+    cache.put(key(), Block(1))
+    monkeypatch.chdir("/")
+    assert cache.get(key()) == Block(1)
+
+
+# -- what cannot be kept ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (5, "attrs class or a dataclass"),
+        (Block("x" * 2_000_000), "would be read back|too large|rows"),
+        (Tile(("x" * 1_100_000,)), "rows|too large|shape"),
+        (Block(object()), "cannot be written down|rows"),
+    ],
+)
+def test_what_cannot_be_written_down_does_not_poison_what_can(folder, value, told):
+    cache = PersistentCache(folder)
+    with pytest.raises(RecordError, match=told):
+        cache.put(key(), value)
+    assert not folder.exists()
+    cache.put(key(), Block(3))
+    assert cache.get(key()) == Block(3)
+
+
+def test_what_is_too_large_to_be_read_is_not_written(folder):
+    @attrs.frozen
+    class Text:
+        text: str
+
+    cache = PersistentCache(folder)
+    with pytest.raises(RecordError, match="too large to be kept; 1048576 is the most"):
+        cache.put(key(), Text("x" * (1 << 20)))
+    cache.put(key(), Text("x" * ((1 << 20) - 2000)))
+    assert len(cache.get(key()).text) == (1 << 20) - 2000
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("step", ["mkdir", "open", "fsync", "replace", "lstat", "fstat", "scandir"])
+def test_the_folder_may_be_deleted_at_any_time(folder, monkeypatch, step):
+    cache, real, left = PersistentCache(folder), getattr(os, step), []
+
+    def delete_before(*args, **kwargs):
+        if left:
+            left.pop()
+            shutil.rmtree(folder, ignore_errors=True)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, step, delete_before)
+    for times in (1, 2, 5):
+        left += [step] * times
+        cache.put(key(), Block(1))
+        left += [step] * times
+        assert cache.get(key()) in (None, Block(1))
+        left += [step] * times
+        assert (len(cache), list(cache)) in ((0, []), (1, [key()]), (1, []), (0, [key()]))
+        left.clear()
+        cache.put(key(), Block(2))
+        assert cache.items() == [(key(), (Record(Block(2)),))]
+
+
+def test_jax_arrays_are_no_business_of_a_store(folder):
+    with pytest.raises(RecordError):
+        PersistentCache(folder).put(key(), Block(jnp.ones(3)))

@@ -1,0 +1,71 @@
+"""The type of a configuration is found by its name, and nothing that a file names is imported or called."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import attrs
+import pytest
+
+from ejkernel_cache import CacheWarning, PersistentCache
+from ejkernel_core import Key
+
+
+@attrs.frozen
+class Block:
+    rows: int
+
+
+def key() -> Key:
+    return Key("scale", "cpu", "{}", "{}")
+
+
+def test_a_type_is_never_imported(folder, tmp_path, monkeypatch):
+    (tmp_path / "some_configs.py").write_text("import attrs\n\n@attrs.frozen\nclass C:\n    n: int\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import some_configs
+
+    PersistentCache(folder).put(key(), some_configs.C(3))
+    assert PersistentCache(folder).get(key()) == some_configs.C(3)
+    monkeypatch.delitem(sys.modules, "some_configs")
+    with pytest.warns(CacheWarning, match=r"\$.config.type is some_configs.C, which nothing has imported; pass kind="):
+        assert PersistentCache(folder).get(key(), "nothing") == "nothing"
+    assert "some_configs" not in sys.modules
+    assert PersistentCache(folder).get(key(), kind=some_configs.C) == some_configs.C(3)
+
+
+def test_a_module_is_not_asked_for_what_it_would_import(folder, monkeypatch):
+    asked = []
+    lazy = types.ModuleType("lazy")
+    lazy.__getattr__ = asked.append
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    cache = PersistentCache(folder)
+    cache.put(key(), Block(1))
+    file = cache.file(key())
+    file.write_text(file.read_text().replace(f"{__name__}.Block", "lazy.Block"))
+    with pytest.warns(CacheWarning, match="nothing has imported"):
+        assert cache.get(key()) is None
+    assert asked == []
+
+
+@pytest.mark.parametrize("name", ["subprocess.Popen", "json", "builtins.int", "os.path.join", "a", ".", ""])
+def test_only_the_type_of_a_configuration_is_made(folder, name):
+    cache = PersistentCache(folder)
+    cache.put(key(), Block(1))
+    file = cache.file(key())
+    file.write_text(file.read_text().replace(f"{__name__}.Block", name))
+    with pytest.warns(CacheWarning, match="nothing has imported"):
+        assert cache.get(key()) is None
+
+
+def test_a_type_made_in_a_function_is_known_to_who_put_it(folder):
+    @attrs.frozen
+    class Local:
+        n: int
+
+    cache = PersistentCache(folder)
+    cache.put(key(), Local(3))
+    assert cache.get(key()) == Local(3)
+    with pytest.warns(CacheWarning, match="nothing has imported"):
+        assert PersistentCache(folder).get(key()) is None
