@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 import attrs
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 
 from ._errors import RecordError
 from ._invocation import Key
-from ._keys import TAG
+from ._keys import TAG, stable_json
 
 if TYPE_CHECKING:
     from ._plan import Candidate
@@ -106,9 +106,10 @@ def record_from_json(text: str, key: Key, kind: type[Any] | None, any_software: 
     missing = {"problem", "software", "backend", "config", "provenance"} - data.keys()
     if missing:
         raise RecordError(f"$ lacks {', '.join(sorted(missing))}", damaged=True)
-    if data["problem"] != json.loads(key.problem):
+    # As text: in Python, 1, 1.0 and True are equal.
+    if _canonical(data["problem"]) != key.problem:
         raise RecordError("$.problem is another one than that of the key")
-    if data["software"] != json.loads(key.software) and not any_software:
+    if _canonical(data["software"]) != key.software and not any_software:
         raise RecordError(f"$.software: {_changes(data['software'], json.loads(key.software))}")
     provenance = data["provenance"]
     return Record(
@@ -168,13 +169,24 @@ def _structured(data: Any, kind: Any, place: str) -> Any:
     try:
         value = _converter().structure(data, kind)
     except Exception as fault:  # whatever a validator, a converter or cattrs raises, it is the text that is wrong
-        told = transform_error(fault, path=place)
+        told = transform_error(fault, path=place, format_exception=_reason)
         raise RecordError("; ".join(told)) from fault
     # cattrs takes "3" for 3 and a default for what is missing: neither would be written as it was read.
-    where = _difference(data, _unstructured(value), place)
+    try:
+        where = _difference(data, _unstructured(value), place)
+    except RecursionError as fault:
+        raise RecordError(f"{place} is nested too deep") from fault
     if where is not None:
         raise RecordError(where)
     return value
+
+
+def _reason(fault: BaseException, kind: type[Any] | None) -> str:
+    from cattrs.errors import ForbiddenExtraKeysError
+    from cattrs.v import format_exception
+
+    by_cattrs = isinstance(fault, (KeyError, ForbiddenExtraKeysError))
+    return format_exception(fault, kind) if by_cattrs else str(fault)
 
 
 def _difference(given: Any, read: Any, place: str) -> str | None:
@@ -190,7 +202,8 @@ def _difference(given: Any, read: Any, place: str) -> str | None:
     if isinstance(given, list) and isinstance(read, list) and len(given) == len(read):
         found = (_difference(a, b, f"{place}[{i}]") for i, (a, b) in enumerate(zip(given, read, strict=True)))
         return next((where for where in found if where is not None), None)
-    if type(given) is type(read) and given == read:
+    # A whole number in a field of floats is what everybody writes; nothing else may be of another type.
+    if given == read and (type(given) is type(read) or (type(given), type(read)) == (int, float)):
         return None
     return f"{place} is {_brief(given)}; of its type it would be {_brief(read)}"
 
@@ -200,17 +213,33 @@ def _converter() -> Any:
     # Imported here: a program that remembers nothing never loads it.
     from cattrs.preconf.json import make_converter
 
-    converter = make_converter(forbid_extra_keys=True)
+    # The order of a set is another one in every process.
+    converter = make_converter(forbid_extra_keys=True, unstruct_collection_overrides={Set: _sorted})
     # A dtype is written by its name, whichever of its three faces the field holds, and read as ``numpy.dtype``.
     for kind in (np.dtype, type, type(jax.numpy.float32)):
-        converter.register_unstructure_hook(kind, lambda value: {f"{TAG}dtype": np.dtype(value).name})
+        converter.register_unstructure_hook(kind, _named)
     converter.register_structure_hook(np.dtype, lambda data, _: np.dtype(data[f"{TAG}dtype"]))
-    converter.register_structure_hook_func(lambda kind: kind is Any, lambda data, _: _plain(data))
+    converter.register_structure_hook_func(_may_be_a_dtype, lambda data, _: _plain(data))
     return converter
+
+
+def _may_be_a_dtype(kind: Any) -> bool:
+    return kind in (Any, type, jax.typing.DTypeLike) or get_origin(kind) is type
+
+
+def _named(value: Any) -> dict[str, str]:
+    content: dict[str, str] = json.loads(stable_json(value))
+    if f"{TAG}dtype" not in content:
+        raise TypeError(f"{value!r} is no dtype")
+    return content
 
 
 def _plain(data: Any) -> Any:
     return np.dtype(data[f"{TAG}dtype"]) if isinstance(data, dict) and data.keys() == {f"{TAG}dtype"} else data
+
+
+def _sorted(values: Iterable[Any]) -> list[Any]:
+    return sorted(values, key=lambda value: json.dumps(value, sort_keys=True))
 
 
 def _ago(when: str) -> str:
@@ -219,8 +248,8 @@ def _ago(when: str) -> str:
         seconds = (datetime.now(UTC) - datetime.fromisoformat(when)).total_seconds()
     except (ValueError, TypeError):
         return f"at {when}"
-    units = [("days", 86400), ("hours", 3600), ("minutes", 60)]
-    return next((f"{seconds / size:.0f} {unit} ago" for unit, size in units if seconds >= size), "just now")
+    counts = [(int(seconds // size), unit) for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60))]
+    return next((f"{count} {unit}{'s' * (count > 1)} ago" for count, unit in counts if count > 0), "just now")
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
@@ -230,9 +259,14 @@ def _dump(data: Any) -> str:
     return json.dumps(data, indent=1, sort_keys=True, allow_nan=False)
 
 
+def _canonical(data: Any) -> str:
+    """As ``stable_json`` wrote it."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+
 def _parsed(text: str) -> dict[str, Any]:
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as fault:
         raise RecordError(f"no JSON: {fault}", damaged=True) from fault
     if not isinstance(data, dict):
@@ -240,8 +274,12 @@ def _parsed(text: str) -> dict[str, Any]:
     return data
 
 
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
 def _check_schema(data: Mapping[str, Any]) -> None:
-    if data.get("schema") != SCHEMA:
+    if data.get("schema") != SCHEMA or type(data["schema"]) is not int:
         raise RecordError(f"$.schema is {data.get('schema')!r}; this version reads {SCHEMA}")
 
 

@@ -1,0 +1,427 @@
+"""The code examples of the document that ejKernel's users know, as they are written there, up to "Autotuning".
+
+Only the import line is another one. What an example leaves open (``custom_forward``, ``key``, ``...``) is provided around
+it, and what it did is looked at afterwards.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_core
+from ejkernel_core import Registry, policy_override
+from ejkernel_core.classes import ConfigCache, ConfigSelectorChain, Executor, Kernel
+from ejkernel_core.classes import Invocation as InvocationClass
+
+#: Each example by the heading that it stands under.
+EXAMPLES = {
+    "Basic Kernel Implementation": '''
+        from dataclasses import dataclass
+        from ejkernel_core.classes import Kernel
+        import jax.numpy as jnp
+        # 1. Define your configuration
+        @dataclass(frozen=True)
+        class MyConfig:
+            block_size: int = 128
+            num_warps: int = 4
+            algorithm: str = "default"
+        # 2. Implement the kernel
+        class MyKernel(Kernel[MyConfig, jnp.ndarray]):
+            def __init__(self):
+                super().__init__(name="my_kernel")
+            def run(self, a, b, *, cfg: MyConfig, **kwargs) -> jnp.ndarray:
+                """Default implementation."""
+                # Your operation logic here
+                return jnp.dot(a, b)
+            def heuristic_cfg(self, inv: "Invocation") -> MyConfig:
+                """Generate config based on input shapes."""
+                # inv.args contains the input arrays
+                a = inv.args[0]
+                block = 128 if a.shape[0] >= 128 else 64
+                return MyConfig(block_size=block)
+    ''',
+    "Platform-Specific Implementations": '''
+        class AttentionKernel(Kernel[AttentionConfig, jnp.ndarray]):
+            def run_triton(self, q, k, v, *, cfg, **kwargs):
+                """Triton GPU implementation."""
+                return triton_flash_attention(q, k, v, **cfg.triton_params)
+            def run_pallas(self, q, k, v, *, cfg, **kwargs):
+                """Pallas TPU implementation."""
+                return pallas_attention(q, k, v, **cfg.pallas_params)
+            def run_xla(self, q, k, v, *, cfg, **kwargs):
+                """XLA fallback implementation."""
+                return xla_attention(q, k, v)
+            def run(self, q, k, v, *, cfg, **kwargs):
+                """Default fallback."""
+                return self.run_xla(q, k, v, cfg=cfg, **kwargs)
+    ''',
+    "Custom Gradients (VJP)": '''
+        class MyKernel(Kernel[MyConfig, jnp.ndarray]):
+            def run(self, a, b, *, cfg, **kwargs):
+                return custom_forward(a, b, cfg)
+            def custom_vjp(self, primals, cfg, kwargs, cotangents):
+                """Custom backward pass."""
+                a, b = primals
+                ct = cotangents[0]
+                grad_a = custom_grad_a(a, b, ct, cfg)
+                grad_b = custom_grad_b(a, b, ct, cfg)
+                return (grad_a, grad_b)
+    ''',
+    "Invocation": """
+        from ejkernel_core.classes import Invocation
+        # Created automatically by the executor
+        inv = Invocation(
+            kernel=my_kernel,
+            args=(a, b), # Positional arguments
+            kwargs={'scale': 1.0}, # Keyword arguments
+            metadata={...} # Shapes, dtypes, device info
+        )
+        # Access abstracted shapes (for config lookup)
+        inv.abstract_args # JAX ShapeDtypeStruct versions
+        inv.device_fingerprint # Unique device identifier
+    """,
+    "Executor": """
+        from ejkernel_core.classes import Executor, ConfigSelectorChain, ConfigCache
+        # Create the execution stack
+        cache = ConfigCache()
+        selector = ConfigSelectorChain(cache=cache)
+        executor = Executor(selector)
+        # Run a kernel
+        result = executor(my_kernel, a, b)
+        # Run with explicit config
+        result = executor(my_kernel, a, b, cfg=my_config)
+    """,
+    "ConfigCache (In-Memory)": """
+        from ejkernel_core.classes import ConfigCache
+        cache = ConfigCache()
+        # Store a config
+        cache.put(key, config)
+        # Retrieve
+        config = cache.get(key) # Returns None if not found
+        # Check existence
+        if key in cache:
+            ...
+    """,
+    "PersistentCache (Disk-Based)": """
+        from ejkernel_cache import PersistentCache
+        # Stored in ~/.cache/ejkernel/ by default
+        persistent = PersistentCache(path="~/.cache/ejkernel/configs")
+        # Same interface as ConfigCache
+        persistent.put(key, config)
+        config = persistent.get(key)
+    """,
+    "ConfigSelectorChain": """
+        from ejkernel_core.classes import ConfigSelectorChain, ConfigCache
+        from ejkernel_cache import PersistentCache
+        selector = ConfigSelectorChain(
+            cache=ConfigCache(), # Level 1: In-memory
+            persistent=PersistentCache(), # Level 2: Disk
+            autotune=True # Level 3: Benchmark if not found
+        )
+    """,
+    "Temporary Overrides": """
+        from ejkernel_core.classes import overlay_cache, policy_override
+        # Temporarily use different cache
+        with overlay_cache(my_custom_cache):
+            result = executor(kernel, args)
+        # Temporarily change autotuning policy
+        with policy_override(autotune=False):
+            result = executor(kernel, args) # No autotuning
+    """,
+}
+
+SEEDS = Path("/work/shared/seeds/kernel-framework.txt")
+
+A = jax.random.normal(jax.random.key(0), (5, 7))
+B = jax.random.normal(jax.random.key(1), (7, 3))
+CT = jnp.arange(15.0).reshape(5, 3)
+
+Run = Callable[..., types.ModuleType]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of the test's own, and a registry of the core without plugins."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(ejkernel_core, "registry", Registry(plugins=""))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    """``run(heading, **names)`` runs an example in a module of its own, in which its classes are found by name."""
+    made = []
+
+    def run(heading: str, **names: Any) -> types.ModuleType:
+        module = types.ModuleType(f"document_example_{len(made)}")
+        vars(module).update(names)
+        sys.modules[module.__name__] = module
+        made.append(module.__name__)
+        exec(compile(textwrap.dedent(EXAMPLES[heading]), heading, "exec", dont_inherit=True), vars(module))
+        return module
+
+    yield run
+    for name in made:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def basic(run: Run) -> types.ModuleType:
+    """The first example; the others use what it defines."""
+    return run("Basic Kernel Implementation")
+
+
+def used(executor: Executor, kernel: Kernel[Any, Any], *args: Any, **kwargs: Any) -> tuple[Any, str]:
+    """The configuration that an executor would use, and who chose it."""
+    with executor.selector.entered():
+        plan = kernel.plan(*args, **kwargs)
+    return plan.cfg, plan.origin
+
+
+def watched(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The configurations that its ``run`` is called with, from here on."""
+    seen: list[Any] = []
+    original = type(kernel).run
+
+    def run(self: Any, *args: Any, cfg: Any, **kwargs: Any) -> Any:
+        seen.append(cfg)
+        return original(self, *args, cfg=cfg, **kwargs)
+
+    monkeypatch.setattr(type(kernel), "run", run)
+    return seen
+
+
+@pytest.mark.skipif(not SEEDS.exists(), reason="the document is not here")
+def test_the_examples_are_the_documents_own() -> None:
+    """Without indentation, which the document has lost; every line of code from "Basic" to "Autotuning" is here."""
+    document = SEEDS.read_text().partition("Basic Kernel Implementation#")[2].partition("\nAutotuning#")[0]
+    lines = [" ".join(line.split()) for line in document.splitlines()]
+    ours = [" ".join(line.split()) for example in EXAMPLES.values() for line in example.splitlines() if line.strip()]
+    imports = [line for line in ours if line.startswith(("from ejkernel_core", "from ejkernel_cache"))]
+    assert [line for line in ours if line not in lines and line not in imports] == []
+    prose = (
+        "How ",
+        "When ",
+        "Check ",
+        "Use ",
+        "Autotune ",
+        "Fast ",
+        "Survives ",
+        "Combines ",
+        "The ",
+        "Kernels ",
+        "An ",
+        "kernel.heur",
+    )
+    code = [line for line in lines if line and not line.endswith("#") and not line.startswith(prose)]
+    assert [line for line in code if line not in ours and not line.startswith("from ejkernel.ops import")] == []
+    assert [line.partition(" import ")[2] for line in imports if "PersistentCache" not in line] == [
+        line.partition(" import ")[2].replace(", PersistentCache", "")
+        for line in code
+        if line.startswith("from ejkernel.ops import") and line != "from ejkernel.ops import PersistentCache"
+    ]
+
+
+def test_basic_kernel_implementation(basic: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = basic.MyKernel()
+    seen = watched(kernel, monkeypatch)
+    np.testing.assert_allclose(kernel(A, B), A @ B, rtol=1e-6)
+    np.testing.assert_allclose(Executor()(kernel, A, B), A @ B, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(kernel)(A, B), A @ B, rtol=1e-6)
+    assert set(seen) == {basic.MyConfig(block_size=64, num_warps=4, algorithm="default")}
+    seen.clear()
+    long = jnp.ones((128, 7))
+    np.testing.assert_allclose(kernel(long, B), long @ B, rtol=1e-6)
+    assert set(seen) == {basic.MyConfig(block_size=128)}
+    gradients = jax.grad(lambda a, b: (kernel(a, b) * CT).sum(), (0, 1))(A, B)
+    np.testing.assert_allclose(gradients[0], CT @ B.T, rtol=1e-5)
+    np.testing.assert_allclose(gradients[1], A.T @ CT, rtol=1e-5)
+    mapped = jax.vmap(kernel, (0, None))(jnp.stack([A, 2 * A]), B)
+    np.testing.assert_allclose(mapped, jnp.stack([A @ B, 2 * A @ B]), rtol=1e-5)
+
+
+def test_platform_specific_implementations(basic: types.ModuleType, run: Run) -> None:
+    asked: list[Any] = []
+
+    class AttentionConfig:
+        triton_params = {"block": 64}
+        pallas_params = {"blocks": 32}
+
+    def attention(name: str) -> Callable[..., Any]:
+        def compute(q: Any, k: Any, v: Any, **params: Any) -> Any:
+            asked.append((name, params))
+            return jax.nn.softmax(q @ k.T) @ v
+
+        return compute
+
+    module = run(
+        "Platform-Specific Implementations",
+        Kernel=Kernel,
+        jnp=jnp,
+        AttentionConfig=AttentionConfig,
+        triton_flash_attention=attention("triton"),
+        pallas_attention=attention("pallas"),
+        xla_attention=attention("xla"),
+    )
+    kernel = module.AttentionKernel()
+    q, k, v = jax.random.normal(jax.random.key(2), (3, 6, 4))
+    wanted = jax.nn.softmax(q @ k.T) @ v
+    np.testing.assert_allclose(kernel(q, k, v), wanted, rtol=1e-5)
+    np.testing.assert_allclose(Executor()(kernel, q, k, v), wanted, rtol=1e-5)
+    assert {name for name, _ in asked} == {"xla"}
+    assert kernel.plan(q, k, v).kernel.backend == "xla"
+    for platform, name, params in (("cuda", "triton", {"block": 64}), ("tpu", "pallas", {"blocks": 32})):
+        asked.clear()
+        jax.jit(kernel).trace(q, k, v).lower(lowering_platforms=(platform,))
+        assert (name, params) in asked
+    found = jax.grad(lambda *a: (kernel(*a) ** 2).sum(), (0, 1, 2))(q, k, v)
+    plain = jax.grad(lambda q, k, v: ((jax.nn.softmax(q @ k.T) @ v) ** 2).sum(), (0, 1, 2))(q, k, v)
+    for one, other in zip(found, plain, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_custom_gradients(basic: types.ModuleType, run: Run) -> None:
+    cfgs: list[Any] = []
+
+    def noted(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def function(*args: Any) -> Any:
+            cfgs.append(args[-1])
+            return compute(*args[:-1])
+
+        return function
+
+    module = run(
+        "Custom Gradients (VJP)",
+        Kernel=Kernel,
+        jnp=jnp,
+        MyConfig=basic.MyConfig,
+        custom_forward=noted(lambda a, b: a @ b),
+        # Twice and three times what JAX would say: these are the ones that are used.
+        custom_grad_a=noted(lambda a, b, ct: 2 * ct @ b.T),
+        custom_grad_b=noted(lambda a, b, ct: 3 * a.T @ ct),
+    )
+    kernel = module.MyKernel()
+
+    def gradients(*given: Any, **kwargs: Any) -> Any:
+        return jax.grad(lambda a, b: (kernel(a, b, **kwargs) * CT).sum(), (0, 1))(*given)
+
+    np.testing.assert_allclose(kernel(A, B), A @ B, rtol=1e-6)
+    for found in (gradients(A, B), jax.jit(gradients)(A, B), gradients(A, B, scale=2.0)):
+        np.testing.assert_allclose(found[0], 2 * CT @ B.T, rtol=1e-5)
+        np.testing.assert_allclose(found[1], 3 * A.T @ CT, rtol=1e-5)
+    assert set(cfgs) == {basic.MyConfig()}
+    cfgs.clear()
+    gradients(A, B, cfg=basic.MyConfig(block_size=32))
+    assert basic.MyConfig(block_size=32) in cfgs[1:]
+    mapped = jax.vmap(gradients, (0, None))(jnp.stack([A, A + 1]), B)
+    np.testing.assert_allclose(mapped[1][1], 3 * (A + 1).T @ CT, rtol=1e-5)
+
+
+def test_invocation(basic: types.ModuleType, run: Run) -> None:
+    kernel = basic.MyKernel()
+    module = run("Invocation", my_kernel=kernel, a=A, b=B)
+    inv = module.inv
+    assert isinstance(inv, InvocationClass)
+    assert inv.abstract_args == (jax.ShapeDtypeStruct((5, 7), "float32"), jax.ShapeDtypeStruct((7, 3), "float32"))
+    assert inv.device_fingerprint.startswith(jax.devices()[0].device_kind)
+    assert (inv.kwargs, inv.metadata) == ({"scale": 1.0}, {...})
+    assert inv.args[0] is A
+    assert kernel.heuristic_cfg(inv) == basic.MyConfig(block_size=64)
+    assert inv.key == kernel.plan(A, B, scale=1.0).invocation.key != kernel.plan(A, B).invocation.key
+
+
+def test_executor(basic: types.ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, config = basic.MyKernel(), basic.MyConfig(block_size=32, algorithm="other")
+    seen = watched(kernel, monkeypatch)
+    module = run("Executor", my_kernel=kernel, a=A, b=B, my_config=config)
+    np.testing.assert_allclose(module.result, A @ B, rtol=1e-6)
+    assert seen[-1] == config
+    assert set(seen) == {config, basic.MyConfig(block_size=64)}
+    assert len(module.cache) == 0  # a heuristic and an explicit configuration are not worth remembering
+    assert used(module.executor, kernel, A, B) == (basic.MyConfig(block_size=64), "heuristic")
+    seen.clear()
+    module.executor(kernel, A, B)
+    assert seen == []  # nothing is traced again
+    chosen = basic.MyConfig(block_size=256)
+    module.cache.put(kernel.invocation(A, B).key, chosen)
+    np.testing.assert_allclose(module.executor(kernel, A, B), A @ B, rtol=1e-6)
+    assert seen[-1] == chosen
+    assert used(module.executor, kernel, A, B) == (chosen, "cache")
+
+
+def test_config_cache(basic: types.ModuleType, run: Run) -> None:
+    key = basic.MyKernel().invocation(A, B).key
+    config = basic.MyConfig(block_size=16)
+    module = run("ConfigCache (In-Memory)", key=key, config=config)
+    assert module.config == config
+    assert (list(module.cache), len(module.cache)) == ([key], 1)
+    assert module.cache.get("another") is None
+
+
+def test_persistent_cache(basic: types.ModuleType, run: Run, home: Path) -> None:
+    pytest.importorskip("ejkernel_cache")
+    kernel = basic.MyKernel()
+    key, config = kernel.invocation(A, B).key, basic.MyConfig(block_size=16, algorithm="ä")
+    module = run("PersistentCache (Disk-Based)", key=key, config=config)
+    assert module.config == config
+    assert module.config is not config
+    assert key in module.persistent
+    assert kernel.invocation(A, 2 * B, scale=1.0).key not in module.persistent
+    (file,) = (home / ".cache/ejkernel/configs").rglob("*.json")
+    assert '"block_size": 16' in file.read_text()
+    again = module.PersistentCache(path="~/.cache/ejkernel/configs")
+    executor = Executor(ConfigSelectorChain(persistent=again))
+    assert used(executor, kernel, A, B) == (config, "persistent")
+    np.testing.assert_allclose(executor(kernel, A, B), A @ B, rtol=1e-6)
+
+
+def test_config_selector_chain(basic: types.ModuleType, run: Run, home: Path) -> None:
+    pytest.importorskip("ejkernel_cache")
+    kernel = basic.MyKernel()
+    module = run("ConfigSelectorChain")
+    assert module.selector.policy.mode == "on_miss"
+    executor, key = Executor(module.selector), kernel.invocation(A, B).key
+    with policy_override(autotune=False):
+        np.testing.assert_allclose(executor(kernel, A, B), A @ B, rtol=1e-6)
+    assert (len(module.selector.cache), len(module.selector.persistent)) == (0, 0)
+    module.selector.persistent.put(key, basic.MyConfig(block_size=8))
+    assert used(executor, kernel, A, B) == (basic.MyConfig(block_size=8), "persistent")
+    module.selector.cache.put(key, basic.MyConfig(block_size=4))
+    assert used(executor, kernel, A, B) == (basic.MyConfig(block_size=4), "cache")
+    np.testing.assert_allclose(executor(kernel, A, B), A @ B, rtol=1e-6)
+    assert not home.exists()  # EJKERNEL_CACHE_DIR says where, so nothing else is touched
+    assert [*(home.parent / "cache").rglob("*.json")]
+
+
+def test_temporary_overrides(basic: types.ModuleType, run: Run) -> None:
+    class Times(Kernel[basic.MyConfig, jax.Array]):  # type: ignore[name-defined]
+        """By its configuration, so that the result tells which one was used."""
+
+        def run(self, args: Any, *, cfg: Any) -> Any:
+            results.append(cfg.block_size)
+            return args * cfg.block_size
+
+    results: list[int] = []
+    kernel, executor, mine = Times(), Executor(ConfigSelectorChain(cache=ConfigCache(), autotune=True)), ConfigCache()
+    key = kernel.invocation(A).key
+    executor.selector.cache.put(key, basic.MyConfig(block_size=3))
+    mine.put(key, basic.MyConfig(block_size=5))
+    module = run("Temporary Overrides", my_custom_cache=mine, executor=executor, kernel=kernel, args=A)
+    assert [block for block in results if block != 128] == [5, 3]  # 128 is the heuristic's, asked for the shapes
+    np.testing.assert_allclose(module.result, A * 3)
+    with module.overlay_cache(mine):
+        np.testing.assert_allclose(executor(kernel, A), A * 5)
+    with module.policy_override(autotune=False):
+        np.testing.assert_allclose(executor(kernel, B), B * 128)
+    assert kernel.invocation(B).key not in executor.selector.cache

@@ -1,0 +1,485 @@
+"""Configurations as text: read back whole, or not at all and with the place that is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ejkernel_core import (
+    Key,
+    Provenance,
+    Record,
+    RecordError,
+    from_json,
+    record_from_json,
+    record_to_json,
+    short_hash,
+    stable_json,
+    to_json,
+)
+
+
+class Order(enum.Enum):
+    ROWS = "rows"
+    COLUMNS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    rows: int = 16
+    columns: int = 8
+
+
+@attrs.frozen
+class Config:
+    block: int = 64
+    scale: float = 1.0
+    name: str = "default"
+    eager: bool = False
+    order: Order = Order.ROWS
+    mode: Literal["fast", "exact"] = "fast"
+    tile: Tile = Tile()
+    tiles: tuple[Tile, ...] = ()
+    limit: int | None = None
+    either: int | str = 1
+    sizes: tuple[int, ...] = ()
+    pair: tuple[int, str] = (1, "a")
+    words: frozenset[str] = frozenset()
+    table: dict[str, int] = attrs.field(factory=dict, eq=True)
+
+
+@attrs.frozen
+class One:
+    """With one field of whatever the test says."""
+
+    x: int
+
+
+def one(kind: Any, default: Any = attrs.NOTHING) -> Any:
+    """Another version of ``One``, found by the same name."""
+    field = attrs.field(type=kind) if default is attrs.NOTHING else attrs.field(type=kind, default=default)
+    made = attrs.make_class("One", {"x": field}, frozen=True)
+    made.__module__ = __name__
+    return made
+
+
+# -- round trips -----------------------------------------------------------------------------------------------------
+
+WHOLE = [
+    Config(),
+    Config(block=128, scale=0.1, name="ä \n\"'", eager=True, order=Order.COLUMNS, mode="exact"),
+    Config(tile=Tile(1, 2), tiles=(Tile(3), Tile(4, 5)), limit=3, either="word", sizes=(1, 2, 3), pair=(2, "b")),
+    Config(words=frozenset({"b", "a", "c"}), table={"z": 1, "a": 2}, scale=1e-300, block=-(2**70)),
+    Tile(3, 4),
+]
+
+
+@pytest.mark.parametrize("value", WHOLE)
+def test_what_is_written_is_read_back_whole(value: Any) -> None:
+    text = to_json(value)
+    back = from_json(text, type(value))
+    assert back == value
+    assert type(back) is type(value)
+    assert stable_json(back) == stable_json(value)
+    assert to_json(back) == text
+
+
+def test_a_person_can_read_it() -> None:
+    assert json.loads(to_json(Tile(3))) == {
+        "schema": 1,
+        "type": f"{__name__}.Tile",
+        "fields": {"rows": 3, "columns": 8},
+    }
+
+
+@given(
+    st.builds(
+        Config,
+        block=st.integers(),
+        scale=st.floats(allow_nan=False, allow_infinity=False),
+        name=st.text(),
+        eager=st.booleans(),
+        order=st.sampled_from(Order),
+        mode=st.sampled_from(["fast", "exact"]),
+        tile=st.builds(Tile, st.integers(), st.integers()),
+        tiles=st.lists(st.builds(Tile, st.integers(), st.integers()), max_size=3).map(tuple),
+        limit=st.none() | st.integers(),
+        either=st.integers() | st.text(),
+        sizes=st.lists(st.integers(), max_size=3).map(tuple),
+        pair=st.tuples(st.integers(), st.text()),
+        words=st.frozensets(st.text()),
+        table=st.dictionaries(st.text(), st.integers(), max_size=3),
+    )
+)
+def test_any_configuration_comes_back(config: Config) -> None:
+    back = from_json(to_json(config), Config)
+    assert back == config
+    assert stable_json(back) == stable_json(config)
+
+
+@pytest.mark.parametrize("kind", [Any, np.dtype, type, jax.typing.DTypeLike, np.dtype | None, "np.dtype"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "bool", "float8_e4m3fn", "int4"])
+def test_dtypes_in_every_form(kind: Any, name: str) -> None:
+    made = one(np.dtype if kind == "np.dtype" else kind)
+    forms = [np.dtype(name), getattr(jnp, name if name != "bool" else "bool_"), np.dtype(name).type]
+    texts = set()
+    for form in forms:
+        text = to_json(made(form))
+        assert from_json(text, made).x == np.dtype(name)
+        assert isinstance(from_json(text, made).x, np.dtype)
+        texts.add(text)
+    assert len(texts) == 1
+    assert json.loads(texts.pop())["fields"] == {"x": {"!dtype": name}}
+
+
+def test_a_dtype_is_not_its_name() -> None:
+    made = one(Any)
+    assert from_json(to_json(made("float32")), made).x == "float32"
+    assert type(from_json(to_json(made("float32")), made).x) is str
+
+
+def test_a_whole_number_in_a_field_of_floats_is_that_float() -> None:
+    assert from_json(to_json(Config(scale=2)), Config).scale == 2.0
+
+
+def test_no_configuration_is_a_configuration() -> None:
+    assert from_json(to_json(None), type(None)) is None
+    with pytest.raises(RecordError, match=r"\$.type is None, not '.*Tile'"):
+        from_json(to_json(None), Tile)
+
+
+def test_the_text_is_the_same_in_every_process() -> None:
+    code = "from tests.test_records import *; print([to_json(value) for value in WHOLE])"
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(printed) == 1
+
+
+# -- what another version wrote --------------------------------------------------------------------------------------
+
+
+def told(text: str, kind: Any) -> str:
+    with pytest.raises(RecordError) as caught:
+        from_json(text, kind)
+    assert not caught.value.damaged
+    return str(caught.value)
+
+
+@attrs.frozen
+class Nested:
+    tiles: tuple[Tile, ...] = (Tile(),)
+    extra: dict[str, Tile] = attrs.field(factory=dict)
+
+
+def changed(value: Any, change: Any) -> str:
+    data = json.loads(to_json(value))
+    change(data)
+    return json.dumps(data)
+
+
+def test_a_field_that_was_renamed() -> None:
+    text = changed(Tile(), lambda d: d["fields"].update(lines=d["fields"].pop("rows")))
+    assert told(text, Tile) == "extra fields found (lines) @ $.fields"
+
+
+def test_a_field_that_was_added_is_never_filled_in() -> None:
+    assert told(changed(Tile(), lambda d: d["fields"].pop("columns")), Tile) == "$.fields.columns is missing"
+    assert told(changed(One(1), lambda d: d["fields"].clear()), One) == "required field missing @ $.fields.x"
+
+
+def test_a_field_that_was_removed() -> None:
+    assert told(changed(Tile(), lambda d: d["fields"].update(depth=3)), Tile) == "extra fields found (depth) @ $.fields"
+
+
+def test_the_place_is_told_however_deep_it_is() -> None:
+    text = changed(Nested((Tile(), Tile())), lambda d: d["fields"]["tiles"][1].update(rows="many"))
+    assert told(text, Nested) == "invalid literal for int() with base 10: 'many' @ $.fields.tiles[1].rows"
+    text = changed(Nested(extra={"a": Tile()}), lambda d: d["fields"]["extra"]["a"].pop("rows"))
+    assert told(text, Nested) == "$.fields.extra.a.rows is missing"
+    text = changed(Nested((Tile(), Tile())), lambda d: d["fields"]["tiles"][1].update(rows="3"))
+    assert told(text, Nested) == '$.fields.tiles[1].rows is "3"; of its type it would be 3'
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "wrong"),
+    [
+        (int, "3", '$.fields.x is "3"; of its type it would be 3'),
+        (int, 3.0, "$.fields.x is 3.0; of its type it would be 3"),
+        (int, 3.5, "$.fields.x is 3.5; of its type it would be 3"),
+        (int, True, "$.fields.x is true; of its type it would be 1"),
+        (float, "1.5", '$.fields.x is "1.5"; of its type it would be 1.5'),
+        (float, True, "$.fields.x is true; of its type it would be 1.0"),
+        (bool, 1, "$.fields.x is 1; of its type it would be true"),
+        (bool, "", '$.fields.x is ""; of its type it would be false'),
+        (str, 3, '$.fields.x is 3; of its type it would be "3"'),
+        (str, None, '$.fields.x is null; of its type it would be "None"'),
+        (int, None, "$.fields.x"),
+        (int, [3], "$.fields.x"),
+        (int, {}, "$.fields.x"),
+        (tuple[int, ...], {"1": 2}, "$.fields.x"),
+        (tuple[int, ...], 3, "$.fields.x"),
+        (tuple[int, ...], [1, "2"], '$.fields.x[1] is "2"; of its type it would be 2'),
+        (tuple[int, int], [1], "$.fields.x"),
+        (tuple[int, ...], "12", "$.fields.x"),
+        (Literal["a", "b"], "c", "c not in literal"),
+        (Order, "diagonal", "'diagonal' is not a valid Order"),
+        (int | None, "3", '$.fields.x is "3"; of its type it would be 3'),
+        (Tile, 3, "$.fields.x"),
+        (Tile, None, "$.fields.x"),
+        (np.dtype, "float32", "$.fields.x"),
+        (np.dtype, {"!dtype": "float33"}, "$.fields.x"),
+        (Any, {"!dtype": "float33"}, "$.fields.x"),
+        (frozenset[str], ["b", "a"], '$.fields.x[0] is "b"; of its type it would be "a"'),
+    ],
+)
+def test_a_value_of_another_type_is_named_and_not_converted(kind: Any, value: Any, wrong: str) -> None:
+    made = one(kind)
+    text = json.dumps({"schema": 1, "type": f"{__name__}.One", "fields": {"x": value}})
+    assert wrong in told(text, made)
+    assert "$.fields.x" in told(text, made)
+
+
+def test_a_validator_of_the_class_is_heard() -> None:
+    def even(instance: Any, attribute: Any, value: int) -> None:
+        if value % 2:
+            raise ValueError(f"{value} is odd")
+
+    made = attrs.make_class("One", {"x": attrs.field(type=int, validator=even)}, frozen=True)
+    made.__module__ = __name__
+    assert "3 is odd" in told(to_json(One(3)), made)
+    assert from_json(to_json(One(4)), made).x == 4
+
+
+def test_another_class_is_named() -> None:
+    assert told(to_json(One(1)), Tile) == f"$.type is '{__name__}.One', not '{__name__}.Tile'"
+
+
+@pytest.mark.parametrize("schema", [0, 2, "1", None, True, 1.0])
+def test_another_schema_is_not_read(schema: Any) -> None:
+    text = changed(Tile(), lambda d: d.update(schema=schema))
+    assert told(text, Tile) == f"$.schema is {schema!r}; this version reads 1"
+    assert "$.schema is None" in told(changed(Tile(), lambda d: d.pop("schema")), Tile)
+
+
+@pytest.mark.parametrize("key", ["type", "fields"])
+def test_a_document_without_a_part(key: str) -> None:
+    assert told(changed(Tile(), lambda d: d.pop(key)), Tile) == "$ is no object with a type and fields"
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("", "no JSON"),
+        (to_json(Tile())[:-3], "no JSON"),
+        ("\0\0\0", "no JSON"),
+        ("[1]", "$ is a list, no object"),
+        ("null", "$ is a NoneType, no object"),
+        ("[" * 100_000, "no JSON"),
+        (to_json(Tile()).replace("16", "NaN"), "no JSON: NaN is no number"),
+        (to_json(Tile()).replace("16", "-Infinity"), "no JSON: -Infinity is no number"),
+        (to_json(Tile()).replace("16", "9" * 5000), "no JSON"),
+    ],
+)
+def test_what_is_no_document_at_all_is_damaged(text: str, wrong: str) -> None:
+    with pytest.raises(RecordError) as caught:
+        from_json(text, Tile)
+    assert wrong in str(caught.value)
+    assert caught.value.damaged
+
+
+# -- what cannot be written down -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "wrong"),
+    [
+        (lambda x: x, "cannot be written down"),
+        (len, "cannot be written down"),
+        (functools.partial(max, 1), "cannot be written down"),
+        (jnp.ones(2), "cannot be written down"),
+        (np.ones(2), "cannot be written down"),
+        (np.int64(3), "cannot be written down"),
+        (float("nan"), "Out of range float values"),
+        (float("inf"), "Out of range float values"),
+        (object(), "cannot be written down"),
+        (1j, "cannot be written down"),
+        (dict, "<class 'dict'> is no dtype"),
+        (int, "<class 'int'> is no dtype"),
+        (Tile, "Tile'> is no dtype"),
+        ((1, 2), "would be read back as"),
+        ([jnp.float32], "would be read back as"),
+        ({"!dtype": "float32"}, "would be read back as"),
+        (Order.ROWS, "would be read back as"),
+        (Tile(), "would be read back as"),
+        (np.dtype(">f4"), "would be read back as"),
+        ({1: 2}, "would be read back as"),
+    ],
+)
+def test_what_would_not_come_back_is_refused(value: Any, wrong: str) -> None:
+    made = one(Any)
+    with pytest.raises(RecordError, match=wrong):
+        to_json(made(value))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "wrong"),
+    [
+        (int, True, r"\$.x is true; of its type it would be 1"),
+        (int, 3.0, r"\$.x is 3.0; of its type it would be 3"),
+        (str, 3, r'\$.x is 3; of its type it would be "3"'),
+        (Literal["a"], "b", "b not in literal"),
+        (np.dtype, "float32", "'float32' is no dtype"),
+    ],
+)
+def test_a_field_that_is_not_of_its_type_is_refused(kind: Any, value: Any, wrong: str) -> None:
+    with pytest.raises(RecordError, match=wrong):
+        to_json(one(kind)(value))
+
+
+@attrs.frozen
+class Wider(Tile):  # type: ignore[misc]
+    depth: int = 3
+
+
+def test_a_class_with_more_fields_than_its_place_says_is_refused() -> None:
+    with pytest.raises(RecordError, match="would be read back as"):
+        to_json(Nested((Wider(),)))
+
+
+@pytest.mark.parametrize("value", [3, "word", (1, 2), {"block": 3}, Tile, object()])
+def test_a_configuration_is_a_class_with_fields(value: Any) -> None:
+    with pytest.raises(RecordError, match="a configuration is an attrs class or a dataclass; got"):
+        to_json(value)
+
+
+# -- records ---------------------------------------------------------------------------------------------------------
+
+
+def key(problem: Any = "p", **software: str) -> Key:
+    return Key("op", "cpu", stable_json(problem), stable_json({"jax": "1.0", "jaxlib": "1.0", **software}))
+
+
+MEASURED = Provenance(
+    when="2026-11-20T12:00:00+00:00",
+    device="cpu (1)",
+    milliseconds=0.25,
+    backends=("a", "b"),
+    software={"jax": "1.0"},
+    tried=(("a Tile(1, 2)", 0.25), ("b Tile(3, 4)", "out of memory"), ("c", 1)),
+)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [Record(Tile(1, 2)), Record(Tile(1, 2), "a"), Record(Tile(1, 2), "a", MEASURED), Record(None, "a", MEASURED)],
+)
+def test_a_record_comes_back(record: Record) -> None:
+    text = record_to_json(key(), record)
+    kind = None if record.cfg is None else Tile
+    assert record_from_json(text, key(), kind) == record
+    assert set(json.loads(text)) == {"schema", "problem", "software", "backend", "config", "provenance"}
+
+
+def test_a_record_of_another_problem_is_not_read() -> None:
+    text = record_to_json(key(), Record(Tile()))
+    with pytest.raises(RecordError, match=r"\$.problem is another one than that of the key"):
+        record_from_json(text, key("q"), Tile)
+
+
+def test_a_record_of_other_software_is_told_and_read_only_if_asked() -> None:
+    text = record_to_json(key(triton="3.1"), Record(Tile(1, 2)))
+    now = attrs.evolve(key(), software=stable_json({"jax": "2.0", "jaxlib": "1.0", "mine": "1"}))
+    with pytest.raises(RecordError) as caught:
+        record_from_json(text, now, Tile)
+    assert str(caught.value) == "$.software: jax was 1.0, is 2.0, mine was None, is 1, triton was 3.1, is None"
+    assert not caught.value.damaged
+    assert record_from_json(text, now, Tile, any_software=True) == Record(Tile(1, 2))
+
+
+def spoilt(part: str, value: Any) -> str:
+    return json.dumps({**json.loads(record_to_json(key(), Record(Tile(), "a", MEASURED))), part: value})
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "wrong"),
+    [
+        ("backend", 3, '$.backend is 3; of its type it would be "3"'),
+        ("config", 3, "$.config is no object with a type and fields"),
+        ("config", {"type": "other.Tile", "fields": {}}, f"$.config.type is 'other.Tile', not '{__name__}.Tile'"),
+        ("config", {"type": f"{__name__}.Tile", "fields": {"rows": 3}}, "$.config.fields.columns is missing"),
+        ("config", {"type": None, "fields": {}}, f"$.config.type is None, not '{__name__}.Tile'"),
+        ("provenance", {}, "required field missing @ $.provenance.when"),
+        ("provenance", 3, "$.provenance"),
+        ("software", "1.0", "$.software: no object"),
+        ("schema", 2, "$.schema is 2; this version reads 1"),
+    ],
+)
+def test_what_is_wrong_with_a_record_is_named(part: str, value: Any, wrong: str) -> None:
+    with pytest.raises(RecordError) as caught:
+        record_from_json(spoilt(part, value), key(), Tile)
+    assert wrong in str(caught.value)
+    assert not caught.value.damaged
+
+
+@pytest.mark.parametrize("part", ["problem", "software", "backend", "config", "provenance"])
+def test_a_record_that_lacks_a_part_is_damaged(part: str) -> None:
+    data = json.loads(record_to_json(key(), Record(Tile())))
+    del data[part]
+    with pytest.raises(RecordError, match=rf"\$ lacks {part}") as caught:
+        record_from_json(json.dumps(data), key(), Tile)
+    assert caught.value.damaged
+
+
+def test_a_key_is_content() -> None:
+    assert key() == key()
+    assert hash(key()) == hash(key())
+    assert key().digest == short_hash([key().problem, key().software]) != key("q").digest
+    assert str(key()) == f"op {key().digest}"
+
+
+# -- provenance ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ago", "words"),
+    [
+        (timedelta(seconds=3), "just now"),
+        (timedelta(seconds=-30), "just now"),
+        (timedelta(seconds=61), "1 minute ago"),
+        (timedelta(minutes=59, seconds=50), "59 minutes ago"),
+        (timedelta(hours=1, seconds=5), "1 hour ago"),
+        (timedelta(hours=47), "1 day ago"),
+        (timedelta(days=400), "400 days ago"),
+    ],
+)
+def test_the_age_is_told_in_words(ago: timedelta, words: str) -> None:
+    when = (datetime.now(UTC) - ago).isoformat()
+    assert str(attrs.evolve(MEASURED, when=when)) == f"measured {words} on cpu (1): 0.25 ms"
+
+
+@pytest.mark.parametrize("when", ["last week", "2026-11-20T12:00:00", ""])
+def test_a_time_that_cannot_be_read_is_shown_as_it_is(when: str) -> None:
+    assert str(attrs.evolve(MEASURED, when=when)) == f"measured at {when} on cpu (1): 0.25 ms"
