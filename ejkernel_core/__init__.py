@@ -24,6 +24,8 @@ from ._errors import (
 from ._hookspecs import hookimpl
 from ._invocation import Invocation, Key
 from ._keys import abstractify, sharding_fingerprint, short_hash, stable_json
+from ._labels import Label, extract_labels_from_hlo_text, find_labels_in_lowered, label, labels_to_configs
+from ._mapped import pmap_with_config, vmap_with_config
 from ._operation import Cost, Operation, gradient_signature
 from ._plan import Candidate, Choice, Explanation, Plan, Verdict
 from ._policies import recall
@@ -41,6 +43,7 @@ __all__ = [
     "Explanation",
     "Invocation",
     "Key",
+    "Label",
     "NoConfig",
     "NoKernel",
     "NotDifferentiable",
@@ -60,13 +63,18 @@ __all__ = [
     "call",
     "device_fingerprint",
     "explain",
+    "extract_labels_from_hlo_text",
+    "find_labels_in_lowered",
     "fitting",
     "from_json",
     "gradient_signature",
     "hookimpl",
     "invocation",
+    "label",
+    "labels_to_configs",
     "overlay_cache",
     "plan",
+    "pmap_with_config",
     "policy_override",
     "recall",
     "record_from_json",
@@ -76,6 +84,7 @@ __all__ = [
     "short_hash",
     "stable_json",
     "to_json",
+    "vmap_with_config",
 ]
 
 #: What is installed, as EJKERNEL_PLUGINS selects it: the registry that the functions below use.

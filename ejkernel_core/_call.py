@@ -24,7 +24,7 @@ from ._keys import sharding_fingerprint
 from ._operation import Operation, Restore
 from ._plan import Explanation, Plan
 from ._primitive import outputs
-from ._request import Request, Terms, request
+from ._request import Request, Terms, kind_of, request
 
 if TYPE_CHECKING:
     from ._registry import Registry
@@ -52,7 +52,7 @@ def call(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str,
     layout, arrays, options = _taken_apart(registry, name, args, kwargs)
     scope = _scopes.current()
     cut = _cut(layout, arrays)
-    key = (*options, *map(_kind, options), backend, cfg, scope.digest, cut)
+    key = (*options, *map(kind_of, options), backend, cfg, kind_of(cfg), scope.digest, cut)
     try:
         compiled = layout.compiled.get(key)
     except TypeError:
@@ -115,32 +115,27 @@ def _is_whole(array: Any) -> bool:
     return type(sharding) is jax.sharding.SingleDeviceSharding
 
 
-def _kind(option: Any) -> Any:
-    """The type, and those inside a tuple: what is equal but of another type, as True and 1, is another call."""
-    return (tuple, *map(_kind, option)) if type(option) is tuple else type(option)
-
-
 def invocation(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invocation:
     """The abstract invocation of that call."""
-    asked, avals, where, _ = _abstract(registry, name, args, kwargs)
+    asked, _, avals, where, _ = asked_for(registry, name, args, kwargs)
     return asked.invocation(avals, where)
 
 
 def plan(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """The plan of that call."""
-    asked, avals, where, _ = _abstract(registry, name, args, kwargs)
+    asked, _, avals, where, _ = asked_for(registry, name, args, kwargs)
     return asked.plan(avals, where)
 
 
 def explain(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
     """The plan of that call and of its gradients."""
-    asked, avals, where, restore = _abstract(registry, name, args, kwargs)
+    asked, _, avals, where, restore = asked_for(registry, name, args, kwargs)
     explanation = _explain(asked, avals, where)
     if explanation.plan is None or asked.operation.backward is None:
         return explanation
     results = outputs(asked, avals)
-    cotangents = [result if used else None for result, used in zip(results, _used(restore, results), strict=True)]
-    backward, values = _gradients.backward_request(asked, avals, results, cotangents, _floating(asked, avals))
+    cotangents = [result if used else None for result, used in zip(results, used(restore, results), strict=True)]
+    backward, values = _gradients.backward_request(asked, avals, results, cotangents, floating(asked, avals))
     return attrs.evolve(explanation, backward=_explain(backward, values, where))
 
 
@@ -199,10 +194,12 @@ def _prepared(
     return *request(terms, operation, arguments), restore
 
 
-def _abstract(
-    registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Request, list[Any], Target, Restore]:
-    """The request of a call, the shapes of its arrays, where it runs, and how its results are given back."""
+def asked_for(
+    registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], concrete: bool = False
+) -> tuple[Request, list[Any] | None, list[Any], Target, Restore]:
+    """The request of a call, its prepared arrays (``concrete``, and if there are some), their shapes, where it runs,
+    and how its results are given back.
+    """
     backend, cfg = kwargs.pop("backend", None), kwargs.pop("cfg", None)
     layout, arrays, options = _taken_apart(registry, name, args, kwargs)
     _check_backend(registry, name, backend)
@@ -216,7 +213,12 @@ def _abstract(
 
     avals = _run(layout, functools.partial(jax.eval_shape, trace), arrays)
     asked, restore = seen[0]
-    return asked, avals, target(current_platform(arrays)), restore
+    values = trace(*arrays) if concrete and not any(map(_is_abstract, arrays)) else None
+    return asked, values, avals, target(current_platform(arrays)), restore
+
+
+def _is_abstract(array: Any) -> bool:
+    return isinstance(array, (jax.core.Tracer, jax.ShapeDtypeStruct))
 
 
 def _explain(asked: Request, avals: Sequence[Any], where: Target) -> Explanation:
@@ -226,14 +228,14 @@ def _explain(asked: Request, avals: Sequence[Any], where: Target) -> Explanation
         return Explanation(asked.operation.name, None, str(error))
 
 
-def _used(restore: Restore, results: Sequence[Any]) -> list[bool]:
+def used(restore: Restore, results: Sequence[Any]) -> list[bool]:
     """Which results the caller gets anything of: the others have no cotangent."""
     jaxpr = jax.make_jaxpr(restore)(tuple(results)).jaxpr
     read = {id(variable) for eqn in jaxpr.eqns for variable in eqn.invars} | {id(v) for v in jaxpr.outvars}
     return [id(variable) in read for variable in jaxpr.invars]
 
 
-def _floating(asked: Request, avals: Sequence[Any]) -> tuple[str, ...]:
+def floating(asked: Request, avals: Sequence[Any]) -> tuple[str, ...]:
     """The arrays that a gradient may be asked for."""
     floating = (n for n, aval in zip(asked.arrays, avals, strict=True) if jnp.issubdtype(aval.dtype, jnp.inexact))
     return tuple(name for name in floating if name in asked.operation.differentiable)

@@ -1,4 +1,4 @@
-"""The contract: three hooks make a kernel, two make a policy. ``docs/hooks.md`` has an example of each."""
+"""The contract: three hooks make a kernel, four make a policy. ``docs/hooks.md`` has an example of each."""
 # mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ._invocation import Invocation
     from ._plan import Candidate, Choice
     from ._scopes import Scope
+    from .tuning import Earlier, Progress
 
 PROJECT = "ejkernel"
 
@@ -50,6 +51,18 @@ def config_selected(inv: Invocation, choice: Choice) -> None:
     """Remember what was measured for this call: ``choice.record``. Optional. Nothing else is ever told."""
 
 
+@hookspec(firstresult=True)
+def tuning_started(inv: Invocation) -> Earlier | None:
+    """Give what is known of an interrupted measurement of this call. Optional, for a store that processes share: it
+    waits here while another process measures the same. The stores are asked again afterwards.
+    """
+
+
+@hookspec
+def tuning_progress(inv: Invocation, progress: Progress) -> None:
+    """Show how far a measurement is, or keep what it has found out so far. Optional. ``progress.finished`` ends it."""
+
+
 class KernelHooks:
     """What a kernel implements; ``config_space`` is optional."""
 
@@ -59,13 +72,15 @@ class KernelHooks:
 
 
 class PolicyHooks:
-    """What a policy implements; ``config_selected`` is optional."""
+    """What a policy implements; all but ``select_config`` is optional."""
 
     select_config = select_config
     config_selected = config_selected
+    tuning_started = tuning_started
+    tuning_progress = tuning_progress
 
 
-OPTIONAL_HOOKS = frozenset({"config_space", "config_selected"})
+OPTIONAL_HOOKS = frozenset({"config_space", "config_selected", "tuning_started", "tuning_progress"})
 
 
 def specifications(hooks: type) -> dict[str, Callable[..., Any]]:

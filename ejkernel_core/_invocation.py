@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from ._keys import abstractify, short_hash, stable_json
+
+if TYPE_CHECKING:
+    from ._operation import Operation
+    from ._registry import Registry
 
 
 @attrs.frozen
@@ -48,13 +52,11 @@ class Invocation(Mapping[str, Any]):
     device_kind: str | None = None
     #: (9, 0) on a Hopper GPU; None elsewhere.
     compute_capability: tuple[int, int] | None = None
-    #: The operation's own version, and what of the arguments matters to tuning: see ``Operation``.
-    version: int = attrs.field(default=1, repr=False)
-    tuning_key: Callable[[Mapping[str, Any]], Any] | None = attrs.field(default=None, repr=False)
     #: The arguments that are cut over several devices, and how: see ``sharding_fingerprint``.
     sharding: tuple[tuple[str, str], ...] = ()
-    #: The software that could change which configuration is best: a name and a version each.
-    software: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+    #: What is called, and where it was found: for who measures.
+    operation: Operation | None = attrs.field(default=None, repr=False)
+    registry: Registry | None = attrs.field(default=None, repr=False)
 
     @functools.cached_property
     def key(self) -> Key:
@@ -64,18 +66,19 @@ class Invocation(Mapping[str, Any]):
     @functools.cached_property
     def tuning_keys(self) -> tuple[Key, ...]:
         """The key, and then that of all the calls that are alike as far as tuning goes."""
-        if self.tuning_key is None:
+        if self.operation is None or self.operation.tuning_key is None:
             return (self.key,)
-        return self.key, self._key("bucket", self.tuning_key(self.arguments))
+        return self.key, self._key("bucket", self.operation.tuning_key(self.arguments))
 
     def _key(self, what: str, arguments: Any) -> Key:
         problem = {
-            "operation": [self.op, self.version],
+            "operation": [self.op, self.operation.version if self.operation else 1],
             what: abstractify(arguments),
             "sharding": dict(self.sharding),
             "device": [self.platform, self.device_kind, self.compute_capability],
         }
-        return Key(self.op, self.device_kind or self.platform, stable_json(problem), stable_json(dict(self.software)))
+        software = self.registry.software(self.op) if self.registry else {}
+        return Key(self.op, self.device_kind or self.platform, stable_json(problem), stable_json(software))
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

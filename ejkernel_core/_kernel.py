@@ -76,7 +76,7 @@ def _software(entry: Entry, plugin: Any) -> dict[str, str]:
     """What a distribution's version says about its kernels, the code itself says about one registered at run time."""
     if entry.is_local:
         hooks = [getattr(plugin, name) for name in specifications(KernelHooks) if hasattr(plugin, name)]
-        own = {entry.name: short_hash([code_fingerprint(hook) for hook in hooks])}
+        own = {entry.name: short_hash([code_fingerprint(function) for function in getattr(plugin, "CODE", hooks)])}
     else:
         own = {entry.distribution: entry.version}
     return {**own, **{name: version_of(name) for name in getattr(plugin, "COMPILERS", ())}}

@@ -135,9 +135,11 @@ def _array(value: Any, inner: Inner) -> Any:
 
 
 def _tree(value: Any, inner: Inner) -> Any:
-    """The structure of a pytree: the way to each of its leaves."""
+    """The structure of a pytree as JAX writes it; where there are classes in it, the way to each of its leaves."""
     if not isinstance(value, jax.tree_util.PyTreeDef):
         return None
+    if "CustomNode" not in (text := str(value)):
+        return {f"{TAG}tree": text}
     leaves, _ = jax.tree_util.tree_flatten_with_path(value.unflatten(range(value.num_leaves)))
     return {f"{TAG}tree": [jax.tree_util.keystr(path) for path, _ in leaves]}
 
@@ -196,7 +198,8 @@ _RULES = (_dtype, _number, _array, _tree, _enum, _record, _sequence, _mapping, _
 
 def code_fingerprint(function: Any) -> str:
     """A short name for what a function or a method does itself; what it calls is not looked into."""
-    return _code(getattr(function, "__func__", function).__code__, functools.partial(_plain, path=()))
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return "" if code is None else _code(code, functools.partial(_plain, path=()))
 
 
 def _closure(function: types.FunctionType, inner: Inner) -> Any:

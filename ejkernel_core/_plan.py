@@ -114,15 +114,17 @@ class Explanation:
 
 def make_plan(registry: Registry, inv: Invocation, backend: str | None, cfg: Any, scope: Scope) -> Plan:
     """Ask every installed kernel in order of its rank on the platform, then the policies."""
-    candidates, verdicts = _ask_all(registry, inv, backend, cfg)
+    candidates, verdicts = ask_all(registry, inv, backend, cfg)
     if not candidates:
         raise _nobody(inv, verdicts, registry, backend)
+    for listener in scope.listeners:
+        listener(inv)
     choice, policies = registry.select_config(inv, candidates, scope)
     chosen = next(c.kernel for c in candidates if c.backend == choice.backend)
     return Plan(inv, chosen, choice, (*_with_choice(verdicts, chosen.name), *policies))
 
 
-def _ask_all(
+def ask_all(
     registry: Registry, inv: Invocation, backend: str | None, cfg: Any
 ) -> tuple[list[Candidate], list[Verdict]]:
     kernels, verdicts = registry.kernels(inv.op)
@@ -148,7 +150,10 @@ def _ask(kernel: LoadedKernel, inv: Invocation, backend: str | None, cfg: Any) -
     if kernel.rank(inv.platform) is None:
         return None, verdict("refused", f"it runs on {', '.join(kernel.platforms or ())}; this is {inv.platform}")
     try:
-        return kernel.heuristic_cfg(inv), verdict("able")
+        heuristic = kernel.heuristic_cfg(inv)
+        if cfg is None and kernel.config_type is not None and not isinstance(heuristic, kernel.config_type):
+            return None, verdict("broken", f"heuristic_cfg gives a {type(heuristic).__qualname__}, not its Config")
+        return heuristic, verdict("able")
     except Unsupported as refusal:
         return None, verdict("refused", str(refusal))
     except Exception as fault:  # one broken plugin must not break the others' calls; it is named in every explanation

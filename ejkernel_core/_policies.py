@@ -72,8 +72,13 @@ class Heuristic:
         return Choice(best.backend, best.cfg, "heuristic")
 
 
-def policy_chain(policies: Iterable[tuple[str, Any]], memory: ConfigCache | None) -> pluggy.PluginManager:
+def policy_chain(policies: Iterable[tuple[str, Any]], memory: ConfigCache | None, scope: Scope) -> pluggy.PluginManager:
     """One manager for all policies: these, and the built-in ones around them."""
+    policies = list(policies)
+    if scope.policy.mode == "on_miss":
+        from .tuning import TUNER  # which builds on this module, and is not loaded before something is measured
+
+        policies.append(("built-in tuner", TUNER))
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(PolicyHooks)
     # pluggy asks the one that was registered last first.
@@ -106,8 +111,9 @@ def first_answer(
         except Unsupported as reason:
             passed.append((policy.plugin_name, "no answer", str(reason)))
             continue
-        except NoConfig:
-            raise
+        except NoConfig as missing:
+            why = "".join(f"\n  {name}: {status}, {reason}" for name, status, reason in passed)
+            raise NoConfig(f"{missing}{why}") from None
         except Exception as fault:  # as for kernels: one broken plugin must not break everybody's calls
             wrong, choice = f"select_config raised {type(fault).__name__}: {fault}", None
         if wrong:
@@ -117,16 +123,14 @@ def first_answer(
     raise AssertionError("the heuristic policy always answers")
 
 
-def tell(chain: pluggy.PluginManager, inv: Invocation, choice: Choice) -> list[tuple[str, str, str]]:
-    """Tell every policy that remembers what was measured; the faults, as above."""
+def tell(chain: pluggy.PluginManager, hook: str, **given: Any) -> list[tuple[str, str, str]]:
+    """Tell every policy that implements this hook; the faults, as above."""
     faults = []
-    given = {"inv": inv, "choice": choice}
-    for policy in chain.hook.config_selected.get_hookimpls():
+    for policy in getattr(chain.hook, hook).get_hookimpls():
         try:
             policy.function(*(given[name] for name in policy.argnames))
-        except Exception as fault:  # what cannot be remembered can be used all the same
-            reason = f"config_selected raised {type(fault).__name__}: {fault}"
-            faults.append((policy.plugin_name, "broken", reason))
+        except Exception as fault:  # what cannot be remembered or shown can be used all the same
+            faults.append((policy.plugin_name, "broken", f"{hook} raised {type(fault).__name__}: {fault}"))
     return faults
 
 

@@ -18,9 +18,10 @@ from jax.interpreters import ad, batching, mlir
 
 from . import _batching
 from ._devices import current_platform, target
-from ._errors import NotDifferentiable, PluginError
+from ._errors import NoKernel, NotDifferentiable, PluginError, Unsupported
 from ._jax_versions import Primitive, aval_like, lower_with_devices
 from ._keys import abstract
+from ._labels import label_of
 from ._plan import Plan
 from ._request import Request
 
@@ -43,9 +44,13 @@ def outputs(request: Request, arrays: Sequence[Any]) -> tuple[jax.ShapeDtypeStru
     avals = [abstract(array) for array in arrays]
     invocation = request.invocation(avals, target(current_platform(())))
 
+    try:
+        cfg = reference.heuristic_cfg(invocation)
+    except Unsupported as refusal:
+        raise NoKernel(f"{reference.name}, which says what {operation.name!r} returns, refuses: {refusal}") from refusal
+
     def run(*values: Any) -> tuple[Any, ...]:
-        named = invocation.with_arrays(dict(zip(request.arrays, values, strict=True)))
-        return reference.run_backend(named, reference.heuristic_cfg(invocation))
+        return reference.run_backend(invocation.with_arrays(dict(zip(request.arrays, values, strict=True))), cfg)
 
     return tuple(jax.eval_shape(run, *avals))
 
@@ -71,7 +76,8 @@ def _types(results: Sequence[Any]) -> list[str]:
 
 @kernel_call.def_abstract_eval
 def _abstract_eval(*avals: Any, request: Request) -> list[Any]:
-    return [aval_like(avals[0], result) for result in outputs(request, avals)]
+    results = outputs(request, avals)
+    return [aval_like(avals[0], r) if avals else ShapedArray(r.shape, r.dtype) for r in results]
 
 
 @kernel_call.def_impl
@@ -86,7 +92,8 @@ def _lower(context: Any, *operands: Any, request: Request, platform: str | None)
     plan = request.plan(avals, target(platform or context.module_context.platforms[0]))
 
     def run(*arrays: Any) -> tuple[Any, ...]:
-        return execute(request, plan, arrays, context.avals_out)
+        with jax.named_scope(label_of(plan)):
+            return execute(request, plan, arrays, context.avals_out)
 
     return mlir.lower_fun(run, multiple_results=True)(context.replace(avals_in=avals), *operands)
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import jax
+import pluggy
 
 from . import _call, _discovery
 from ._cache import ConfigCache
@@ -116,6 +117,11 @@ class Registry:
         self.memory.put(key, value)
         self.calls = {}
 
+    def forget(self) -> None:
+        """Empty this registry's memory, and have calls choose anew."""
+        self.memory.clear()
+        self.calls = {}
+
     def _add(self, entry: Entry, loaded: Any) -> None:
         key = (entry.group, entry.name)
         with self._lock:
@@ -162,24 +168,36 @@ class Registry:
         self, inv: Invocation, candidates: Sequence[Candidate], scope: Scope
     ) -> tuple[Choice, list[Verdict]]:
         """The answer of the first policy that has one, and the verdict on each that is broken or says why not."""
-        if self._policies_of is not None:
-            answer = self._policies_of.select_config(inv, candidates, scope)
-            self.calls = {} if answer[0].measured else self.calls
-            return answer
-        loaded = {name: self._load(POLICIES, name) for name in self.names(POLICIES)}
-        broken = [p for p in loaded.values() if isinstance(p, Broken)]
-        good = [(name, policy) for name, policy in loaded.items() if not isinstance(policy, Broken)]
-        own = (good, self.memory) if scope.policies is None else (scope.policies, None)
-        chain = policy_chain(*own)
-        choice, passed = first_answer(chain, inv, candidates, scope)
+        choice, passed = first_answer(self.policies(scope), inv, candidates, scope)
         if choice.measured:
-            passed += tell(chain, inv, choice)
-            self.calls = {}
-        verdicts = [Verdict(b.entry.name, b.entry.provider, "broken", b.reason) for b in broken]
-        return choice, [*verdicts, *(Verdict(name, self._provider(name), *what) for name, *what in passed)]
+            passed += self.learn(inv, choice, scope)
+        return choice, [
+            *self._broken_policies(),
+            *(Verdict(name, self._provider(name), *what) for name, *what in passed),
+        ]
+
+    def learn(self, inv: Invocation, choice: Choice, scope: Scope) -> list[tuple[str, str, str]]:
+        """Tell everybody who remembers what was measured, and have calls choose anew. The faults of those told."""
+        self.calls = {}
+        return tell(self.policies(scope), "config_selected", inv=inv, choice=choice)
+
+    def policies(self, scope: Scope) -> pluggy.PluginManager:
+        """The chain that answers in this scope."""
+        if self._policies_of is not None:
+            return self._policies_of.policies(scope)
+        if scope.policies is not None:
+            return policy_chain(scope.policies, None, scope)
+        loaded = ((name, self._load(POLICIES, name)) for name in self.names(POLICIES))
+        return policy_chain([item for item in loaded if not isinstance(item[1], Broken)], self.memory, scope)
+
+    def _broken_policies(self) -> list[Verdict]:
+        if self._policies_of is not None:
+            return self._policies_of._broken_policies()
+        loaded = [self._load(POLICIES, name) for name in self.names(POLICIES)]
+        return [Verdict(b.entry.name, b.entry.provider, "broken", b.reason) for b in loaded if isinstance(b, Broken)]
 
     def software(self, op: str) -> dict[str, str]:
-        """The versions of all that could change which configuration is best: see ``Invocation.software``."""
+        """The versions of all that could change which configuration is best: see ``Key.software``."""
         known = self._software.get(op)
         if known is None:
             kernels, _ = self.kernels(op)
@@ -189,6 +207,8 @@ class Registry:
         return known
 
     def _provider(self, policy: str) -> str:
+        if self._policies_of is not None:
+            return self._policies_of._provider(policy)
         entries = self._state.entries.get((POLICIES, policy))
         return entries[0].provider if entries else "built in"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,8 @@ class Request:
     #: The arrays that are given, in the order in which they travel.
     arrays: tuple[str, ...]
     options: tuple[tuple[str, Any], ...]
+    #: The kinds of the options and of the explicit cfg: see ``kind_of``.
+    kinds: tuple[Any, ...] = attrs.field(repr=False)
 
     @property
     def registry(self) -> Registry:
@@ -59,10 +63,9 @@ class Request:
             target.platform,
             target.device_kind,
             target.compute_capability,
-            self.operation.version,
-            self.operation.tuning_key,
             self.terms.sharding,
-            self.registry.software(self.operation.name),
+            self.operation,
+            self.registry,
         )
 
     def plan(self, values: Sequence[Any], target: Target) -> Plan:
@@ -73,8 +76,23 @@ class Request:
         return plan.run(plan.invocation.with_arrays(dict(zip(self.arrays, values, strict=True))))
 
 
+def kind_of(value: Any) -> Any:
+    """What tells values apart that are equal and not the same: 1, 1.0 and True, 0.0 and -0.0, inside of others too."""
+    kind = type(value)
+    if kind is tuple:
+        return (kind, *map(kind_of, value))
+    if kind is float and value == 0.0:
+        return kind, math.copysign(1.0, value)
+    if attrs.has(kind):
+        return (kind, *(kind_of(getattr(value, field.name)) for field in attrs.fields(kind)))
+    if dataclasses.is_dataclass(kind):
+        return (kind, *(kind_of(getattr(value, field.name)) for field in dataclasses.fields(kind)))
+    return kind
+
+
 def request(terms: Terms, operation: Operation, arguments: Mapping[str, Any]) -> tuple[Request, list[Any]]:
     """Part prepared arguments into what is asked and the arrays it is asked of."""
     given = tuple(name for name in operation.arrays if arguments[name] is not None)
     options = tuple((name, value) for name, value in arguments.items() if name not in operation.arrays)
-    return Request(terms, operation, given, options), [arguments[name] for name in given]
+    kinds = (*(kind_of(value) for _, value in options), kind_of(terms.cfg))
+    return Request(terms, operation, given, options, kinds), [arguments[name] for name in given]

@@ -7,19 +7,21 @@ in JAX's jit key: a function that was compiled under equal content is not traced
 from __future__ import annotations
 
 import contextlib
+import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import jax
-from attrs.validators import in_
+from attrs.validators import gt, in_
 
 from ._keys import short_hash, stable_json
 from ._records import Record, as_record, fitting
 
 if TYPE_CHECKING:
-    from ._invocation import Key
+    from ._invocation import Invocation, Key
     from ._plan import Candidate
 
 MODES = ("off", "on_miss", "error_on_miss")
@@ -29,10 +31,26 @@ MODES = ("off", "on_miss", "error_on_miss")
 class AutotunePolicy:
     """What to do for a call that nothing is remembered for.
 
-    "off" takes the heuristic, "on_miss" measures (with a plugin that can), "error_on_miss" raises ``NoConfig``.
+    "off" takes the heuristic, "on_miss" measures, "error_on_miss" raises ``NoConfig``.
     """
 
     mode: str = attrs.field(default="off", validator=in_(MODES))
+    #: How long one measurement may take, compiling included.
+    budget_s: float = attrs.field(default=60.0, validator=gt(0))
+    #: Whether a thread waits for another that measures the same; if not, it takes the heuristic.
+    wait: bool = True
+
+
+def _default_policy() -> AutotunePolicy:
+    mode = os.environ.get("EJKERNEL_AUTOTUNE") or "off"
+    if mode not in MODES:
+        warnings.warn(f"EJKERNEL_AUTOTUNE takes {', '.join(MODES)}; got {mode!r}, taken for off", stacklevel=2)
+        mode = "off"
+    return AutotunePolicy(mode)
+
+
+#: What holds where nothing else was said: as EJKERNEL_AUTOTUNE says, read when the core is imported.
+DEFAULT_POLICY = _default_policy()
 
 
 @attrs.frozen
@@ -52,9 +70,12 @@ class Scope:
     """All that is entered, the innermost overlay first."""
 
     overlays: tuple[Overlay, ...] = ()
-    policy: AutotunePolicy = AutotunePolicy()
+    policy: AutotunePolicy = DEFAULT_POLICY
     #: The policies that answer instead of the registry's own, and the state in which they are.
     policies: tuple[tuple[str, Any], ...] | None = attrs.field(default=None, eq=False, repr=False)
+    #: Who hears of every invocation that a choice is made for.
+    listeners: tuple[Callable[[Invocation], None], ...] = attrs.field(default=(), eq=False, repr=False)
+    #: What tells this chain of policies, and these listeners, from others.
     state: str = ""
     #: The content as a text; "" for nothing.
     digest: str = attrs.field(init=False, repr=False)
@@ -62,7 +83,7 @@ class Scope:
     @digest.default
     def _content(self) -> str:
         content = [[overlay.digest for overlay in self.overlays], self.policy, self.state]
-        return "" if content == [[], AutotunePolicy(), ""] else short_hash(content)
+        return "" if content == [[], DEFAULT_POLICY, ""] else short_hash(content)
 
 
 #: Nothing entered.

@@ -178,17 +178,17 @@ def test_a_policy_says_why_it_has_no_answer(registry: Registry) -> None:
 
 
 def test_a_policy_hears_of_the_scope(registry: Registry) -> None:
-    modes = []
+    budgets = []
 
     @hookimpl
     def select_config(scope):
-        modes.append(scope.policy.mode)
+        budgets.append(scope.policy.budget_s)
 
     registry.register(SimpleNamespace(select_config=select_config), "listener")
     registry.plan("scale", X)
-    with policy_override(autotune=True):
+    with policy_override(budget_s=7.5):
         registry.plan("scale", X)
-    assert modes == ["off", "on_miss"]
+    assert budgets == [60.0, 7.5]
 
 
 @pytest.mark.parametrize(
@@ -425,8 +425,7 @@ def test_attention_calls_that_are_alike(one: Invocation, other: Invocation, alik
 def remembering() -> Iterator[Registry]:
     """The registry of the process, which forgets again."""
     yield ejkernel_core.registry
-    ejkernel_core.registry.memory.clear()
-    ejkernel_core.registry.calls = {}
+    ejkernel_core.registry.forget()
 
 
 def test_forward_and_backward_have_configurations_of_their_own(remembering: Registry) -> None:

@@ -8,6 +8,8 @@ import importlib
 import inspect
 import io
 import re
+import sys
+import types
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -21,6 +23,9 @@ RUNNING = [
     "README.md",
     "docs/index.md",
     "docs/hooks.md",
+    "docs/kernel-classes.md",
+    "docs/stores.md",
+    "docs/tuning.md",
     "docs/writing-a-plugin.md",
     "docs/operations/flash_attention.md",
 ]
@@ -42,11 +47,11 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
 
 def run(page: Path) -> None:
     """Run the python blocks in one namespace. A text block right behind one is what it prints."""
-    namespace = {"__name__": page.stem}
+    module = sys.modules[page.stem] = types.ModuleType(page.stem)  # found by its name, as a script is
     printed = ""
     for line, language, content in blocks(page):
         if language == "python":
-            printed = run_block(page, line, content, namespace)
+            printed = run_block(page, line, content, vars(module))
         elif language == "text" and printed:
             right = doctest.OutputChecker().check_output(content, printed, LENIENT)
             assert right, f"{name_of(page)}:{line} shows\n{content}\nbut this is printed\n{printed}"

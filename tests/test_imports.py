@@ -14,7 +14,14 @@ import pytest
 
 #: Parts of a module's dotted name. JAX has a pallas inside, which importing JAX does not load.
 FORBIDDEN = ("triton", "jax_triton", "pallas", "cattrs", "platformdirs", "pytest", "ejkernel_core.testing")
-OURS = ("ejkernel_ops", "ejkernel_xla", "ejkernel_bench")
+OURS = (
+    "ejkernel_ops",
+    "ejkernel_xla",
+    "ejkernel_cache",
+    "ejkernel_bench",
+    "ejkernel_core.classes",
+    "ejkernel_core.tuning",
+)
 
 EFFECTS = """
 import json, os, sys

@@ -386,3 +386,81 @@ def test_a_policys_configuration_has_to_be_the_kernels(registry: Registry) -> No
     candidate = Candidate(registry.kernel("scale", "two"), Config(2))
     assert "chose a dict for scale.two, not its Config" in str(misfit(Choice("two", {}, "p"), [candidate]))
     assert misfit(Choice("two", Config(9), "p"), [candidate]) is None
+
+
+# -- what is equal and not the same -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def telling() -> Registry:
+    """``tell`` gives its option's type and sign away: 2 for True, 3 for another, and 1 or -1 for the sign."""
+    fresh = Registry(plugins="")
+    fresh.register(Operation(name="tell", signature=lambda x, *, s=0: None, outputs=lambda a: (a["x"],)))
+
+    class Kernel:
+        Config = Config
+
+        @staticmethod
+        @hookimpl
+        def heuristic_cfg(inv: object) -> Config:
+            return Config(1)
+
+        @staticmethod
+        @hookimpl
+        def run_backend(inv: dict[str, jax.Array], cfg: Config) -> jax.Array:
+            kind = 2 if inv["s"] is True else 3
+            return inv["x"] * 0 + (kind + jnp.copysign(1.0, float(inv["s"]))) * (-1 if cfg.times is True else 1)
+
+    fresh.register(Kernel, "tell.it")
+    return fresh
+
+
+def test_options_that_are_equal_and_not_the_same_are_told_apart(telling: Registry) -> None:
+    eagerly = [float(telling.call("tell", X, s=s)[0]) for s in (1, True, 0.0, -0.0)]
+    assert eagerly == [4.0, 3.0, 4.0, 2.0]
+    jitted = jax.jit(lambda x: [telling.call("tell", x, s=s) for s in (1, True, 0.0, -0.0)])(X)
+    assert [float(result[0]) for result in jitted] == eagerly
+
+
+def test_configurations_that_are_equal_and_not_the_same_are_told_apart(telling: Registry) -> None:
+    assert [float(telling.call("tell", X, cfg=Config(c))[0]) for c in (1, True)] == [4.0, -4.0]
+    jitted = jax.jit(lambda x: [telling.call("tell", x, cfg=Config(c)) for c in (1, True)])(X)
+    assert [float(result[0]) for result in jitted] == [4.0, -4.0]
+
+
+def test_a_heuristic_of_another_type_is_a_broken_kernel(registry: Registry) -> None:
+    wrong = kernel(Config(3))
+    wrong.Config = int  # type: ignore[attr-defined]
+    registry.register(wrong, "scale.wrong")
+    np.testing.assert_array_equal(registry.call("scale", X), 2 * X)
+    (verdict,) = (v for v in registry.plan("scale", X).verdicts if v.name == "scale.wrong")
+    assert (verdict.status, verdict.reason) == ("broken", "heuristic_cfg gives a Config, not its Config")
+
+
+def test_a_reference_that_refuses_to_say_what_is_returned_is_named() -> None:
+    fresh = Registry(plugins="")
+    fresh.register(Operation(name="odd", signature=lambda x: None))
+    fresh.register(kernel(refuse="odd lengths only"), "odd.reference")
+    with pytest.raises(NoKernel, match="odd.reference, which says what 'odd' returns, refuses: odd lengths only"):
+        fresh.call("odd", X)
+
+
+def test_an_operation_may_take_no_arrays() -> None:
+    fresh = Registry(plugins="")
+    shape = lambda a: (jax.ShapeDtypeStruct((a["n"],), "float32"),)
+    fresh.register(Operation(name="ramp", signature=lambda *, n: None, outputs=shape))
+
+    class Kernel:
+        @staticmethod
+        @hookimpl
+        def heuristic_cfg(inv: object) -> None:
+            return None
+
+        @staticmethod
+        @hookimpl
+        def run_backend(inv: dict[str, int]) -> jax.Array:
+            return jnp.arange(inv["n"], dtype=jnp.float32)
+
+    fresh.register(Kernel, "ramp.it")
+    np.testing.assert_array_equal(fresh.call("ramp", n=4), [0, 1, 2, 3])
+    np.testing.assert_array_equal(jax.jit(lambda x: x + fresh.call("ramp", n=2))(X), X + np.array([0, 1]))

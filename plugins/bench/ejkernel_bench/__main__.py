@@ -15,9 +15,10 @@ from ._report import Report, heading
 #: The name of each benchmark is that of its module.
 BENCHMARKS = {
     "run": "causal attention forward and backward on this device: checked, explained, timed",
-    "overhead": "what the framework costs: an eager call, the import",
+    "overhead": "what the framework costs: an eager call, what is remembered, the import",
     "attention": "against jax.nn.dot_product_attention, S 4096, causal and full",
     "memory": "peak of forward and backward at S 16384",
+    "tuning": "what tuning gives against the heuristic, in a second process, and when something hangs",
     "window": "a window of 256 against none at S 16384",
 }
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ejkernel_bench import __main__ as command
-from ejkernel_bench import _problem, attention, memory, overhead, run, window
+from ejkernel_bench import _problem, attention, memory, overhead, run, tuning, window
 from ejkernel_bench._problem import Problem, through_core, with_gradients
 
 TINY = Problem(1, 64, 2, 16)
@@ -78,6 +78,17 @@ def test_run_finds_what_is_wrong(wrong):
     assert {fault.partition(" ")[0] for fault in report.faults} == {"out", "d_query", "d_key", "d_value"}
 
 
+def test_tuning_is_measured_against_the_heuristic_and_in_a_second_process(monkeypatch):
+    monkeypatch.setattr(tuning, "PROBLEM", TINY)
+    monkeypatch.setattr(tuning, "BUDGET_S", 20.0)
+    report = tuning.run(None, rounds=2)
+    assert report.faults == ()
+    assert [bar.unit for bar in report.bars] == ["times", "s", "s"]
+    assert [row[1] for row in report.tables[1].rows] == ["disk"]
+    assert report.text.startswith("flash_attention(query=float32[1,64,2,16]")
+    assert len(tuning.ejkernel_core.registry.memory) == 0
+
+
 def test_the_call_is_measured_against_the_same_kernel():
     table, bar, faults = overhead.call_overhead(None, calls=5)
     assert faults == []
@@ -94,6 +105,31 @@ def test_the_bare_function_is_attention():
 def test_a_difference_between_call_and_bare_function_is_found(wrong):
     _, _, faults = overhead.call_overhead(None, calls=1)
     assert faults
+
+
+def test_a_remembered_configuration_is_measured_and_used():
+    table, bar, faults = overhead.memory_overhead(None, calls=5)
+    assert faults == []
+    assert [row[0] for row in table.rows] == ["by the heuristic", "remembered"]
+    assert (bar.unit, bar.limit) == ("us", 3.0)
+
+
+def test_a_remembered_configuration_that_is_not_used_is_found(monkeypatch):
+    monkeypatch.setattr(overhead.Registry, "remember", lambda *arguments: None)
+    _, _, faults = overhead.memory_overhead(None, calls=1)
+    assert faults == ["what is in memory was not used, but heuristic"]
+
+
+def test_what_is_on_disk_is_measured_and_found():
+    table, bar, faults = overhead.disk_lookup(entries=30, lookups=10)
+    assert faults == []
+    assert "among 30 entries, milliseconds, 10 keys" in table.title
+    assert (bar.unit, bar.limit) == ("ms", 1.0)
+
+
+def test_what_is_not_found_on_disk_is_told(monkeypatch):
+    monkeypatch.setattr(overhead, "_fill", lambda cache, keys, record: cache.put(keys[0], record))
+    assert overhead.disk_lookup(entries=30, lookups=10)[2] == ["9 of 10 configurations on disk are not found"]
 
 
 def test_imports_are_measured_and_nothing_is_loaded_too_early():
@@ -154,7 +190,7 @@ def test_memory_is_counted_in_a_process_of_its_own():
 def test_without_a_name_it_lists(capsys):
     assert command.main([]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert listed == ["run", "overhead", "attention", "memory", "window"]
+    assert listed == ["run", "overhead", "attention", "memory", "tuning", "window"]
 
 
 def test_an_unknown_name_is_an_error(capsys):
@@ -167,7 +203,7 @@ def test_it_runs_prints_and_writes(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(run, "SIZES", dict.fromkeys(("cpu", "gpu", "tpu"), TINY))
     file = tmp_path / "found.json"
     assert command.main(["run", "--rounds", "1", "--backend", "reference", "--json", str(file)]) == 0
-    assert "explicit backend" in capsys.readouterr().out
+    assert "backend='reference' was asked for" in capsys.readouterr().out
     (found,) = json.loads(file.read_text())
     assert found["benchmark"] == "run"
     assert [row[0] for row in found["tables"][0]["rows"]] == ["out", "d_query", "d_key", "d_value"]

@@ -1,0 +1,92 @@
+"""One call for many: over an axis, or over devices, with one choice for all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+import ejkernel_core
+
+
+def vmap_with_config(
+    kernel: Any, in_axes: Any = 0, out_axes: Any = 0, cfg: Any = None, backend: str | None = None
+) -> Callable[..., Any]:
+    """``jax.vmap`` of a ``Kernel`` object or an operation by name, with one configuration for all elements.
+
+    ``in_axes`` is for the positional arguments, as in ``jax.vmap``. Keyword arguments are the same for all elements,
+    and may be anything that the kernel takes.
+    """
+    call = _call_of(kernel, cfg, backend)
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        return jax.vmap(lambda *moving: call(*moving, **kwargs), in_axes, out_axes)(*args)
+
+    return mapped
+
+
+def pmap_with_config(
+    kernel: Any,
+    axis_name: str = "devices",
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    devices: Sequence[Any] | None = None,
+    cfg: Any = None,
+    backend: str | None = None,
+) -> Callable[..., Any]:
+    """One element of the mapped axes on each device, as ``jax.pmap`` has it, by ``jax.shard_map``.
+
+    Inside, ``axis_name`` is bound for collectives. There may be fewer elements than devices.
+    """
+    call = _call_of(kernel, cfg, backend)
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        axes = in_axes if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
+        if len(axes) != len(args) or not all(axis is None or isinstance(axis, int) for axis in axes):
+            raise ValueError(f"in_axes: takes an int or None for each of the {len(args)} arguments; got {in_axes!r}")
+        mesh = _mesh(args, axes, axis_name, devices)
+
+        def on_one(*shards: Any) -> Any:
+            # A shard is a slice of length one.
+            one = (_each(shard, axis, jnp.squeeze) for shard, axis in zip(shards, axes, strict=True))
+            return _each(call(*one, **kwargs), out_axes, jnp.expand_dims)
+
+        specs = tuple(_spec(axis, axis_name) for axis in axes)
+        return jax.shard_map(on_one, mesh=mesh, in_specs=specs, out_specs=_spec(out_axes, axis_name))(*args)
+
+    return mapped
+
+
+def _call_of(kernel: Any, cfg: Any, backend: str | None) -> Callable[..., Any]:
+    run = functools.partial(ejkernel_core.call, kernel) if isinstance(kernel, str) else kernel
+    return functools.partial(run, cfg=cfg, backend=backend)
+
+
+def _each(tree: Any, axis: int | None, change: Callable[[Any, int], Any]) -> Any:
+    return tree if axis is None else jax.tree.map(lambda leaf: change(leaf, axis), tree)
+
+
+def _spec(axis: int | None, name: str) -> PartitionSpec:
+    return PartitionSpec() if axis is None else PartitionSpec(*(None,) * axis, name)
+
+
+def _mesh(args: Sequence[Any], axes: Sequence[int | None], name: str, devices: Sequence[Any] | None) -> Mesh:
+    """As many devices as there are elements."""
+    pairs = [
+        (leaf, axis) for arg, axis in zip(args, axes, strict=True) if axis is not None for leaf in jax.tree.leaves(arg)
+    ]
+    sizes = {np.shape(leaf)[axis] for leaf, axis in pairs}
+    if len(sizes) != 1:
+        raise ValueError(
+            f"pmap_with_config: the mapped axes have the sizes {sorted(sizes)}; they have to be of one size"
+        )
+    (count,) = sizes
+    available = list(jax.local_devices() if devices is None else devices)
+    if count > len(available):
+        raise ValueError(f"pmap_with_config: {count} elements take {count} devices; there are {len(available)}")
+    return Mesh(np.array(available[:count]), (name,), axis_types=(AxisType.Auto,))

@@ -1,0 +1,378 @@
+"""The contest: every configuration is compiled, checked and measured, none of them can do harm, and time is kept."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import math
+import os
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel_core._errors import Unsupported
+from ejkernel_core._invocation import Invocation
+from ejkernel_core._kernel import LoadedKernel
+
+from . import _timing
+
+#: How far results may be from the reference's, over the largest of these, by dtype. A GPU or a TPU multiplies float32
+#: in fewer bits unless it is told otherwise.
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
+DEVICE_FLOAT32 = 5e-3
+
+#: The rounds: which part of the calls is measured, and over which multiple of the best time a configuration is out.
+ROUNDS = ((0.08, 1.6), (0.14, 1.3), (0.26, 1.15), (0.52, 1.08))
+#: And after the first call, when most are out.
+HOPELESS = 3.0
+#: No single run gets more than this part of the time that is left: one that hangs must not cost the others theirs.
+SHARE = 0.25
+#: A round is run in so many turns.
+TURNS = 4
+#: A configuration has to beat the heuristic's by this much: otherwise there is no reason to leave it.
+MARGIN = 0.02
+#: How the reasons begin that say nothing about the configuration.
+OUT_OF_TIME = "out of time"
+#: The part of the budget in which everything has to be compiled.
+COMPILING = 0.6
+
+
+@attrs.define(eq=False)
+class Entrant:
+    """One configuration of one kernel, and what became of it."""
+
+    kernel: LoadedKernel
+    cfg: Any
+    #: The configuration that would be taken without measuring.
+    is_usual: bool = False
+    compiled: Callable[..., Any] | None = None
+    samples: list[float] = attrs.field(factory=list)
+    #: How many calls make one sample by the clock.
+    batch: int = 0
+    #: It was compiled, checked and measured before, by somebody who was interrupted.
+    is_settled: bool = False
+    #: Why it is out, or None.
+    reason: str | None = None
+
+    @property
+    def backend(self) -> str:
+        return self.kernel.backend
+
+    @property
+    def milliseconds(self) -> float:
+        return statistics.median(self.samples) if self.samples else math.inf
+
+    @property
+    def spread(self) -> float:
+        return _timing.Timing(self.samples, "").spread if self.samples else 0.0
+
+
+class StillRunningError(Exception):
+    """What cannot be interrupted was left behind."""
+
+
+@attrs.define(eq=False)
+class Contest:
+    """The entrants of one invocation, on concrete inputs."""
+
+    inv: Invocation
+    #: The arrays by name.
+    inputs: Mapping[str, jax.Array]
+    entrants: list[Entrant]
+    deadline: float
+    #: What computes the results to compare with.
+    reference: LoadedKernel | None
+    report: Callable[[], None]
+    num_warmup: int
+    num_iters: int
+    #: Whose results the others were compared with, and what is still to be said.
+    checked_against: str = ""
+    notes: list[str] = attrs.field(factory=list)
+    _wanted: Any = None
+
+    def run(self) -> Entrant | None:
+        """Compile, check, race. The winner, or None where nobody got as far as being measured."""
+        started = time.monotonic()
+        self._compile(started + COMPILING * (self.deadline - started))
+        self._check()
+        self._race()
+        measured = [entrant for entrant in self.alive() if entrant.samples]
+        if not measured:
+            return None
+        best = min(measured, key=lambda entrant: entrant.milliseconds)
+        close = (e for e in measured if e.is_usual and e.milliseconds <= best.milliseconds * (1 + MARGIN))
+        return next(close, best)
+
+    def alive(self) -> list[Entrant]:
+        """Those that are still in."""
+        return [entrant for entrant in self.entrants if entrant.reason is None]
+
+    # -- compiling -----------------------------------------------------------------------------------------------
+
+    def _compile(self, until: float) -> None:
+        waiting: queue.SimpleQueue[Entrant] = queue.SimpleQueue()
+        done: queue.SimpleQueue[tuple[Entrant, Any]] = queue.SimpleQueue()
+        to_do = [entrant for entrant in self.alive() if not entrant.is_settled]
+        for entrant in to_do:
+            waiting.put(entrant)
+        settings = _Settings.of(self.inv)
+        work = (self._compile_all, (waiting, done, until, settings))
+        threads = [threading.Thread(target=work[0], args=work[1], daemon=True) for _ in range(os.cpu_count() or 1)]
+        for thread in threads[: waiting.qsize()]:
+            thread.start()
+        missing = {id(entrant): entrant for entrant in to_do}
+        while missing and (left := until - time.monotonic()) > 0:
+            try:
+                entrant, outcome = done.get(timeout=left)
+            except queue.Empty:
+                break
+            del missing[id(entrant)]
+            if isinstance(outcome, BaseException):
+                entrant.reason = _told("compiling", outcome)
+            else:
+                entrant.compiled, entrant.reason = outcome, _too_large(outcome)
+            self.report()
+        for entrant in missing.values():
+            entrant.reason = f"{OUT_OF_TIME}: not compiled within the budget; left behind in a thread"
+        _left_behind.extend(thread for thread in threads if thread.is_alive())
+
+    def _compile_all(self, waiting: Any, done: Any, until: float, settings: _Settings) -> None:
+        while time.monotonic() < until:
+            try:
+                entrant = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                with settings.entered():
+                    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.inputs.values()]
+                    done.put((entrant, jax.jit(self._function(entrant)).lower(*avals).compile()))
+            except BaseException as fault:  # whatever a configuration does, it is only this one that is out
+                done.put((entrant, fault))
+
+    def _function(self, entrant: Entrant) -> Callable[..., Any]:
+        def run(*arrays: Any) -> tuple[Any, ...]:
+            inv = self.inv.with_arrays(dict(zip(self.inputs, arrays, strict=True)))
+            return entrant.kernel.run_backend(inv, entrant.cfg)
+
+        return run
+
+    # -- checking ------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        for entrant in self.alive():
+            if entrant.is_settled:
+                continue
+            found = self._attempt(entrant, "running", functools.partial(self._results, entrant))
+            for _ in range(1, self.num_warmup):
+                self._attempt(entrant, "running", functools.partial(self._results, entrant))
+            if found is None:
+                continue
+            if self._wanted is None:
+                self._settle_reference(entrant, found)
+            entrant.reason = _wrong(found, self._wanted, self.inv.platform)
+            if entrant.reason is None:
+                self._measure(entrant, 1)
+                self._drop_slower(HOPELESS)
+            self.report()
+
+    def _settle_reference(self, first: Entrant, found: Any) -> None:
+        """The reference's results; those of the first entrant where the reference cannot give any."""
+        self._wanted, self.checked_against = found, first.kernel.name
+        if self.reference is None or self.reference.backend == first.backend:
+            return
+        stand_in = Entrant(self.reference, None)
+        wanted = self._attempt(stand_in, "running", lambda: self._reference_results(stand_in))
+        if wanted is not None:
+            self._wanted, self.checked_against = wanted, self.reference.name
+        else:
+            self.notes.append(f"checked against {first.kernel.name}, because {self.reference.name}: {stand_in.reason}")
+
+    def _reference_results(self, stand_in: Entrant) -> Any:
+        stand_in.cfg = stand_in.kernel.heuristic_cfg(self.inv)
+        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.inputs.values()]
+        stand_in.compiled = jax.jit(self._function(stand_in)).lower(*avals).compile()
+        too_large = _too_large(stand_in.compiled)
+        if too_large:
+            raise Unsupported(too_large)
+        return self._results(stand_in)
+
+    def _results(self, entrant: Entrant) -> Any:
+        assert entrant.compiled is not None
+        return jax.block_until_ready(entrant.compiled(*self.inputs.values()))
+
+    # -- racing --------------------------------------------------------------------------------------------------
+
+    def _race(self) -> None:
+        for part, factor in ROUNDS:
+            calls = max(1, round(part * self.num_iters))
+            if len(self.alive()) < 2 and any(entrant.samples for entrant in self.alive()):
+                return
+            # In turns: what slows the machine down for a while slows everybody down.
+            chunk = math.ceil(calls / TURNS)
+            for _ in range(math.ceil(calls / chunk)):
+                for entrant in self.alive():
+                    if not entrant.is_settled:
+                        self._measure(entrant, chunk)
+            self._drop_slower(factor)
+            self.report()
+
+    def _drop_slower(self, factor: float) -> None:
+        best = min((entrant.milliseconds for entrant in self.alive()), default=math.inf)
+        for entrant in self.alive():
+            if entrant.samples and not entrant.is_usual and entrant.milliseconds > factor * best:
+                entrant.reason = f"slower: {entrant.milliseconds:.4g} ms"
+
+    def _measure(self, entrant: Entrant, calls: int) -> None:
+        compiled, arrays = entrant.compiled, list(self.inputs.values())
+        assert compiled is not None
+
+        def work() -> list[float]:
+            if self.inv.platform == "gpu" and (samples := _timing.on_device(compiled, arrays, calls, self.deadline)):
+                return samples
+            if not entrant.batch:
+                entrant.batch = _timing.batch_size(compiled, arrays)
+            return [_timing.seconds(compiled, arrays, entrant.batch) * 1e3 for _ in range(calls)]
+
+        entrant.samples += self._attempt(entrant, "measuring", work) or []
+
+    def _attempt(self, entrant: Entrant, doing: str, work: Callable[[], Any]) -> Any:
+        """What ``work`` returns; None, and the entrant is out, where it fails or takes longer than there is."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            entrant.reason = entrant.reason if entrant.samples else f"{OUT_OF_TIME}: the budget was spent"
+            return None
+        try:
+            return in_thread(work, left * SHARE, _Settings.of(self.inv))
+        except StillRunningError:
+            entrant.reason = f"{OUT_OF_TIME}: still {doing} after {left * SHARE:.2g} s; left behind in a thread"
+        except Exception as fault:  # as above
+            entrant.reason = _told(doing, fault)
+        return None
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class _Settings:
+    """JAX's settings that are a thread's own, and the device to run on."""
+
+    x64: bool
+    device: Any
+
+    @classmethod
+    def of(cls, inv: Invocation) -> _Settings:
+        return cls(
+            bool(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
+            jax.local_devices(backend=inv.platform)[0],
+        )
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        with jax.enable_x64(self.x64), jax.default_device(self.device):
+            yield
+
+
+def in_thread(work: Callable[[], Any], seconds: float, settings: _Settings) -> Any:
+    """What ``work`` returns, from a thread of its own, where no tracer is near; ``StillRunningError`` if it is late."""
+    answers: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            with settings.entered():
+                answers.put((True, work()))
+        except BaseException as fault:  # handed over to who waits
+            answers.put((False, fault))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        good, answer = answers.get(timeout=seconds)
+    except queue.Empty:
+        _left_behind.append(thread)
+        raise StillRunningError from None
+    if not good:
+        raise answer
+    return answer
+
+
+#: Threads that were not waited for. A thread that comes back from XLA while Python ends takes the process down, so the
+#: end waits for them: for a while, because what hangs for ever does not come back.
+_left_behind: list[threading.Thread] = []
+PATIENCE_S = 10.0
+
+
+@atexit.register
+def _wait_for_left_behind() -> None:
+    until = time.monotonic() + PATIENCE_S
+    for thread in _left_behind:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+# -- judging ---------------------------------------------------------------------------------------------------------
+
+
+def _told(doing: str, fault: BaseException) -> str:
+    first = (str(fault).strip().splitlines() or [""])[0]
+    return f"{doing} raised {type(fault).__name__}: {first[:200]}"
+
+
+def _too_large(compiled: Any) -> str | None:
+    """Whether it needs more memory than there is: on a CPU it would take the process with it."""
+    analysis = compiled.memory_analysis()
+    needed = getattr(analysis, "temp_size_in_bytes", 0) + getattr(analysis, "output_size_in_bytes", 0)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    room = stats.get("bytes_limit") or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return f"needs {needed / 2**30:.3g} GiB of memory; there are {room / 2**30:.3g}" if needed > room else None
+
+
+def _wrong(found: Sequence[Any], wanted: Sequence[Any], platform: str) -> str | None:
+    """What is wrong with the results, or None."""
+    if _types(found) != _types(wanted):
+        return f"wrong: returned ({', '.join(_types(found))}), not ({', '.join(_types(wanted))})"
+    for place, (mine, right) in enumerate(zip(found, wanted, strict=True)):
+        name = f"result {place}" if len(wanted) > 1 else "the result"
+        if not jnp.issubdtype(right.dtype, jnp.inexact):
+            if not bool(jnp.array_equal(mine, right)):
+                return f"wrong: {name} is another"
+            continue
+        error, misplaced = (np.asarray(value).item() for value in _distance(mine, right))
+        if misplaced:
+            return (
+                f"wrong: {name} is NaN or infinite in {misplaced} places where the reference is not, or not where it is"
+            )
+        allowed = tolerance(right.dtype, platform)
+        if not error <= allowed:
+            return f"wrong: {name} is off by {error:.2g} of the largest value; {allowed:.2g} is allowed"
+    return None
+
+
+def tolerance(dtype: Any, platform: str) -> float:
+    """The error that is allowed, over the largest value."""
+    name = jnp.dtype(dtype).name
+    return DEVICE_FLOAT32 if name == "float32" and platform != "cpu" else TOLERANCE.get(name, 1e-4)
+
+
+def _types(results: Sequence[Any]) -> list[str]:
+    return [f"{result.dtype}{list(result.shape)}" for result in results]
+
+
+@jax.jit
+def _distance(found: Any, wanted: Any) -> tuple[Any, Any]:
+    """The largest difference over the largest value, and in how many places the one is finite and the other is not."""
+    wide = jnp.promote_types(wanted.dtype, jnp.float32)
+    found, wanted = found.astype(wide), wanted.astype(wide)
+    both = jnp.isfinite(found) & jnp.isfinite(wanted)
+    same = both | (found == wanted) | (jnp.isnan(found) & jnp.isnan(wanted))
+    difference = jnp.max(jnp.where(both, jnp.abs(found - wanted), 0), initial=0)
+    scale = jnp.max(jnp.where(both, jnp.abs(wanted), 0), initial=0)
+    return difference / jnp.maximum(scale, np.finfo(wide).tiny), jnp.sum(~same)

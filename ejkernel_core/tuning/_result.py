@@ -1,0 +1,196 @@
+"""What a contest found out: a table, JSON, an overlay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import attrs
+import jax
+
+from ejkernel_core._errors import RecordError
+from ejkernel_core._invocation import Key
+from ejkernel_core._records import SCHEMA, Provenance, Record, record_from_json, record_to_json
+from ejkernel_core._scopes import overlay_cache
+
+
+@attrs.frozen
+class Entry:
+    """What became of one configuration."""
+
+    backend: str
+    cfg: Any
+    #: The median of one call, and the distance of the quartiles; None where it was not measured.
+    milliseconds: float | None = None
+    spread: float | None = None
+    #: Why it is out; "" for what stayed in to the end.
+    reason: str = ""
+    #: It is what is taken without measuring.
+    is_usual: bool = False
+
+
+@attrs.frozen
+class Tuned:
+    """The contest of one invocation."""
+
+    #: The exact key, and that of the calls that are alike.
+    keys: tuple[Key, ...]
+    description: str
+    #: The winner first, then by time, then those without one.
+    entries: tuple[Entry, ...]
+    #: The best of every backend, the winner first; none if nobody was measured.
+    records: tuple[Record, ...]
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Entry | None:
+        """The winner."""
+        return self.entries[0] if self.records else None
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                "*" if self.records and number == 0 else "",
+                entry.backend,
+                str(entry.cfg) + (" (heuristic)" if entry.is_usual else ""),
+                "" if entry.milliseconds is None else f"{entry.milliseconds:.4g}",
+                "" if entry.spread is None else f"{entry.spread:.2g}",
+                entry.reason,
+            )
+            for number, entry in enumerate(self.entries)
+        ]
+        table = _table(("", "backend", "configuration", "ms", "spread", "out because"), rows)
+        return "\n".join(
+            [f"{self.description}, in {self.seconds:.1f} s", *table, *(f"  {note}" for note in self.notes)]
+        )
+
+
+@attrs.frozen
+class TuningResult:
+    """What was tuned. ``with result:`` uses it; ``result | other`` has both, the other's where both have one."""
+
+    tuned: tuple[Tuned, ...] = ()
+
+    @property
+    def best(self) -> Entry:
+        """The winner of the one contest; ``LookupError`` where there were several, or nobody was measured."""
+        if len(self.tuned) != 1:
+            raise LookupError(f"there were {len(self.tuned)} contests: see result.tuned")
+        best = self.tuned[0].best
+        if best is None:
+            raise LookupError(f"nobody was measured:\n{self}")
+        return best
+
+    @property
+    def cfg(self) -> Any:
+        """The winner's configuration."""
+        return self.best.cfg
+
+    def items(self) -> list[tuple[Key, tuple[Record, ...]]]:
+        """The records by key, as a store has them."""
+        return [(key, one.records) for one in self.tuned if one.records for key in one.keys]
+
+    def __or__(self, other: TuningResult) -> TuningResult:
+        theirs = {one.keys[0] for one in other.tuned}
+        return TuningResult((*(one for one in self.tuned if one.keys[0] not in theirs), *other.tuned))
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.tuned)) or "nothing was tuned"
+
+    # -- as an overlay -------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> TuningResult:
+        self._check_device()
+        context = overlay_cache(self)
+        context.__enter__()
+        _entered.set((*_entered.get(), context))
+        return self
+
+    def __exit__(self, *fault: Any) -> None:
+        *others, context = _entered.get()
+        _entered.set(tuple(others))
+        context.__exit__(*fault)
+
+    def _check_device(self) -> None:
+        here = {device.device_kind for device in jax.local_devices()} | {"cpu"}
+        there = {key.device for key, _ in self.items()}
+        if there and not there & here:
+            raise ValueError(
+                f"this was measured on {', '.join(sorted(there))}, and here there are {', '.join(sorted(here))}: "
+                "what is best on one is not on the other"
+            )
+
+    # -- as text -------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """Everything that is needed to use the result elsewhere: the records with their provenance."""
+        documents = [
+            {
+                "keys": [_key(key) for key in one.keys],
+                "records": [json.loads(record_to_json(one.keys[0], r)) for r in one.records],
+            }
+            for one in self.tuned
+        ]
+        return json.dumps({"schema": SCHEMA, "tuned": documents}, indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str, config_type: Callable[[str, str], type | None] | None = None) -> TuningResult:
+        """What ``to_json`` wrote. ``config_type(op, backend)`` gives the type of a kernel's configurations; by default
+        the installed kernel's. ``RecordError`` tells what does not fit.
+        """
+        try:
+            data = json.loads(text)
+            documents = data["tuned"] if data["schema"] == SCHEMA else None
+        except (ValueError, TypeError, KeyError, RecursionError) as fault:
+            raise RecordError(f"no tuning result: {fault}", damaged=True) from fault
+        if documents is None:
+            raise RecordError(f"$.schema is {data['schema']!r}; this version reads {SCHEMA}")
+        kinds = config_type or _installed_type
+        return cls(tuple(_read(document, kinds) for document in documents))
+
+
+_entered: ContextVar[tuple[Any, ...]] = ContextVar("ejkernel_tuning_results", default=())
+
+
+def _key(key: Key) -> dict[str, Any]:
+    return attrs.asdict(key)
+
+
+def _read(document: Any, kinds: Callable[[str, str], type | None]) -> Tuned:
+    try:
+        keys = tuple(Key(**key) for key in document["keys"])
+        pairs = [(json.dumps(record), record["backend"]) for record in document["records"]]
+    except (TypeError, KeyError) as fault:
+        raise RecordError(f"no tuning result: {fault}", damaged=True) from fault
+    records = tuple(record_from_json(text, keys[0], kinds(keys[0].op, backend)) for text, backend in pairs)
+    entries = tuple(
+        Entry(record.backend or "", record.cfg, record.provenance.milliseconds if record.provenance else None)
+        for record in records
+    )
+    return Tuned(keys, f"{keys[0]} on {keys[0].device}, read from JSON", entries, records)
+
+
+def _installed_type(op: str, backend: str) -> type | None:
+    import ejkernel_core
+
+    return ejkernel_core.registry.kernel(op, backend).config_type
+
+
+def records_of(entries: Iterable[Entry], provenance: Callable[[Entry], Provenance]) -> tuple[Record, ...]:
+    """The best of every backend, in the order of the entries."""
+    best: dict[str, Record] = {}
+    for entry in entries:
+        if entry.milliseconds is not None and entry.backend not in best and not entry.reason.startswith("wrong"):
+            best[entry.backend] = Record(entry.cfg, entry.backend, provenance(entry))
+    return tuple(best.values())
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [head, *rows]
+    ]

@@ -1,0 +1,229 @@
+"""What a program calls: recorded while it is compiled, and read out of compiled text."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_core
+from ejkernel_core import (
+    Operation,
+    RecordError,
+    Registry,
+    extract_labels_from_hlo_text,
+    find_labels_in_lowered,
+    hookimpl,
+    label,
+    labels_to_configs,
+)
+from ejkernel_core.tuning import (
+    autotune_recorded,
+    clear_invocations,
+    get_invocations,
+    record_invocation,
+    recording,
+)
+
+Q, K, V = (jax.random.normal(key, (2, 48, 2, 8)) for key in jax.random.split(jax.random.key(0), 3))
+
+
+def attention(q: Any, k: Any, v: Any) -> Any:
+    return ejkernel_core.call("flash_attention", q, k, v, causal=True, sliding_window=(20, 0))
+
+
+def loss(*arrays: Any) -> Any:
+    return (attention(*arrays) ** 2).sum()
+
+
+@pytest.fixture(autouse=True)
+def forgetting() -> Iterator[None]:
+    clear_invocations()
+    yield
+    clear_invocations()
+    ejkernel_core.registry.forget()
+
+
+# -- recording -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_recorded_with_its_backward_pass_even_if_it_was_compiled_before() -> None:
+    step = jax.jit(jax.grad(loss))
+    step(Q, K, V)
+    with recording() as found:
+        step(Q, K, V)
+        step(Q, K, V)
+        attention(Q, K, V)
+    assert [inv.op for inv in found] == ["flash_attention", "flash_attention_bwd"]
+    assert [inv.op for inv in get_invocations()] == ["flash_attention", "flash_attention_bwd"]
+    assert (
+        next(iter(found)).key
+        == ejkernel_core.invocation("flash_attention", Q, K, V, causal=True, sliding_window=(20, 0)).key
+    )
+
+
+def test_lowering_is_enough_and_shapes_are_final() -> None:
+    rows = jax.ShapeDtypeStruct((3, *Q.shape), Q.dtype)
+    with recording() as found:
+        jax.jit(jax.vmap(attention)).lower(rows, rows, rows)
+    (inv,) = found
+    assert inv["query"].shape == (6, 48, 2, 8)
+
+
+def test_nothing_is_recorded_outside() -> None:
+    with recording() as found:
+        pass
+    attention(Q, K, V)
+    assert list(found) == get_invocations() == []
+
+
+def test_no_array_is_kept() -> None:
+    array = jax.random.normal(jax.random.key(5), Q.shape)
+    kept = weakref.ref(array)
+    with recording() as found:
+        attention(array, array, array)
+    del array
+    gc.collect()
+    assert kept() is None
+    for inv in found:
+        leaves = jax.tree.leaves(dict(inv.arguments))
+        assert not any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves)
+
+
+def test_an_invocation_is_recorded_by_hand() -> None:
+    inv = ejkernel_core.invocation("flash_attention", Q, K, V)
+    record_invocation("flash_attention", inv)
+    record_invocation("flash_attention", inv)
+    assert [one.key for one in get_invocations()] == [inv.key]
+    with pytest.raises(ValueError, match="is of 'flash_attention', not of 'other'"):
+        record_invocation("other", inv)
+
+
+def test_what_was_recorded_is_tuned_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with recording() as found:
+        jax.jit(jax.grad(loss)).lower(Q, K, V)
+    first, *_ = found
+    result = autotune_recorded([first])
+    assert [t.keys[0] for t in result.tuned] == [first.key]
+    # As after an interrupt: what is known is passed over.
+    result = autotune_recorded(found)
+    assert [t.keys[0].op for t in result.tuned] == ["flash_attention_bwd"]
+    assert autotune_recorded(get_invocations()).tuned == ()
+    explained = ejkernel_core.explain("flash_attention", Q, K, V, causal=True, sliding_window=(20, 0))
+    assert explained.plan.origin == "memory"
+    assert [t.keys[0] for t in autotune_recorded([first], retune=True).tuned] == [first.key]
+
+
+# -- labels ----------------------------------------------------------------------------------------------------------
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "plain": (attention, ["flash_attention"]),
+    "grad": (jax.grad(loss), ["flash_attention", "flash_attention_bwd"]),
+    "vmap": (jax.vmap(attention), ["flash_attention"]),
+    "vmap of grad": (jax.vmap(jax.grad(loss)), ["flash_attention", "flash_attention_bwd"]),
+    "in a loop": (
+        lambda q, k, v: jax.lax.scan(lambda c, _: (attention(c, k, v), None), q, length=3)[0],
+        ["flash_attention"],
+    ),
+    "checkpointed": (jax.grad(jax.checkpoint(loss)), ["flash_attention", "flash_attention_bwd"]),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_labels_survive_compilation(name: str) -> None:
+    function, ops = PROGRAMS[name]
+    arrays = [jnp.stack([a, a]) for a in (Q, K, V)] if "vmap" in name else [Q, K, V]
+    lowered = jax.jit(function).lower(*arrays)
+    before, after = find_labels_in_lowered(lowered), find_labels_in_lowered(lowered.compile())
+    assert sorted(found.name for found in before) == ops
+    assert set(after) == set(before)
+
+
+def test_labels_tell_shapes_and_configurations() -> None:
+    usual = ejkernel_core.plan("flash_attention", Q, K, V, causal=True, sliding_window=(20, 0))
+    cfg = attrs.evolve(usual.cfg, q_block=16)
+    program = jax.jit(
+        lambda *a: ejkernel_core.call("flash_attention", *a, causal=True, sliding_window=(20, 0), cfg=cfg)
+    )
+    (found,) = find_labels_in_lowered(program.lower(Q, K, V).compile())
+    assert (found.name, found.backend) == ("flash_attention", "xla")
+    arguments = dict(found.arguments)
+    assert (arguments["query"], arguments["causal"]) == ("float32[2,48,2,8]", True)
+    assert "bias" not in arguments
+    assert labels_to_configs([found]) == {found: cfg}
+    assert str(found).startswith("flash_attention.xla(query=float32[2,48,2,8], ")
+
+
+SCRIPT = """
+import jax, ejkernel_core
+q = jax.ShapeDtypeStruct((2, 48, 2, 8), "float32")
+call = lambda q: ejkernel_core.call("flash_attention", q, q, q, causal=True)
+print(jax.jit(call).lower(q).compile().as_text())
+"""
+
+
+def test_labels_are_read_from_the_text_of_another_process() -> None:
+    env = {**os.environ, "PYTHONHASHSEED": "77"}
+    text = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env=env).stdout
+    ((found, cfg),) = labels_to_configs(extract_labels_from_hlo_text(text)).items()
+    plan = ejkernel_core.plan("flash_attention", Q, Q, Q, causal=True)
+    assert (found.name, found.backend, cfg) == ("flash_attention", "xla", plan.cfg)
+
+
+def test_labels_of_ones_own() -> None:
+    @label("my_attention.v2")
+    def mine(q: Any, *, scale: float = 1.0) -> Any:
+        """Its docstring."""
+        return jnp.sin(q) * scale
+
+    assert (mine.__name__, mine.__doc__) == ("mine", "Its docstring.")
+    compiled = jax.jit(lambda q: mine(q, scale=2.0)).lower(Q).compile()
+    (found,) = find_labels_in_lowered(compiled)
+    assert (found.name, found.backend, str(found)) == ("my_attention.v2", None, "my_attention.v2")
+    assert labels_to_configs([found]) == {}
+    with pytest.raises(ValueError, match="letters, digits.*got 'a@b'"):
+        label("a@b")
+
+
+def test_what_is_no_label_is_no_label() -> None:
+    assert extract_labels_from_hlo_text("") == []
+    assert extract_labels_from_hlo_text('op_name="jit(f)/ejk~else~x"') == []
+    (cut,) = extract_labels_from_hlo_text('op_name="jit(f)/ejk~call~flash_attention.xla~eJwr"')
+    assert (cut.name, cut.backend) == ("flash_attention.xla", None)
+
+
+def test_a_configuration_of_another_version_is_told() -> None:
+    @attrs.frozen
+    class Config:
+        other: int = 1
+
+    (found,) = find_labels_in_lowered(jax.jit(attention).lower(Q, K, V))
+    with pytest.raises(RecordError, match="Config"):
+        labels_to_configs([found], {"flash_attention.xla": Config})
+
+
+def test_a_configuration_that_cannot_be_written_leaves_a_label_all_the_same() -> None:
+    @hookimpl
+    def heuristic_cfg(inv):
+        return lambda: "a strange configuration"
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        return inv["x"] * 2
+
+    registry = Registry(plugins="")
+    registry.register(Operation(name="double", signature=lambda x: None, outputs=lambda a: (a["x"],)))
+    registry.register(SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend), "double.odd")
+    (found,) = find_labels_in_lowered(jax.jit(lambda x: registry.call("double", x)).lower(Q))
+    assert (found.name, found.backend) == ("double", "odd")

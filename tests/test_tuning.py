@@ -1,0 +1,491 @@
+"""The tuner: the right winner however a call is made, nobody who is wrong, one measurement for all, and no harm done."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import ejkernel_core
+from ejkernel_core import Operation, Registry, Unsupported, hookimpl, policy_override
+from ejkernel_core._plan import ask_all
+from ejkernel_core.tuning import Entry, Progress, Tuned, TuningResult, autotune
+from ejkernel_core.tuning._autotune import check_tunable, made, tune
+from ejkernel_core.tuning._tuner import show
+
+X = jnp.linspace(0.1, 1.0, 64).reshape(4, 16)
+
+
+@attrs.frozen
+class Config:
+    kind: str = "slow"
+
+
+def fold(arguments: Any, names: frozenset[str], size: int) -> Any:
+    x = arguments["x"]
+    return {**arguments, "x": x.reshape(-1, x.shape[-1])}, lambda results: tuple(
+        r.reshape(size, -1, r.shape[-1]) for r in results
+    )
+
+
+def slowly(x: Any, steps: int) -> Any:
+    """``x``, after so many passes over a large array that the compiler cannot see through."""
+
+    def step(_: Any, large: Any) -> Any:
+        return jnp.sin(large) * 1e-3 + large * 0.999
+
+    return x + 0 * jax.lax.fori_loop(0, steps, step, jnp.full((50_000,), x.ravel()[0])).sum()
+
+
+def trouble(x: Any, kind: str) -> Any:
+    """Three times ``x``, or what goes wrong."""
+
+    def raising(value: Any) -> Any:
+        raise ValueError("in the middle of a run")
+
+    def hanging(value: Any) -> Any:
+        RELEASE.wait(20)
+        return value
+
+    if kind == "slow":
+        return slowly(x, 300) * 3
+    if kind == "slow to trace":
+        time.sleep(0.3)
+        return x * 3
+    if kind == "wrong":
+        return x * 3.01
+    if kind == "nan":
+        return (x * 3).at[0, 0].set(jnp.nan)
+    if kind == "another shape":
+        return x[:2] * 3
+    if kind == "raises while compiling":
+        raise ZeroDivisionError("no blocks")
+    if kind == "exits":
+        raise SystemExit(3)
+    if kind == "raises while running":
+        return jax.pure_callback(raising, x, x)
+    if kind == "hangs while compiling":
+        RELEASE.wait(20)
+        return x * 3
+    if kind == "hangs while running":
+        return jax.pure_callback(hanging, x, x, vmap_method="sequential") * 3
+    if kind == "too large":
+        return x * 3 + 0 * jnp.sort(jnp.sin(jnp.arange(2.0**38) + x[0, 0]))[5]
+    return x * 3
+
+
+RELEASE = threading.Event()
+
+
+def registry(*space: str, heuristic: str = "slow", reference: bool = True, **operation: Any) -> Registry:
+    """The operation ``triple``, with a kernel that has these configurations."""
+    fresh = Registry(plugins="")
+
+    @hookimpl
+    def heuristic_cfg(inv):
+        return Config(heuristic)
+
+    @hookimpl
+    def config_space(inv):
+        return [Config(kind) for kind in space]
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        return trouble(inv["x"], cfg.kind)
+
+    @hookimpl
+    def no_cfg(inv):
+        return None
+
+    @hookimpl
+    def run_plainly(inv, cfg):
+        return slowly(inv["x"], 1000) * 3
+
+    fresh.register(
+        Operation(name="triple", signature=lambda x: None, outputs=lambda a: (a["x"],), fold=fold, **operation)
+    )
+    fresh.register(
+        SimpleNamespace(Config=Config, heuristic_cfg=heuristic_cfg, config_space=config_space, run_backend=run_backend),
+        "triple.kinds",
+    )
+    if reference:
+        plain = SimpleNamespace(PLATFORMS={"cpu": 0}, heuristic_cfg=no_cfg, run_backend=run_plainly)
+        fresh.register(plain, "triple.reference")
+    return fresh
+
+
+def contest(fresh: Registry, budget_s: float = 20.0, x: Any = X, **more: Any) -> Tuned:
+    inv = fresh.invocation("triple", x)
+    candidates, _ = ask_all(fresh, inv, None, None)
+    return tune(inv, candidates, budget_s, {"x": x}, **more)
+
+
+def entry(tuned: Tuned, kind: str) -> Entry:
+    (found,) = (e for e in tuned.entries if e.cfg == Config(kind))
+    return found
+
+
+# -- the right winner ------------------------------------------------------------------------------------------------
+
+MESH = {"axis_types": (AxisType.Auto,)}
+
+
+def in_shard_map(call: Callable[..., Any]) -> Any:
+    run = jax.shard_map(call, mesh=jax.make_mesh((2,), ("i",), **MESH), in_specs=P("i"), out_specs=P("i"))
+    return jax.jit(run)(jnp.concatenate([X, X]))[:4]
+
+
+WAYS = {
+    "eagerly": lambda call: call(X),
+    "under jit": lambda call: jax.jit(call)(X),
+    "under jit of grad": lambda call: jax.jit(jax.grad(lambda x: (call(x) ** 2).sum()))(X) / 6,
+    "under vmap": lambda call: jax.vmap(call)(X.reshape(2, 2, 16)).reshape(4, 16),
+    "in shard_map": in_shard_map,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_slow_to_trace_and_fast_to_run_wins(way: str) -> None:
+    """And not the other way round: tracing and compiling are no part of what is measured."""
+    fresh = registry("fast", "slow to trace", heuristic="slow")
+    with policy_override(autotune=True):
+        np.testing.assert_allclose(WAYS[way](lambda x: fresh.call("triple", x)), X * 3, rtol=1e-6)
+    ((key, records),) = fresh.memory.items()
+    assert key == fresh.invocation("triple", X).key
+    assert records[0].cfg in (Config("fast"), Config("slow to trace"))
+    assert fresh.plan("triple", X).cfg == records[0].cfg
+
+
+def test_tuning_leaves_nothing_in_the_outer_jaxpr() -> None:
+    plain = jax.make_jaxpr(lambda x: jnp.sin(registry("fast").call("triple", x)))(X)
+    with policy_override(autotune=True):
+        fresh = registry("fast")
+        tuned = jax.make_jaxpr(lambda x: jnp.sin(fresh.call("triple", x)))(X)
+        lowered = jax.jit(lambda x: jnp.sin(fresh.call("triple", x))).lower(X)
+    assert [eqn.primitive.name for eqn in tuned.eqns] == [eqn.primitive.name for eqn in plain.eqns]
+    assert len(fresh.memory) == 1  # it was tuned while JAX lowered
+    assert "callback" not in lowered.as_text()
+
+
+def test_the_backend_is_chosen_by_measurement() -> None:
+    """The kernel of the lower rank is faster."""
+    fresh = registry(heuristic="slow")
+
+    @hookimpl
+    def heuristic_cfg(inv):
+        return None
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        return inv["x"] * 3
+
+    other = SimpleNamespace(PLATFORMS={"cpu": 1}, heuristic_cfg=heuristic_cfg, run_backend=run_backend)
+    fresh.register(other, "triple.other")
+    tuned = contest(fresh)
+    assert tuned.best.backend == tuned.records[0].backend == "other"
+    assert {b for record in tuned.records for b in record.provenance.backends} == {"kinds", "other", "reference"}
+    fresh.remember(tuned.keys[0], tuned.records[0])
+    assert fresh.plan("triple", X).kernel.name == "triple.other"
+
+
+def test_the_heuristic_keeps_its_place_without_a_reason_to_leave_it() -> None:
+    tuned = contest(registry("fast", "another name for it", heuristic="fast"))
+    assert tuned.best.is_usual or tuned.best.milliseconds < entry(tuned, "fast").milliseconds * 0.98
+
+
+# -- nobody who is wrong ---------------------------------------------------------------------------------------------
+
+TROUBLE = {
+    "wrong": "wrong: the result is off by 0.0033 of the largest value; 0.0001 is allowed",
+    "nan": "wrong: the result is NaN or infinite in 1 places where the reference is not, or not where it is",
+    "another shape": "wrong: returned (float32[2, 16]), not (float32[4, 16])",
+    "raises while compiling": "compiling raised ZeroDivisionError: no blocks",
+    "exits": "compiling raised SystemExit: 3",
+    "raises while running": "running raised JaxRuntimeError",
+    "too large": "needs",
+}
+
+
+@pytest.mark.parametrize("kind", TROUBLE)
+def test_trouble_never_wins_and_is_told(kind: str) -> None:
+    tuned = contest(registry(kind, heuristic="slow"))
+    assert tuned.best.cfg == Config("slow")
+    assert entry(tuned, kind).reason.startswith(TROUBLE[kind])
+    assert kind in str(tuned)
+    assert Config(kind) not in [record.cfg for record in tuned.records]
+    assert any(what == entry(tuned, kind).reason for _, what in tuned.records[0].provenance.tried)
+
+
+@pytest.mark.parametrize("kind", ["hangs while compiling", "hangs while running"])
+def test_what_hangs_is_left_behind_and_the_call_goes_on(kind: str) -> None:
+    RELEASE.clear()
+    fresh = registry(kind, heuristic="slow")
+    with policy_override(autotune=True, budget_s=8.0):
+        np.testing.assert_allclose(fresh.call("triple", X), X * 3, rtol=1e-6)
+    assert not RELEASE.is_set()  # it is still hanging
+    (record,) = (r for _, records in fresh.memory.items() for r in records if r.backend == "kinds")
+    assert record.cfg == Config("slow")
+    told = dict(record.provenance.tried)[f"kinds {Config(kind)}"]
+    assert "left behind in a thread" in told
+    RELEASE.set()
+
+
+def test_where_nobody_can_be_measured_the_heuristic_is_taken() -> None:
+    fresh = registry(heuristic="fast", reference=False)
+    with policy_override(autotune=True, budget_s=1e-6):
+        np.testing.assert_allclose(fresh.call("triple", X), X * 3)
+        plan = fresh.plan("triple", X)
+    assert plan.origin == "heuristic"
+    assert len(fresh.memory) == 0
+    assert any("nothing could be measured" in verdict.reason for verdict in plan.verdicts)
+
+
+def test_a_wrong_heuristic_does_not_win_either() -> None:
+    tuned = contest(registry("fast", heuristic="wrong"))
+    assert tuned.best.cfg == Config("fast")
+
+
+def test_without_a_reference_the_first_says_what_is_right() -> None:
+    tuned = contest(registry("wrong", heuristic="slow", reference=False))
+    assert tuned.best.cfg == Config("slow")
+    assert tuned.notes == ("checked against triple.kinds",)
+
+
+def test_a_broken_config_space_costs_the_space_alone() -> None:
+    fresh = registry(heuristic="fast")
+
+    @hookimpl
+    def config_space(inv):
+        raise KeyError("no table")
+
+    kernel = fresh.kernel("triple", "kinds")
+    broken = SimpleNamespace(
+        Config=Config,
+        heuristic_cfg=kernel._hooks.heuristic_cfg.get_hookimpls()[0].function,
+        config_space=config_space,
+        run_backend=kernel._hooks.run_backend.get_hookimpls()[0].function,
+    )
+    fresh.register(broken, "triple.kinds")
+    assert contest(fresh).best.cfg == Config("fast")
+
+
+# -- once for all ----------------------------------------------------------------------------------------------------
+
+
+def test_eight_threads_measure_once() -> None:
+    fresh = registry("fast", "slow to trace", heuristic="slow")
+    contests: list[Progress] = []
+    fresh.register(listener(contests), "listener")
+    start, results = threading.Barrier(8), []
+
+    def work() -> None:
+        start.wait()
+        with policy_override(autotune=True):
+            results.append(np.asarray(fresh.call("triple", X)))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    for result in results:
+        np.testing.assert_allclose(result, X * 3, rtol=1e-6)
+    assert sum(progress.finished for progress in contests) == 1
+
+
+def test_a_thread_that_does_not_wait_takes_the_heuristic() -> None:
+    fresh = registry("hangs while running", heuristic="slow")
+    RELEASE.clear()
+    first = threading.Thread(target=lambda: tuned_call(fresh, budget_s=6.0))
+    first.start()
+    while not ejkernel_core.tuning.TUNER._flights:
+        time.sleep(0.01)
+    with policy_override(autotune=True, wait=False):
+        plan = fresh.plan("triple", X)
+    assert plan.origin == "heuristic"
+    assert any("another thread is measuring this" in verdict.reason for verdict in plan.verdicts)
+    RELEASE.set()
+    first.join()
+
+
+def tuned_call(fresh: Registry, **policy: Any) -> Any:
+    with policy_override(autotune=True, **policy):
+        return fresh.call("triple", X)
+
+
+def listener(heard: list[Progress]) -> SimpleNamespace:
+    @hookimpl
+    def select_config(inv):
+        return None
+
+    @hookimpl
+    def tuning_progress(progress):
+        heard.append(progress)
+
+    return SimpleNamespace(select_config=select_config, tuning_progress=tuning_progress)
+
+
+def test_progress_is_told_to_who_listens() -> None:
+    fresh, heard = registry("fast", "wrong"), []
+    fresh.register(listener(heard), "listener")
+    tuned_call(fresh)
+    assert [progress.finished for progress in heard] == [False] * (len(heard) - 1) + [True]
+    assert {e.cfg for e in heard[-1].entries} == {Config("slow"), Config("fast"), Config("wrong"), None}
+    assert str(heard[-1]).startswith("tuning triple: ")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere() -> None:
+    progress = Progress(registry().invocation("triple", X), (Entry("kinds", Config(), 1.5),), 3.0, 60.0)
+    terminal, pipe = Terminal(), io.StringIO()
+    for stream in (terminal, pipe):
+        show(progress, stream)
+        show(attrs.evolve(progress, finished=True), stream)
+    assert pipe.getvalue() == ""
+    line = "\r\x1b[2Ktuning triple: 1 of 1 measured, 0 out, best 1.5 ms, 3 of 60 s"
+    assert terminal.getvalue() == line + line + "\n"
+
+
+def test_an_interrupted_contest_goes_on_where_it_was() -> None:
+    fresh = registry("fast", "wrong", "raises while compiling")
+    earlier = (Entry("kinds", Config("wrong"), reason="wrong: seen before"),)
+    tuned = contest(fresh, earlier=earlier)
+    assert entry(tuned, "wrong").reason == "wrong: seen before"
+    assert tuned.best.cfg == Config("fast")
+
+
+def test_what_cannot_be_measured_here_is_not() -> None:
+    fresh = registry("fast")
+    inv = attrs.evolve(fresh.invocation("triple", X), platform="tpu", device_kind=None)
+    with pytest.raises(Unsupported, match="there is no tpu here to measure on"):
+        check_tunable(inv)
+    cut = attrs.evolve(fresh.invocation("triple", X), sharding=(("x", "2x1 on 2"),))
+    with pytest.raises(Unsupported, match="cut over several devices: call it inside shard_map"):
+        check_tunable(cut)
+
+
+# -- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def test_made_inputs_mean_something() -> None:
+    tokens = jax.ShapeDtypeStruct((100, 4, 16), jnp.bfloat16)
+    lengths = jax.ShapeDtypeStruct((5,), jnp.int32)
+    inv = ejkernel_core.invocation(
+        "flash_attention", tokens, tokens, tokens, cum_seqlens_q=lengths, cum_seqlens_k=lengths
+    )
+    inputs = made(inv)
+    np.testing.assert_array_equal(inputs["cum_seqlens_q"], [0, 25, 50, 75, 100])
+    rows = jax.ShapeDtypeStruct((2, 32, 4, 16), jnp.float32)
+    ids = jax.ShapeDtypeStruct((2, 32), jnp.int32)
+    inputs = made(ejkernel_core.invocation("flash_attention", rows, rows, rows, q_segment_ids=ids, kv_segment_ids=ids))
+    np.testing.assert_array_equal(inputs["q_segment_ids"], np.repeat([[1, 2, 3, 4]] * 2, 8, axis=1))
+    assert not np.array_equal(inputs["query"], inputs["key"])
+
+
+def test_an_operation_without_samples_gets_plain_ones() -> None:
+    fresh = registry()
+    inputs = made(fresh.invocation("triple", jax.ShapeDtypeStruct((50, 40), jnp.float32)))
+    assert abs(float(inputs["x"].std()) - 1) < 0.1
+    np.testing.assert_array_equal(made(fresh.invocation("triple", jnp.ones(3, jnp.int32)))["x"], [0, 0, 0])
+
+
+# -- by hand ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def attention() -> Any:
+    arrays = [jax.random.normal(key, (1, 48, 2, 8)) for key in jax.random.split(jax.random.key(0), 3)]
+    yield arrays
+    ejkernel_core.registry.forget()
+
+
+def test_autotune_measures_both_directions_and_is_remembered(attention: Any) -> None:
+    result = autotune("flash_attention", *attention, causal=True, direction="both", num_iters=5)
+    forward, backward = result.tuned
+    assert [t.keys[0].op for t in result.tuned] == ["flash_attention", "flash_attention_bwd"]
+    explained = ejkernel_core.explain("flash_attention", *attention, causal=True)
+    assert (explained.plan.origin, explained.backward.plan.origin) == ("memory", "memory")
+    assert (explained.plan.cfg, explained.backward.plan.cfg) == (forward.best.cfg, backward.best.cfg)
+    assert {e.backend for e in forward.entries} == {"xla", "reference"}
+    assert backward.notes == ("checked against flash_attention_bwd.reference",)
+    with pytest.raises(LookupError, match="there were 2 contests"):
+        _ = result.cfg
+
+
+def test_autotune_narrows_as_it_is_told(attention: Any) -> None:
+    usual = ejkernel_core.plan("flash_attention", *attention).cfg
+    configs = [attrs.evolve(usual, q_block=16), attrs.evolve(usual, kv_block=16)]
+    result = autotune("flash_attention", *attention, configs=configs, backend="xla", num_iters=3, remember=False)
+    assert {e.cfg for e in result.tuned[0].entries} == set(configs)
+    assert result.cfg in configs
+    assert len(ejkernel_core.registry.memory) == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"direction": "up"}, "direction: takes one of forward, backward, both"),
+        ({"budget_s": 0}, "budget_s: takes seconds"),
+    ],
+)
+def test_autotune_tells_what_is_wrong(attention: Any, wrong: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        autotune("flash_attention", *attention, **wrong)
+
+
+def test_a_result_is_an_overlay_as_often_as_one_likes(attention: Any) -> None:
+    usual = ejkernel_core.plan("flash_attention", *attention).cfg
+    one = autotune(
+        "flash_attention", *attention, configs=[attrs.evolve(usual, q_block=16)], backend="xla", remember=False
+    )
+    for _ in range(2):
+        with one as entered:
+            assert entered is one
+            plan = ejkernel_core.plan("flash_attention", *attention, backend="xla")
+            assert (plan.origin, plan.cfg.q_block) == ("overlay", 16)
+            with one:
+                assert ejkernel_core.plan("flash_attention", *attention, backend="xla").cfg.q_block == 16
+        assert ejkernel_core.plan("flash_attention", *attention).origin == "heuristic"
+
+
+def test_results_merge_and_travel_as_json(attention: Any) -> None:
+    usual = ejkernel_core.plan("flash_attention", *attention).cfg
+    options = {"backend": "xla", "num_iters": 2, "remember": False}
+    one = autotune("flash_attention", *attention, configs=[attrs.evolve(usual, q_block=16)], **options)
+    other = autotune("flash_attention", *attention, causal=True, configs=[usual], **options)
+    again = autotune("flash_attention", *attention, configs=[attrs.evolve(usual, q_block=32)], **options)
+    merged = one | other | again
+    assert [t.best.cfg for t in merged.tuned] == [usual, attrs.evolve(usual, q_block=32)]
+    read = TuningResult.from_json(merged.to_json())
+    assert read.items() == merged.items()
+    with read:
+        assert ejkernel_core.plan("flash_attention", *attention, backend="xla").cfg.q_block == 32
+    with pytest.raises(ejkernel_core.RecordError, match="no tuning result"):
+        TuningResult.from_json("[]")
+
+
+def test_a_result_of_another_device_is_refused(attention: Any) -> None:
+    usual = ejkernel_core.plan("flash_attention", *attention).cfg
+    one = autotune("flash_attention", *attention, configs=[usual], backend="xla", num_iters=2, remember=False)
+    (tuned,) = one.tuned
+    elsewhere = TuningResult(
+        (attrs.evolve(tuned, keys=tuple(attrs.evolve(key, device="NVIDIA H200") for key in tuned.keys)),)
+    )
+    with pytest.raises(ValueError, match="measured on NVIDIA H200, and here there are cpu"), elsewhere:
+        pass
