@@ -6,10 +6,11 @@ device at hand. See ``docs/index.md``.
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ._cache import ConfigCache
-from ._devices import device_fingerprint
+from ._devices import device_fingerprint, device_kind, get_device_platform, preferred_backend
 from ._errors import (
     EjkernelError,
     NoConfig,
@@ -29,19 +30,50 @@ from ._mapped import pmap_with_config, vmap_with_config
 from ._operation import Cost, Operation, gradient_signature
 from ._plan import Candidate, Choice, Explanation, Plan, Verdict
 from ._policies import recall
-from ._records import Provenance, Record, fitting, from_json, record_from_json, record_to_json, to_json
+from ._records import (
+    Provenance,
+    Record,
+    as_record,
+    fitting,
+    from_json,
+    imported_type,
+    record_from_json,
+    record_to_json,
+    to_json,
+    type_name,
+)
 from ._registry import Registry
 from ._scopes import AutotunePolicy, Scope, overlay_cache, policy_override
 
+if TYPE_CHECKING:
+    from ._params import BwdParams, FwdParams, get_safe_hash_int, hash_fn
+    from .classes import ConfigSelectorChain, Executor, Kernel, default_key_builder_with_sharding
+    from .tuning import (
+        Timing,
+        TuningResult,
+        autotune,
+        autotune_recorded,
+        benchmark,
+        clear_invocations,
+        get_invocations,
+        record_invocation,
+        recording,
+    )
+
 __all__ = [
     "AutotunePolicy",
+    "BwdParams",
     "Candidate",
     "Choice",
     "ConfigCache",
+    "ConfigSelectorChain",
     "Cost",
     "EjkernelError",
+    "Executor",
     "Explanation",
+    "FwdParams",
     "Invocation",
+    "Kernel",
     "Key",
     "Label",
     "NoConfig",
@@ -55,20 +87,34 @@ __all__ = [
     "RecordError",
     "Registry",
     "Scope",
+    "Timing",
+    "TuningResult",
     "UnknownBackend",
     "UnknownOperation",
     "Unsupported",
     "Verdict",
     "abstractify",
+    "as_record",
+    "autotune",
+    "autotune_recorded",
+    "benchmark",
     "call",
+    "clear_invocations",
+    "default_key_builder_with_sharding",
     "device_fingerprint",
+    "device_kind",
     "explain",
     "extract_labels_from_hlo_text",
     "find_labels_in_lowered",
     "fitting",
     "from_json",
+    "get_device_platform",
+    "get_invocations",
+    "get_safe_hash_int",
     "gradient_signature",
+    "hash_fn",
     "hookimpl",
+    "imported_type",
     "invocation",
     "label",
     "labels_to_configs",
@@ -76,14 +122,18 @@ __all__ = [
     "plan",
     "pmap_with_config",
     "policy_override",
+    "preferred_backend",
     "recall",
     "record_from_json",
+    "record_invocation",
     "record_to_json",
+    "recording",
     "registry",
     "sharding_fingerprint",
     "short_hash",
     "stable_json",
     "to_json",
+    "type_name",
     "vmap_with_config",
 ]
 
@@ -113,3 +163,28 @@ def plan(op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **
 def explain(op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any) -> Explanation:
     """The plan of a call and of its gradients, with every other kernel and its reason; print it."""
     return registry.explain(op, *args, backend=backend, cfg=cfg, **kwargs)
+
+
+#: What not every program needs is imported when it is asked for.
+_LATER = {
+    "_params": ("BwdParams", "FwdParams", "get_safe_hash_int", "hash_fn"),
+    "classes": ("ConfigSelectorChain", "Executor", "Kernel", "default_key_builder_with_sharding"),
+    "tuning": (
+        "Timing",
+        "TuningResult",
+        "autotune",
+        "autotune_recorded",
+        "benchmark",
+        "clear_invocations",
+        "get_invocations",
+        "record_invocation",
+        "recording",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(importlib.import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

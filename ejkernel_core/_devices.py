@@ -30,9 +30,45 @@ def target(platform: str) -> Target:
     return Target(jax_platform(platform), device.device_kind, _capability(device))
 
 
+def get_device_platform(device: Any = None) -> str:
+    """What JAX calls the platform of a device (its first by default): gpu, tpu or cpu; unknown for any other.
+
+    >>> get_device_platform(jax.devices("cpu")[0])
+    'cpu'
+    """
+    platform = jax_platform(_given(device).platform.lower())
+    return platform if platform in ("gpu", "tpu", "cpu") else "unknown"
+
+
+def device_kind(device: Any = None) -> str:
+    """The same as ``get_device_platform``; what the device is called is ``device.device_kind``.
+
+    >>> device_kind(jax.devices("cpu")[0])
+    'cpu'
+    """
+    return get_device_platform(device)
+
+
+def preferred_backend(device: Any = None) -> str:
+    """The backend that is written for this kind of device: "triton", "pallas_tpu", or "xla" for all others.
+
+    >>> preferred_backend(jax.devices("cpu")[0])
+    'xla'
+    """
+    return {"gpu": "triton", "tpu": "pallas_tpu"}.get(get_device_platform(device), "xla")
+
+
+def _given(device: Any) -> Any:
+    if device is None:
+        return jax.devices()[0]
+    if not isinstance(device, jax.Device):
+        raise TypeError(f"device: takes one of jax.devices(); got {type(device).__name__} {device!r:.60}")
+    return device
+
+
 def device_fingerprint(device: Any = None) -> str:
     """What a device is, in one line that is the same in every process: its kind, and its platform's version."""
-    device = jax.devices()[0] if device is None else device
+    device = _given(device)
     version = " ".join(str(device.client.platform_version).split())
     return f"{device.device_kind} ({version})"
 

@@ -20,7 +20,7 @@ import jax
 from ._errors import RecordError
 from ._keys import abstractify, stable_json
 from ._plan import Plan
-from ._records import from_json, to_json
+from ._records import from_json, imported_type, to_json
 
 #: What a label starts with; then what it is of, and what it says, all between these.
 MARK = "ejk~"
@@ -124,8 +124,8 @@ def _hashable(value: Any) -> Any:
 def labels_to_configs(labels: Iterable[Label], types: Mapping[str, type] | None = None) -> dict[Label, Any]:
     """The configuration of every call among the labels, by its label.
 
-    ``types`` gives the class by the name of a kernel, "flash_attention.xla"; by default the installed kernel's own is
-    taken. ``RecordError`` tells where a configuration does not fit it.
+    ``types`` gives the class by the name of a kernel, "flash_attention.xla". By default it is the installed kernel's,
+    or the one that is imported by that name. ``RecordError`` tells where a configuration does not fit it.
     """
     found = {}
     for one in labels:
@@ -138,4 +138,10 @@ def _type_of(one: Label, types: Mapping[str, type]) -> Any:
     import ejkernel_core
 
     name = f"{one.name}.{one.backend}"
-    return types[name] if name in types else ejkernel_core.registry.kernel(one.name, one.backend or "").config_type
+    if name in types:
+        return types[name]
+    if one.backend in ejkernel_core.registry.backends(one.name):
+        return ejkernel_core.registry.kernel(one.name, one.backend).config_type
+    # A kernel of a script is not installed, but its class is there.
+    kind = json.loads(one.config or "{}").get("type")
+    return None if kind is None else imported_type(kind)

@@ -6,8 +6,10 @@ the place; nothing is filled in by defaults and nothing is converted.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import sys
 from collections.abc import Iterable, Mapping, Set
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, get_origin
@@ -153,6 +155,18 @@ def _read(data: Any, kind: type[Any] | None, place: str) -> Any:
 def type_name(kind: Any) -> str:
     """How a type is named in a record."""
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def imported_type(name: str) -> type | None:
+    """A file must not have anything imported, so nothing is asked that could: no module's ``__getattr__`` either."""
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:count]))
+        for part in parts[count:]:
+            found = getattr(found, "__dict__", {}).get(part)
+        if isinstance(found, type) and type_name(found) == name:
+            return found if attrs.has(found) or dataclasses.is_dataclass(found) else None
+    return None
 
 
 def _unstructured(value: Any) -> Any:

@@ -226,8 +226,9 @@ class Kernel(Generic[Cfg, Out]):
         """``Cfg``, if the class says ``Kernel[Cfg, Out]`` with a class."""
         for base in type(self).__mro__:
             for generic in vars(base).get("__orig_bases__", ()):
-                if get_origin(generic) is Kernel and isinstance(get_args(generic)[0], type):
-                    return get_args(generic)[0]  # type: ignore[no-any-return]
+                kind = get_args(generic)[0] if get_origin(generic) is Kernel else None
+                if isinstance(kind, type) and kind is not Any:  # which is a class since Python 3.11
+                    return kind
         return None
 
 

@@ -179,3 +179,20 @@ def test_doctests(module):
     outcome = doctest.testmod(importlib.import_module(module), verbose=False)
     assert outcome.attempted
     assert not outcome.failed
+
+
+# -- docstrings ---------------------------------------------------------------------------------------------------
+
+
+def modules_with_examples() -> list[str]:
+    sources = [*ROOT.glob("ejkernel_core/**/*.py"), *ROOT.glob("plugins/*/ejkernel_*/**/*.py")]
+    found = [source.relative_to(ROOT) for source in sources if ">>> " in source.read_text()]
+    parts = [path.with_suffix("").parts for path in found]
+    return sorted(".".join(names[2:] if names[0] == "plugins" else names) for names in parts)
+
+
+@pytest.mark.parametrize("module", modules_with_examples())
+def test_examples_in_docstrings_run(module):
+    outcome = doctest.testmod(importlib.import_module(module))
+    assert outcome.attempted > 0
+    assert outcome.failed == 0

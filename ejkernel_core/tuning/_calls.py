@@ -60,13 +60,13 @@ def autotune(
 
 
 def autotune_recorded(
-    invocations: Iterable[Invocation], budget_s: float = 60.0, remember: bool = True, retune: bool = False
+    invocations: Iterable[Any], budget_s: float = 60.0, remember: bool = True, retune: bool = False
 ) -> TuningResult:
     """Tune each of these, on made inputs. What is remembered already is passed over, unless ``retune``: an interrupted
     run goes on where it was.
     """
     result = TuningResult()
-    for inv in invocations:
+    for inv in map(_core, invocations):
         if retune or not _is_known(inv):
             result |= _contest(inv, None, None, budget_s, remember, None)
     return result
@@ -201,12 +201,18 @@ def recording() -> Iterator[Recorder]:
         yield recorder
 
 
-def record_invocation(kernel: Any, inv: Invocation) -> None:
-    """Put one invocation of a kernel (an object, or an operation's name) among the recorded ones."""
-    name = kernel if isinstance(kernel, str) else kernel.name
-    if inv.op != name:
-        raise ValueError(f"record_invocation: the invocation is of {inv.op!r}, not of {name!r}")
-    _recorded(attrs.evolve(inv, arguments=abstractify(dict(inv.arguments))) if type(inv) is Invocation else inv)
+def record_invocation(kernel: Any, inv: Any) -> None:
+    """Put one invocation of a kernel (an object, or an operation's name) among the recorded ones; no array is kept."""
+    name, core = kernel if isinstance(kernel, str) else kernel.name, _core(inv)
+    if core.op != name:
+        raise ValueError(f"record_invocation: the invocation is of {core.op!r}, not of {name!r}")
+    _recorded(attrs.evolve(core, arguments=abstractify(dict(core.arguments))))
+
+
+def _core(inv: Any) -> Invocation:
+    """What a kernel object's invocation stands for."""
+    core: Invocation = getattr(inv, "core", inv)
+    return core
 
 
 def get_invocations() -> list[Invocation]:

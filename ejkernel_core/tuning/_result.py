@@ -12,7 +12,7 @@ import jax
 
 from ejkernel_core._errors import RecordError
 from ejkernel_core._invocation import Key
-from ejkernel_core._records import SCHEMA, Provenance, Record, record_from_json, record_to_json
+from ejkernel_core._records import SCHEMA, Provenance, Record, imported_type, record_from_json, record_to_json
 from ejkernel_core._scopes import overlay_cache
 
 
@@ -148,7 +148,7 @@ class TuningResult:
             raise RecordError(f"no tuning result: {fault}", damaged=True) from fault
         if documents is None:
             raise RecordError(f"$.schema is {data['schema']!r}; this version reads {SCHEMA}")
-        kinds = config_type or _installed_type
+        kinds = config_type or (lambda op, backend: None)
         return cls(tuple(_read(document, kinds) for document in documents))
 
 
@@ -165,7 +165,8 @@ def _read(document: Any, kinds: Callable[[str, str], type | None]) -> Tuned:
         pairs = [(json.dumps(record), record["backend"]) for record in document["records"]]
     except (TypeError, KeyError) as fault:
         raise RecordError(f"no tuning result: {fault}", damaged=True) from fault
-    records = tuple(record_from_json(text, keys[0], kinds(keys[0].op, backend)) for text, backend in pairs)
+    given = [kinds(keys[0].op, backend) or _type_in(text, keys[0].op, backend) for text, backend in pairs]
+    records = tuple(record_from_json(text, keys[0], kind) for (text, _), kind in zip(pairs, given, strict=True))
     entries = tuple(
         Entry(record.backend or "", record.cfg, record.provenance.milliseconds if record.provenance else None)
         for record in records
@@ -173,10 +174,14 @@ def _read(document: Any, kinds: Callable[[str, str], type | None]) -> Tuned:
     return Tuned(keys, f"{keys[0]} on {keys[0].device}, read from JSON", entries, records)
 
 
-def _installed_type(op: str, backend: str) -> type | None:
+def _type_in(text: str, op: str, backend: str) -> type | None:
+    """The installed kernel's type; of a kernel that is not installed, the one that is imported by that name."""
     import ejkernel_core
 
-    return ejkernel_core.registry.kernel(op, backend).config_type
+    if backend in ejkernel_core.registry.backends(op):
+        return ejkernel_core.registry.kernel(op, backend).config_type
+    name = json.loads(text)["config"]["type"]
+    return None if name is None else imported_type(name)
 
 
 def records_of(entries: Iterable[Entry], provenance: Callable[[Entry], Provenance]) -> tuple[Record, ...]:

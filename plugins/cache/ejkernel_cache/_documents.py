@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
-
-from ejkernel_core import Key, Record, RecordError, record_from_json
+from ejkernel_core import Key, Record, RecordError, imported_type, record_from_json
 
 from ._names import Place, place_of, written_out
 
@@ -38,11 +34,6 @@ def decoded(text: str, key: Key, kind: type | None, put_here: Mapping[str, type]
         raise RecordError("nested too deep to be read") from fault
 
 
-def name_of_type(kind: type) -> str:
-    """How records name a type."""
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def _type_name_in(text: str) -> str | None:
     try:
         name = json.loads(text)["config"]["type"]
@@ -58,18 +49,6 @@ def _known_type(name: str | None, put_here: Mapping[str, type]) -> type | None:
     if kind is None:
         raise RecordError(f"$.config.type is {name}, which nothing has imported; pass kind=")
     return kind
-
-
-def imported_type(name: str) -> type | None:
-    """A file must not have anything imported, so nothing is asked that could: no module's ``__getattr__`` either."""
-    parts = name.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:count]))
-        for part in parts[count:]:
-            found = getattr(found, "__dict__", {}).get(part)
-        if isinstance(found, type) and name_of_type(found) == name:
-            return found if attrs.has(found) or dataclasses.is_dataclass(found) else None
-    return None
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------

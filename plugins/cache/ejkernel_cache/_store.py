@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ejkernel_core import Candidate, Key, Record, RecordError, fitting, record_to_json
+from ejkernel_core import Candidate, Key, Record, RecordError, as_record, fitting, record_to_json, type_name
 
 from ._directory import Content, Directory
-from ._documents import LIMIT, decoded, name_of_type, rebuilt_key, text_of
+from ._documents import LIMIT, decoded, rebuilt_key, text_of
 from ._names import Place, below, component, place_of
 
 if TYPE_CHECKING:
@@ -70,12 +70,12 @@ class PersistentCache:
 
         ``RecordError`` if it cannot be written down. A folder that cannot be written to is told once, and put up with.
         """
-        record = value if isinstance(value, Record) else Record(value)
+        record = as_record(value)
         data = record_to_json(_checked(key), record).encode()
         if len(data) > LIMIT:
             raise RecordError(f"a record of {len(data)} bytes is too large to be kept; {LIMIT} is the most")
         if record.cfg is not None:
-            self._types[name_of_type(type(record.cfg))] = type(record.cfg)
+            self._types[type_name(type(record.cfg))] = type(record.cfg)
         self.generation += 1
         try:
             self._files.write(place_of(key, record.backend), data)

@@ -12,12 +12,12 @@ from typing import Any
 
 import attrs
 
-from ejkernel_core import Key, RecordError, from_json, to_json
+from ejkernel_core import Key, RecordError, from_json, imported_type, to_json
 from ejkernel_core.tuning import Entry
 
 from . import _temporary
 from ._directory import Directory
-from ._documents import LIMIT, imported_type
+from ._documents import LIMIT
 
 try:
     import fcntl
