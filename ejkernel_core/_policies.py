@@ -40,7 +40,8 @@ class Overlays:
     @staticmethod
     @hookimpl(tryfirst=True)
     def select_config(inv: Invocation, candidates: Sequence[Candidate], scope: Scope) -> Choice | None:
-        found = (recall(inv, candidates, "overlay", overlay.find) for overlay in scope.overlays)
+        # Who lays something over everything means it, whatever took part when it was measured.
+        found = (recall(inv, candidates, "overlay", overlay.find, by_hand=True) for overlay in scope.overlays)
         return next((choice for choice in found if choice is not None), None)
 
 
@@ -139,7 +140,9 @@ def tell(chain: pluggy.PluginManager, hook: str, **given: Any) -> list[tuple[str
 Find = Callable[[Key, Candidate], Record | None]
 
 
-def recall(inv: Invocation, candidates: Sequence[Candidate], origin: str, find: Find) -> Choice | None:
+def recall(
+    inv: Invocation, candidates: Sequence[Candidate], origin: str, find: Find, by_hand: bool = False
+) -> Choice | None:
     """What a store answers: the fastest of the candidates that it has records of, for the call or for those like it.
 
     ``find`` gives the record of one candidate, None, or raises ``RecordError`` where there is one that cannot be read:
@@ -160,7 +163,7 @@ def recall(inv: Invocation, candidates: Sequence[Candidate], origin: str, find: 
                 reasons.append(str(fault))
                 continue
             # A race says nothing about a kernel that did not take part.
-            if record and (record.provenance is None or backends <= {*record.provenance.backends}):
+            if record and (by_hand or record.provenance is None or backends <= {*record.provenance.backends}):
                 found.append((candidate.backend, record))
         if found:
             backend, best = min(found, key=lambda item: _milliseconds(item[1]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +90,8 @@ class Scope:
 NOTHING = Scope()
 
 _current: ContextVar[Scope] = ContextVar("ejkernel_scope", default=NOTHING)
+#: The scopes that were left for it, the last one last.
+_outer: ContextVar[tuple[Scope, ...]] = ContextVar("ejkernel_outer_scopes", default=())
 #: The digest of the scope, for JAX: a part of every jit key. JAX keeps it for a thread, not for a task.
 _in_jit_key = jax.make_user_context("")
 
@@ -119,16 +121,28 @@ def policy_override(**fields: Any) -> contextlib.AbstractContextManager[None]:
     return entered(lambda scope: attrs.evolve(scope, policy=policy))
 
 
-@contextlib.contextmanager
-def entered(change: Callable[[Scope], Scope]) -> Iterator[None]:
-    """The current scope, changed, for the ``with`` block."""
-    token = _current.set(change(current()))
-    put_in_step()
-    try:
-        yield
-    finally:
-        _current.reset(token)
+class entered(contextlib.AbstractContextManager[None]):  # noqa: N801  # it reads as a function, and may be entered again
+    """The current scope, changed, for a ``with`` block; as often as one likes, also within itself."""
+
+    def __init__(self, change: Callable[[Scope], Scope]) -> None:
+        self._change = change
+
+    def __enter__(self) -> None:
+        scope = self._change(current())
+        _outer.set((*_outer.get(), current()))
+        _current.set(scope)
         put_in_step()
+
+    def __exit__(self, *fault: Any) -> None:
+        leave()
+
+
+def leave() -> None:
+    """Back to the scope that held before the one that was entered last."""
+    *others, scope = _outer.get()
+    _outer.set(tuple(others))
+    _current.set(scope)
+    put_in_step()
 
 
 def in_step() -> bool:

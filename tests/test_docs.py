@@ -149,3 +149,33 @@ def test_lines_are_not_too_long(page):
     """Rows of a table are as long as they have to be."""
     lines = [line for line in page.read_text().splitlines() if not line.startswith("|")]
     assert [line for line in lines if len(line) > 120] == []
+
+
+# -- docstrings ---------------------------------------------------------------------------------------------------
+
+DOCUMENTED = [
+    "ejkernel_ops._flash_attention",
+    "ejkernel_ops.attention.tokens",
+]
+
+
+def modules_with_doctests() -> list[str]:
+    """Every module of the core and of the operations that has an example in it."""
+    packages = {"ejkernel_core": ROOT, "ejkernel_ops": ROOT / "plugins/ops"}
+    found = []
+    for package, folder in packages.items():
+        for file in sorted((folder / package).rglob("*.py")):
+            if ">>> " in file.read_text():
+                found.append(".".join(file.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"))
+    return found
+
+
+def test_the_doctests_are_found():
+    assert set(DOCUMENTED) <= set(modules_with_doctests())
+
+
+@pytest.mark.parametrize("module", modules_with_doctests())
+def test_doctests(module):
+    outcome = doctest.testmod(importlib.import_module(module), verbose=False)
+    assert outcome.attempted
+    assert not outcome.failed

@@ -275,6 +275,18 @@ def test_overrides_nest(times: Counted) -> None:
     assert _scopes.current().policy == AutotunePolicy()
 
 
+def test_what_is_entered_may_be_entered_again(times: Counted) -> None:
+    overlay, override = times.overlay(5), policy_override(autotune=True)
+    for _ in range(2):
+        with overlay, override:
+            assert _scopes.current().policy.mode == "on_miss"
+            with overlay:
+                assert len(_scopes.current().overlays) == 2
+                np.testing.assert_allclose(times(X), X * 5)
+            assert len(_scopes.current().overlays) == 1
+        assert _scopes.current() == _scopes.NOTHING
+
+
 def test_a_scope_is_a_value(times: Counted) -> None:
     with times.overlay(5):
         one = _scopes.current()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import attrs
@@ -13,7 +12,7 @@ import jax
 from ejkernel_core._errors import RecordError
 from ejkernel_core._invocation import Key
 from ejkernel_core._records import SCHEMA, Provenance, Record, imported_type, record_from_json, record_to_json
-from ejkernel_core._scopes import overlay_cache
+from ejkernel_core._scopes import leave, overlay_cache
 
 
 @attrs.frozen
@@ -104,15 +103,11 @@ class TuningResult:
 
     def __enter__(self) -> TuningResult:
         self._check_device()
-        context = overlay_cache(self)
-        context.__enter__()
-        _entered.set((*_entered.get(), context))
+        overlay_cache(self).__enter__()
         return self
 
     def __exit__(self, *fault: Any) -> None:
-        *others, context = _entered.get()
-        _entered.set(tuple(others))
-        context.__exit__(*fault)
+        leave()
 
     def _check_device(self) -> None:
         here = {device.device_kind for device in jax.local_devices()} | {"cpu"}
@@ -150,9 +145,6 @@ class TuningResult:
             raise RecordError(f"$.schema is {data['schema']!r}; this version reads {SCHEMA}")
         kinds = config_type or (lambda op, backend: None)
         return cls(tuple(_read(document, kinds) for document in documents))
-
-
-_entered: ContextVar[tuple[Any, ...]] = ContextVar("ejkernel_tuning_results", default=())
 
 
 def _key(key: Key) -> dict[str, Any]:

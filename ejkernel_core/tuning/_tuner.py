@@ -73,7 +73,11 @@ class Tuner:
             announce(chain, Progress(inv, (), 0.0, policy.budget_s, finished=True))
             return found
         report = functools.partial(announce, chain)
-        tuned = tune(inv, candidates, policy.budget_s, report=report, earlier=earlier.entries)
+        try:
+            tuned = tune(inv, candidates, policy.budget_s, report=report, earlier=earlier.entries)
+        except Exception:
+            announce(chain, Progress(inv, (), 0.0, policy.budget_s, finished=True))  # nobody need wait for it
+            raise
         if not tuned.records:
             raise Unsupported(f"nothing could be measured:\n{tuned}")
         return choice_of(tuned)

@@ -54,7 +54,7 @@ def tuning_progress(inv: Invocation, progress: Progress) -> None:
     unfinished, key = default_cache().unfinished, inv.tuning_keys[-1]
     if not progress.finished:
         unfinished.keep(key, progress.entries)
-    elif not any(entry.milliseconds is not None for entry in progress.entries):
+    elif not any(entry.milliseconds is not None and not entry.reason for entry in progress.entries):
         _end(inv)
 
 

@@ -200,5 +200,6 @@ def test_a_measurement_that_finds_nothing_lets_the_others_go_on(scale_op: Any) -
     assert unfinished._held
     policy.tuning_progress(inv, Progress(inv, (Entry("two", Config(3), reason="wrong"),), 1.0, 2.0))
     assert unfinished.entries(inv.tuning_keys[-1])
-    policy.tuning_progress(inv, Progress(inv, (Entry("two", Config(3), reason="wrong"),), 1.0, 2.0, finished=True))
+    failed = Entry("two", Config(3), 1.5, reason="measuring raised ValueError: late")
+    policy.tuning_progress(inv, Progress(inv, (failed,), 1.0, 2.0, finished=True))
     assert (unfinished._held, unfinished.entries(inv.tuning_keys[-1])) == ({}, ())
