@@ -39,6 +39,7 @@ from ._records import (
     imported_type,
     record_from_json,
     record_to_json,
+    successor,
     to_json,
     type_name,
 )
@@ -132,6 +133,7 @@ __all__ = [
     "sharding_fingerprint",
     "short_hash",
     "stable_json",
+    "successor",
     "to_json",
     "type_name",
     "vmap_with_config",

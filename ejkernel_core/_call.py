@@ -89,8 +89,8 @@ def _run(layout: Layout, run: Callable[..., Any], arrays: Sequence[Any]) -> Any:
         # what is being traced around it would be kept under the wrong key.
         if any(isinstance(array, jax.core.Tracer) for array in arrays):
             raise
-        _scopes.put_in_step()
-        return run(*arrays)
+        with _scopes.in_step_for_now():
+            return run(*arrays)
 
 
 class _OutOfStep(RuntimeError):

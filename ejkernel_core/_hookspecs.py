@@ -52,7 +52,7 @@ def config_selected(inv: Invocation, choice: Choice) -> None:
 
 
 @hookspec(firstresult=True)
-def tuning_started(inv: Invocation) -> Earlier | None:
+def tuning_started(inv: Invocation, scope: Scope) -> Earlier | None:
     """Give what is known of an interrupted measurement of this call. Optional, for a store that processes share: it
     waits here while another process measures the same. The stores are asked again afterwards.
     """

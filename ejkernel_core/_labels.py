@@ -77,9 +77,10 @@ def label_of(plan: Plan) -> str:
         content: dict[str, Any] = {"c": json.loads(to_json(plan.cfg))}
     except RecordError:  # a configuration that cannot be written down leaves its name alone
         content = {"c": str(plan.cfg)}
+    content["n"] = plan.kernel.name
     content["a"] = {name: _plain(value) for name, value in plan.invocation.items() if value is not None}
     packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 9)
-    return f"{MARK}call~{plan.kernel.name}~{base64.urlsafe_b64encode(packed).decode()}"
+    return f"{MARK}call~{re.sub(r'[^A-Za-z0-9_.-]', '_', plan.kernel.name)}~{base64.urlsafe_b64encode(packed).decode()}"
 
 
 def _plain(value: Any) -> Any:
@@ -112,7 +113,7 @@ def _read(kind: str, name: str, packed: str | None) -> Label:
         content = json.loads(zlib.decompress(base64.urlsafe_b64decode(packed)))
     except (ValueError, zlib.error):  # cut off, or nothing of ours
         return Label(name)
-    op, _, backend = name.rpartition(".")
+    op, _, backend = content["n"].rpartition(".")
     arguments = tuple((name, _hashable(value)) for name, value in content["a"].items())
     return Label(op, backend, arguments, json.dumps(content["c"], sort_keys=True))
 

@@ -17,7 +17,7 @@ from ._errors import NoConfig, RecordError, Unsupported
 from ._hookspecs import PROJECT, PolicyHooks, hookimpl
 from ._invocation import Invocation, Key
 from ._plan import Candidate, Choice, misfit
-from ._records import Record
+from ._records import Record, successor
 from ._scopes import Scope
 
 #: The rank of a policy that does not say: after the stores, before what measures.
@@ -57,8 +57,10 @@ class Remembered:
 
     @hookimpl
     def config_selected(self, inv: Invocation, choice: Choice) -> None:
+        assert choice.record is not None  # nobody is told of a choice without one
         for key in inv.tuning_keys:
-            self.store.put(key, choice.record)
+            same = (r for r in self.store.records(key) if r.backend == choice.backend)
+            self.store.put(key, successor(next(same, None), choice.record))
 
 
 class Heuristic:
@@ -69,8 +71,15 @@ class Heuristic:
     def select_config(inv: Invocation, candidates: Sequence[Candidate], scope: Scope) -> Choice:
         best = candidates[0]
         if scope.policy.mode == "error_on_miss":
-            raise NoConfig(f"no configuration is remembered for {inv} (key {inv.key}); the policy is error_on_miss")
+            raise NoConfig(f"no configuration is remembered for {inv}{_keyed(inv)}; the policy is error_on_miss")
         return Choice(best.backend, best.cfg, "heuristic")
+
+
+def _keyed(inv: Invocation) -> str:
+    try:
+        return f" (key {inv.key})"
+    except TypeError:  # an option that has no content to be remembered by
+        return ""
 
 
 def policy_chain(policies: Iterable[tuple[str, Any]], memory: ConfigCache | None, scope: Scope) -> pluggy.PluginManager:

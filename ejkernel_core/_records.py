@@ -63,6 +63,17 @@ def as_record(value: Any) -> Record:
     return value if isinstance(value, Record) else Record(value)
 
 
+def successor(old: Record | None, new: Record) -> Record:
+    """What to keep of two records of one backend: a race of fewer does not undo one of more, but may better it."""
+    if old is None or old.provenance is None or new.provenance is None:
+        return new
+    if not {*old.provenance.backends} > {*new.provenance.backends}:
+        return new
+    if new.provenance.milliseconds > old.provenance.milliseconds:
+        return old
+    return attrs.evolve(new, provenance=attrs.evolve(new.provenance, backends=old.provenance.backends))
+
+
 def fitting(records: Iterable[Record], candidate: Candidate) -> Record | None:
     """The first that is for the candidate's kernel; one without a backend is for every kernel that takes its type."""
     kind = candidate.config_type

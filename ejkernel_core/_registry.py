@@ -178,8 +178,11 @@ class Registry:
 
     def learn(self, inv: Invocation, choice: Choice, scope: Scope) -> list[tuple[str, str, str]]:
         """Tell everybody who remembers what was measured, and have calls choose anew. The faults of those told."""
-        self.calls = {}
-        return tell(self.policies(scope), "config_selected", inv=inv, choice=choice)
+        faults = tell(self.policies(scope), "config_selected", inv=inv, choice=choice)
+        registry: Registry | None = self
+        while registry is not None:  # only now: a call that was made meanwhile has not heard of it
+            registry.calls, registry = {}, registry._policies_of
+        return faults
 
     def policies(self, scope: Scope) -> pluggy.PluginManager:
         """The chain that answers in this scope."""

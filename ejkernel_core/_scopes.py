@@ -150,6 +150,12 @@ def in_step() -> bool:
     return bool(_in_jit_key.value == current().digest)
 
 
+def in_step_for_now() -> contextlib.AbstractContextManager[Any]:
+    """Have JAX's key say what holds here, for a ``with`` block: the thread may be another's afterwards."""
+    context: contextlib.AbstractContextManager[Any] = _in_jit_key(current().digest)
+    return context
+
+
 def put_in_step() -> None:
     """Have JAX's key say what holds here."""
     # Entered and never left: leaving would bring back what held when it was entered, and tasks that take turns do not

@@ -236,6 +236,14 @@ def test_an_explicit_backend_is_obeyed_and_its_configuration_chosen(registry: Re
     assert used(registry, backend="three") == 7
 
 
+def test_error_on_miss_tells_of_a_call_without_content(registry: Registry) -> None:
+    class Shift(float):
+        __hash__ = float.__hash__
+
+    with policy_override(mode="error_on_miss"), pytest.raises(NoConfig, match="the policy is error_on_miss"):
+        registry.call("scale", X, shift=Shift(1.0))
+
+
 def test_without_a_record_error_on_miss_raises(registry: Registry) -> None:
     with policy_override(mode="error_on_miss"):
         with pytest.raises(NoConfig, match=r"scale\(x=float32\[5\], shift=0.0\) on cpu.*error_on_miss"):

@@ -196,6 +196,49 @@ def test_labels_of_ones_own() -> None:
         label("a@b")
 
 
+@pytest.mark.parametrize("name", ["my attention", "a/b", "a~b", "a@b", "größer"])
+def test_a_label_tells_any_name(name: str) -> None:
+    registry = Registry(plugins="")
+    registry.register(Operation(name=name, signature=lambda x: None, outputs=lambda a: (a["x"],)))
+    registry.register(doubling(), f"{name}.good")
+    lowered = jax.jit(lambda x: registry.call(name, x)).lower(Q)
+    for stage in (lowered, lowered.compile()):
+        (found,) = find_labels_in_lowered(stage)
+        assert (found.name, found.backend) == (name, "good")
+
+
+def doubling() -> SimpleNamespace:
+    @hookimpl
+    def heuristic_cfg(inv):
+        return None
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        return jnp.sin(inv["x"]) * 2
+
+    return SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend)
+
+
+def test_a_call_without_content_is_recorded_too() -> None:
+    class Odd:
+        """Nothing that could be written down."""
+
+    registry = Registry(plugins="")
+    registry.register(Operation(name="odd", signature=lambda x, *, o=None: None, outputs=lambda a: (a["x"],)))
+    registry.register(doubling(), "odd.good")
+    with recording() as found:
+        np.testing.assert_allclose(registry.call("odd", Q, o=Odd()), jnp.sin(Q) * 2, rtol=1e-6)
+    assert [inv.op for inv in found] == ["odd"]
+
+
+def test_what_cannot_be_tuned_does_not_stop_the_others() -> None:
+    good = ejkernel_core.invocation("flash_attention", Q, K, V)
+    cut = attrs.evolve(good, sharding=(("query", "2x1x1x1 on 2"),))
+    result = autotune_recorded([cut, good])
+    assert ["cut over several devices" in str(t.notes) for t in result.tuned] == [True, False]
+    assert result.tuned[1].best is not None
+
+
 def test_what_is_no_label_is_no_label() -> None:
     assert extract_labels_from_hlo_text("") == []
     assert extract_labels_from_hlo_text('op_name="jit(f)/ejk~else~x"') == []

@@ -125,10 +125,10 @@ def registry(*space: str, heuristic: str = "slow", reference: bool = True, **ope
     return fresh
 
 
-def contest(fresh: Registry, budget_s: float = 20.0, x: Any = X, **more: Any) -> Tuned:
+def contest(fresh: Registry, budget_s: float = 20.0, x: Any = X, inputs: Any = None, **more: Any) -> Tuned:
     inv = fresh.invocation("triple", x)
     candidates, _ = ask_all(fresh, inv, None, None)
-    return tune(inv, candidates, budget_s, {"x": x}, **more)
+    return tune(inv, candidates, budget_s, inputs or {"x": x}, **more)
 
 
 def entry(tuned: Tuned, kind: str) -> Entry:
@@ -380,6 +380,99 @@ def test_what_cannot_be_measured_here_is_not() -> None:
         check_tunable(cut)
 
 
+def test_who_comes_while_the_stores_are_told_finds_the_record() -> None:
+    fresh, heard, told = registry("fast"), [], threading.Event()
+    fresh.register(listener(heard), "listener")
+
+    @hookimpl
+    def select_config(inv):
+        return None
+
+    @hookimpl
+    def config_selected(inv):
+        told.set()
+        time.sleep(0.5)
+
+    fresh.register(SimpleNamespace(select_config=select_config, config_selected=config_selected), "a slow store")
+    first = threading.Thread(target=lambda: tuned_call(fresh))
+    first.start()
+    told.wait()
+    np.testing.assert_allclose(fresh.call("triple", X), X * 3, rtol=1e-6)  # compiled with the heuristic
+    tuned_call(fresh)
+    first.join()
+    assert sum(progress.finished for progress in heard) == 1
+    assert fresh.plan("triple", X).cfg == Config("fast")
+    (layout,) = fresh.calls.values() if fresh.calls else (None,)
+    assert layout is None or not layout.compiled  # what was compiled meanwhile is forgotten
+
+
+def test_a_contest_that_fails_late_lets_nobody_win_by_what_it_measured_before() -> None:
+    count = iter(range(10**6))
+
+    def sometimes(value: Any) -> Any:
+        if next(count) > 12:
+            raise ValueError("late")
+        return value
+
+    @hookimpl
+    def heuristic_cfg(inv):
+        return None
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        return jax.pure_callback(sometimes, inv["x"], inv["x"]) * 3
+
+    fresh = registry(heuristic="slow")
+    flaky = SimpleNamespace(PLATFORMS={"cpu": 1}, heuristic_cfg=heuristic_cfg, run_backend=run_backend)
+    fresh.register(flaky, "triple.flaky")
+    tuned = contest(fresh)
+    assert tuned.best.backend == "kinds"
+    assert "flaky" not in [record.backend for record in tuned.records]
+
+
+def test_a_trace_around_it_does_not_disturb_a_contest() -> None:
+    fresh, plans = registry("fast"), []
+
+    @jax.jit
+    def function(x: Any) -> Any:
+        with policy_override(autotune=True):
+            plans.append(fresh.plan("triple", X))
+            plans.append(fresh.plan("triple", x[:2]))
+        return x
+
+    assert len(jax.make_jaxpr(function)(X).eqns) == 1
+    assert [plan.origin for plan in plans] == ["autotuned", "autotuned"]
+
+
+def test_arrays_may_be_on_any_device() -> None:
+    there = jax.device_put(X, jax.devices()[3])
+    mesh = jax.make_mesh((2,), ("i",), **MESH)
+    cut = jax.device_put(X, jax.sharding.NamedSharding(mesh, P("i")))
+    for x in (there, cut):
+        assert contest(registry("fast"), x=X, inputs={"x": x}).best.cfg == Config("fast")
+
+
+def test_the_callers_settings_hold_in_a_contest() -> None:
+    seen = set()
+    fresh = registry(heuristic="fast")
+    kernel = fresh.kernel("triple", "kinds")
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        seen.add((jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64))
+        return inv["x"] * 3
+
+    watched = SimpleNamespace(
+        Config=Config,
+        heuristic_cfg=kernel._hooks.heuristic_cfg.get_hookimpls()[0].function,
+        run_backend=run_backend,
+    )
+    fresh.register(watched, "triple.kinds")
+    with jax.default_matmul_precision("highest"), jax.enable_x64(True):
+        contest(fresh)
+    assert seen == {("highest", True)}
+
+
 # -- inputs ----------------------------------------------------------------------------------------------------------
 
 
@@ -403,6 +496,38 @@ def test_an_operation_without_samples_gets_plain_ones() -> None:
     inputs = made(fresh.invocation("triple", jax.ShapeDtypeStruct((50, 40), jnp.float32)))
     assert abs(float(inputs["x"].std()) - 1) < 0.1
     np.testing.assert_array_equal(made(fresh.invocation("triple", jnp.ones(3, jnp.int32)))["x"], [0, 0, 0])
+
+
+BACKWARD: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gqa": {"heads": 1},
+    "window": {"sliding_window": (9, 0)},
+    "segments": {"q_segment_ids": (1, 24), "kv_segment_ids": (1, 24)},
+    "dropout": {"dropout_prob": 0.3, "dropout_seed": ()},
+    "packed": {"cum_seqlens_q": (4,), "cum_seqlens_k": (4,)},
+    "sinks": {"softmax_aux": (2,)},
+    "soft cap": {"logits_soft_cap": 5.0},
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_a_backward_is_measured_on_the_results_of_a_forward(name: str) -> None:
+    """On others, kernels that are right would differ, and all but the reference would be out."""
+    options, packed = dict(BACKWARD[name]), name == "packed"
+    shape = (24, 2, 8) if packed else (1, 24, 2, 8)
+    query = jax.ShapeDtypeStruct(shape, jnp.float32)
+    key = jax.ShapeDtypeStruct((*shape[:-2], options.pop("heads", 2), 8), jnp.float32)
+    floats = {"softmax_aux": jnp.float32}
+    given = {
+        n: jax.ShapeDtypeStruct(v, floats.get(n, jnp.int32)) if isinstance(v, tuple) and n != "sliding_window" else v
+        for n, v in options.items()
+    }
+    explained = ejkernel_core.explain("flash_attention", query, key, key, **given)
+    inv = explained.backward.plan.invocation
+    candidates, _ = ask_all(inv.registry, inv, None, None)
+    tuned = tune(inv, candidates, 60.0, configs=[candidate.cfg for candidate in candidates], calls=(1, 1))
+    assert tuned.notes == ("checked against flash_attention_bwd.reference",)
+    assert [e.reason for e in tuned.entries if e.reason.startswith(("wrong", "running", "compiling"))] == []
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------------
@@ -479,6 +604,26 @@ def test_results_merge_and_travel_as_json(attention: Any) -> None:
         assert ejkernel_core.plan("flash_attention", *attention, backend="xla").cfg.q_block == 32
     with pytest.raises(ejkernel_core.RecordError, match="no tuning result"):
         TuningResult.from_json("[]")
+
+
+def test_a_race_of_fewer_does_not_undo_one_of_more(attention: Any) -> None:
+    full = autotune("flash_attention", *attention, num_iters=5)
+    assert ejkernel_core.plan("flash_attention", *attention).origin == "memory"
+    autotune("flash_attention", *attention, num_iters=5, backend=full.best.backend)
+    assert ejkernel_core.plan("flash_attention", *attention).origin == "memory"
+
+
+def test_what_narrowed_configurations_found_says_nothing_about_the_rest(attention: Any) -> None:
+    usual = ejkernel_core.plan("flash_attention", *attention).cfg
+    autotune("flash_attention", *attention, configs=[attrs.evolve(usual, q_block=16)], num_iters=2)
+    assert ejkernel_core.plan("flash_attention", *attention).origin == "heuristic"
+    assert ejkernel_core.plan("flash_attention", *attention, backend="xla").cfg.q_block == 16
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"schema": 1, "tuned": [3]}', '{"schema": 1, "tuned": [{"keys": []}]}'])
+def test_what_is_no_result_is_told(text: str) -> None:
+    with pytest.raises(ejkernel_core.RecordError):
+        TuningResult.from_json(text)
 
 
 def test_a_result_of_another_device_is_refused(attention: Any) -> None:

@@ -17,7 +17,7 @@ from ejkernel_core._invocation import Invocation
 from ejkernel_core._plan import Candidate
 from ejkernel_core._records import Provenance
 
-from ._contest import OUT_OF_TIME, Contest, Entrant
+from ._contest import OUT_OF_TIME, Contest, Entrant, Settings, in_thread
 from ._result import Entry, Tuned, records_of
 
 #: The key of the random numbers that inputs are made of.
@@ -60,8 +60,9 @@ def tune(
     ``calls`` is how many are made of each before it is measured, and how many are measured of those that come far.
     """
     started = time.monotonic()
-    if inputs is None:
-        inputs = made(inv)
+    settings = Settings.of(inv)
+    # In a thread, because a trace may be going on here; on one device, wherever the caller has them.
+    inputs = in_thread(lambda: jax.device_put(made(inv) if inputs is None else inputs, settings.device), None, settings)
     entrants = list(_entrants(inv, candidates, configs, earlier))
 
     def progress(finished: bool = False) -> Progress:
@@ -78,7 +79,7 @@ def tune(
         if contest.checked_against and not contest.notes
         else contest.notes
     )
-    records = () if winner is None else records_of(entries, _provenance(inv, candidates, entries))
+    records = () if winner is None else records_of(entries, _provenance(inv, entries))
     return Tuned(inv.tuning_keys, str(inv), entries, records, time.monotonic() - started, tuple(notes))
 
 
@@ -173,9 +174,7 @@ def _entries(entrants: Sequence[Entrant], winner: Entrant | None) -> tuple[Entry
     )
 
 
-def _provenance(
-    inv: Invocation, candidates: Sequence[Candidate], entries: Sequence[Entry]
-) -> Callable[[Entry], Provenance]:
+def _provenance(inv: Invocation, entries: Sequence[Entry]) -> Callable[[Entry], Provenance]:
     assert inv.registry is not None
     software = inv.registry.software(inv.op)
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -188,7 +187,7 @@ def _provenance(
             when=when,
             device=device,
             milliseconds=entry.milliseconds,
-            backends=tuple(candidate.backend for candidate in candidates),
+            backends=tuple(dict.fromkeys(entry.backend for entry in entries)),
             software=dict(software),
             tried=tried,
         )

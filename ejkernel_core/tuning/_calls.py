@@ -14,14 +14,15 @@ import jax.numpy as jnp
 
 import ejkernel_core
 from ejkernel_core import _call, _gradients, _plan, _scopes
-from ejkernel_core._errors import NoKernel
+from ejkernel_core._errors import NoKernel, Unsupported
 from ejkernel_core._invocation import Invocation
 from ejkernel_core._keys import abstractify
 from ejkernel_core._primitive import outputs
 from ejkernel_core._registry import Registry
 
-from ._autotune import SEED, check_tunable, made, tune
-from ._result import TuningResult
+from ._autotune import SEED, check_tunable, tune
+from ._contest import Settings, in_thread
+from ._result import Tuned, TuningResult
 from ._tuner import announce, choice_of
 
 DIRECTIONS = ("forward", "backward", "both")
@@ -67,8 +68,11 @@ def autotune_recorded(
     """
     result = TuningResult()
     for inv in map(_core, invocations):
-        if retune or not _is_known(inv):
-            result |= _contest(inv, None, None, budget_s, remember, None)
+        try:
+            if retune or not _is_known(inv):
+                result |= _contest(inv, None, None, budget_s, remember, None)
+        except Unsupported as reason:  # the others can be tuned all the same
+            result |= TuningResult((Tuned(inv.tuning_keys, str(inv), (), (), notes=(f"not tuned: {reason}",)),))
     return result
 
 
@@ -84,8 +88,12 @@ def _tuned(
     backend: str | None,
     **kwargs: Any,
 ) -> TuningResult:
-    asked, values, avals, where, restore = _call.asked_for(
-        registry, op, args, {**kwargs, "backend": backend}, concrete=True
+    # Arrays that are there are prepared in a thread: under a trace, preparing would give tracers.
+    given = {**kwargs, "backend": backend}
+    asked, values, avals, where, restore = (
+        in_thread(lambda: _call.asked_for(registry, op, args, given, concrete=True), None, Settings.here())
+        if not _has_tracers(args, kwargs)
+        else _call.asked_for(registry, op, args, given)
     )
     share = budget_s / 2 if direction == "both" else budget_s
     result = TuningResult()
@@ -96,6 +104,10 @@ def _tuned(
         inv, inputs = _backward(asked, values, avals, where, restore)
         result |= _contest(inv, backend, configs, share, remember, inputs, calls)
     return result
+
+
+def _has_tracers(*values: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
 
 def _backward(
@@ -140,7 +152,7 @@ def _contest(
     if not candidates:
         raise NoKernel(f"no kernel can do {inv}\n" + "\n".join(f"  {verdict}" for verdict in verdicts))
     report = functools.partial(announce, registry.policies(scope))
-    tuned = tune(inv, candidates, budget_s, inputs or made(inv), configs, report, calls=calls)
+    tuned = tune(inv, candidates, budget_s, inputs, configs, report, calls=calls)
     if remember and tuned.records:
         registry.learn(inv, choice_of(tuned), scope)
     return TuningResult((tuned,))
@@ -167,7 +179,11 @@ class Recorder:
         self._found: dict[Any, Invocation] = {}
 
     def __call__(self, inv: Invocation) -> None:
-        self._found.setdefault((inv.key, id(inv.registry)), inv)
+        try:
+            key: Any = inv.key
+        except TypeError:  # an option that has no content: nobody can remember anything for it, but it is called
+            key = str(inv)
+        self._found.setdefault((key, id(inv.registry)), inv)
 
     def __iter__(self) -> Iterator[Invocation]:
         return iter(list(self._found.values()))

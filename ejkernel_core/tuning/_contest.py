@@ -124,7 +124,7 @@ class Contest:
         to_do = [entrant for entrant in self.alive() if not entrant.is_settled]
         for entrant in to_do:
             waiting.put(entrant)
-        settings = _Settings.of(self.inv)
+        settings = Settings.of(self.inv)
         work = (self._compile_all, (waiting, done, until, settings))
         threads = [threading.Thread(target=work[0], args=work[1], daemon=True) for _ in range(os.cpu_count() or 1)]
         for thread in threads[: waiting.qsize()]:
@@ -145,7 +145,7 @@ class Contest:
             entrant.reason = f"{OUT_OF_TIME}: not compiled within the budget; left behind in a thread"
         _left_behind.extend(thread for thread in threads if thread.is_alive())
 
-    def _compile_all(self, waiting: Any, done: Any, until: float, settings: _Settings) -> None:
+    def _compile_all(self, waiting: Any, done: Any, until: float, settings: Settings) -> None:
         while time.monotonic() < until:
             try:
                 entrant = waiting.get_nowait()
@@ -178,7 +178,8 @@ class Contest:
                 continue
             if self._wanted is None:
                 self._settle_reference(entrant, found)
-            entrant.reason = _wrong(found, self._wanted, self.inv.platform)
+            judge = functools.partial(_wrong, found, self._wanted, self.inv.platform)
+            entrant.reason = in_thread(judge, None, Settings.of(self.inv))  # a trace may be going on here
             if entrant.reason is None:
                 self._measure(entrant, 1)
                 self._drop_slower(HOPELESS)
@@ -192,7 +193,7 @@ class Contest:
         # It mostly takes part, and is compiled then.
         taking_part = (e for e in self.entrants if e.kernel is self.reference and e.compiled is not None)
         stand_in = next(taking_part, Entrant(self.reference, None))
-        wanted = self._attempt(stand_in, "running", lambda: self._reference_results(stand_in))
+        wanted = self._attempt(stand_in, "running", lambda: self._reference_results(stand_in), 2 * SHARE)
         if wanted is not None:
             self._wanted, self.checked_against = wanted, self.reference.name
         else:
@@ -248,16 +249,16 @@ class Contest:
 
         entrant.samples += self._attempt(entrant, "measuring", work) or []
 
-    def _attempt(self, entrant: Entrant, doing: str, work: Callable[[], Any]) -> Any:
+    def _attempt(self, entrant: Entrant, doing: str, work: Callable[[], Any], share: float = SHARE) -> Any:
         """What ``work`` returns; None, and the entrant is out, where it fails or takes longer than there is."""
         left = self.deadline - time.monotonic()
         if left <= 0:
             entrant.reason = entrant.reason if entrant.samples else f"{OUT_OF_TIME}: the budget was spent"
             return None
         try:
-            return in_thread(work, left * SHARE, _Settings.of(self.inv))
+            return in_thread(work, left * share, Settings.of(self.inv))
         except StillRunningError:
-            entrant.reason = f"{OUT_OF_TIME}: still {doing} after {left * SHARE:.2g} s; left behind in a thread"
+            entrant.reason = f"{OUT_OF_TIME}: still {doing} after {left * share:.2g} s; left behind in a thread"
         except Exception as fault:  # as above
             entrant.reason = _told(doing, fault)
         return None
@@ -267,26 +268,37 @@ class Contest:
 
 
 @attrs.frozen
-class _Settings:
+class Settings:
     """JAX's settings that are a thread's own, and the device to run on."""
 
     x64: bool
+    precision: Any
+    promotion: Any
     device: Any
 
     @classmethod
-    def of(cls, inv: Invocation) -> _Settings:
-        return cls(
-            bool(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
-            jax.local_devices(backend=inv.platform)[0],
-        )
+    def of(cls, inv: Invocation) -> Settings:
+        """As they are, on the device that the invocation is for."""
+        return attrs.evolve(cls.here(), device=jax.local_devices(backend=inv.platform)[0])
+
+    @classmethod
+    def here(cls) -> Settings:
+        """As they are, without a device of its own."""
+        config: Any = jax.config
+        precision, promotion = config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion
+        return cls(bool(config.jax_enable_x64), precision, promotion, config.jax_default_device)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        with jax.enable_x64(self.x64), jax.default_device(self.device):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(jax.enable_x64(self.x64))
+            stack.enter_context(jax.default_matmul_precision(self.precision))
+            stack.enter_context(jax.numpy_dtype_promotion(getattr(self.promotion, "value", self.promotion)))
+            stack.enter_context(jax.default_device(self.device))
             yield
 
 
-def in_thread(work: Callable[[], Any], seconds: float, settings: _Settings) -> Any:
+def in_thread(work: Callable[[], Any], seconds: float | None, settings: Settings) -> Any:
     """What ``work`` returns, from a thread of its own, where no tracer is near; ``StillRunningError`` if it is late."""
     answers: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 

@@ -136,15 +136,16 @@ class TuningResult:
         """What ``to_json`` wrote. ``config_type(op, backend)`` gives the type of a kernel's configurations; by default
         the installed kernel's. ``RecordError`` tells what does not fit.
         """
+        kinds = config_type or (lambda op, backend: None)
         try:
             data = json.loads(text)
-            documents = data["tuned"] if data["schema"] == SCHEMA else None
-        except (ValueError, TypeError, KeyError, RecursionError) as fault:
-            raise RecordError(f"no tuning result: {fault}", damaged=True) from fault
-        if documents is None:
-            raise RecordError(f"$.schema is {data['schema']!r}; this version reads {SCHEMA}")
-        kinds = config_type or (lambda op, backend: None)
-        return cls(tuple(_read(document, kinds) for document in documents))
+            if data["schema"] != SCHEMA:
+                raise RecordError(f"$.schema is {data['schema']!r}; this version reads {SCHEMA}")
+            return cls(tuple(_read(document, kinds) for document in data["tuned"]))
+        except RecordError:
+            raise
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as fault:
+            raise RecordError(f"no tuning result: {type(fault).__name__}: {fault}", damaged=True) from fault
 
 
 def _key(key: Key) -> dict[str, Any]:
@@ -152,11 +153,8 @@ def _key(key: Key) -> dict[str, Any]:
 
 
 def _read(document: Any, kinds: Callable[[str, str], type | None]) -> Tuned:
-    try:
-        keys = tuple(Key(**key) for key in document["keys"])
-        pairs = [(json.dumps(record), record["backend"]) for record in document["records"]]
-    except (TypeError, KeyError) as fault:
-        raise RecordError(f"no tuning result: {fault}", damaged=True) from fault
+    keys = tuple(Key(**key) for key in document["keys"])
+    pairs = [(json.dumps(record), record["backend"]) for record in document["records"]]
     given = [kinds(keys[0].op, backend) or _type_in(text, keys[0].op, backend) for text, backend in pairs]
     records = tuple(record_from_json(text, keys[0], kind) for (text, _), kind in zip(pairs, given, strict=True))
     entries = tuple(
@@ -177,10 +175,12 @@ def _type_in(text: str, op: str, backend: str) -> type | None:
 
 
 def records_of(entries: Iterable[Entry], provenance: Callable[[Entry], Provenance]) -> tuple[Record, ...]:
-    """The best of every backend, in the order of the entries."""
-    best: dict[str, Record] = {}
-    for entry in entries:
-        if entry.milliseconds is not None and entry.backend not in best and not entry.reason.startswith("wrong"):
+    """The winner, which is the first of the entries, and the best of every other backend that is slower."""
+    winner, *others = entries
+    best = {winner.backend: Record(winner.cfg, winner.backend, provenance(winner))}
+    for entry in others:
+        is_sound = not entry.reason or entry.reason.startswith("slower")
+        if is_sound and entry.backend not in best and (entry.milliseconds or 0.0) >= (winner.milliseconds or 0.0):
             best[entry.backend] = Record(entry.cfg, entry.backend, provenance(entry))
     return tuple(best.values())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,10 @@ SAMPLE_S = 1e-3
 ENOUGH = 8
 #: Half the interval over the median at which it is narrow.
 NARROW = 0.02
+
+
+#: JAX has one profiler.
+_one_at_a_time = threading.Lock()
 
 
 class Timing(float):
@@ -48,8 +53,9 @@ class Timing(float):
 def benchmark(fn: Callable[..., Any], *args: Any, num_warmup: int = 3, num_iters: int = 100) -> Timing:
     """How long ``fn(*args)`` takes, in milliseconds: a float with ``spread``, ``samples`` and their ``source``.
 
-    At most ``num_iters`` calls are measured, fewer once the median is known well. On a GPU the time is that of the
-    device, from XLA's profile, so that Python never decides; elsewhere it is the clock's, over many calls in a row.
+    At most ``num_iters`` samples are taken, fewer once the median is known well. On a GPU the time is that of the
+    device, from XLA's profile, so that Python never decides; elsewhere a sample is by the clock, over as many calls in
+    a row as fill a millisecond.
     ``fn`` may return any pytree. What it returns has to be all that it does: other work is not waited for.
     """
     if num_iters < 1 or num_warmup < 0:
@@ -69,9 +75,9 @@ def benchmark(fn: Callable[..., Any], *args: Any, num_warmup: int = 3, num_iters
 
 def by_clock(fn: Callable[..., Any], args: Sequence[Any], calls: int, until: float = math.inf) -> list[float]:
     """Samples of one call in milliseconds, each over as many calls as fill ``SAMPLE_S``; one at least."""
-    batch = min(calls, batch_size(fn, args))
+    batch = batch_size(fn, args)
     samples: list[float] = []
-    while len(samples) * batch < calls and not _is_enough(samples, until):
+    while len(samples) < calls and not _is_enough(samples, until):
         samples.append(seconds(fn, args, batch) * 1e3)
     return samples
 
@@ -119,9 +125,16 @@ def _profiled(fn: Callable[..., Any], args: Sequence[Any], calls: int) -> list[f
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         options.host_tracer_level = 0
-        with jax.profiler.trace(folder, profiler_options=options):
-            for _ in range(calls):
-                jax.block_until_ready(fn(*args))
+        with _one_at_a_time:
+            try:
+                jax.profiler.start_trace(folder, profiler_options=options)
+            except RuntimeError:  # the program is being profiled: the clock has to do
+                return []
+            try:
+                for _ in range(calls):
+                    jax.block_until_ready(fn(*args))
+            finally:
+                jax.profiler.stop_trace()
         files = list(Path(folder).rglob("*.xplane.pb"))
         return _busy(jax.profiler.ProfileData.from_file(str(files[0])), calls) if files else []
 

@@ -30,6 +30,8 @@ class Earlier:
     """What ``tuning_started`` gives: what was found out before somebody was interrupted."""
 
     entries: tuple[Entry, ...] = ()
+    #: Another process is measuring it, and the policy does not wait so long.
+    is_busy: bool = False
 
 
 class Tuner:
@@ -67,7 +69,9 @@ class Tuner:
     def _measure(self, inv: Invocation, candidates: Sequence[Candidate], scope: Scope) -> Choice:
         assert inv.registry is not None
         chain, policy = inv.registry.policies(scope), scope.policy
-        earlier = chain.hook.tuning_started(inv=inv) or Earlier()
+        earlier = _earlier(chain, inv, scope)
+        if earlier.is_busy:
+            raise Unsupported("another process is measuring this; the heuristic is taken meanwhile")
         found = _found_meanwhile(inv, candidates, scope)
         if found is not None:
             announce(chain, Progress(inv, (), 0.0, policy.budget_s, finished=True))
@@ -80,7 +84,17 @@ class Tuner:
             raise
         if not tuned.records:
             raise Unsupported(f"nothing could be measured:\n{tuned}")
-        return choice_of(tuned)
+        # Everybody is told before the others go on: whoever comes next finds it.
+        choice = choice_of(tuned)
+        inv.registry.learn(inv, choice, scope)
+        return attrs.evolve(choice, measured=False)
+
+
+def _earlier(chain: pluggy.PluginManager, inv: Invocation, scope: Scope) -> Earlier:
+    try:
+        return chain.hook.tuning_started(inv=inv, scope=scope) or Earlier()
+    except Exception:  # what a store cannot tell is measured again
+        return Earlier()
 
 
 def _found_meanwhile(inv: Invocation, candidates: Sequence[Candidate], scope: Scope) -> Choice | None:
@@ -108,8 +122,7 @@ class _Flight:
         """What was measured, once it was; None if it takes too long or nothing came of it."""
         if not self.landed.wait(seconds):
             raise Unsupported("another thread is measuring this; the heuristic is taken meanwhile")
-        # Who measured has told the stores.
-        return None if self.choice is None else attrs.evolve(self.choice, measured=False)
+        return self.choice
 
 
 def announce(chain: pluggy.PluginManager, progress: Progress) -> None:

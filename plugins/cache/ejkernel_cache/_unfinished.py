@@ -41,21 +41,25 @@ class Unfinished:
     _held: dict[str, int] = attrs.field(factory=dict)
     _written: dict[str, float] = attrs.field(factory=dict)
 
-    def take(self, key: Key) -> None:
-        """Wait until no other process measures this key, and have others wait for this one.
+    def take(self, key: Key, seconds: float = EXPIRES_S) -> bool:
+        """Wait until no other process measures this key, and have others wait for this one; False if it takes longer.
 
         Where locks cannot be had, or the other does not say for long that it is alive, it goes on without.
         """
         if fcntl is None or key.digest in self._held:
-            return
+            return True
+        until = time.monotonic() + seconds
         with contextlib.suppress(OSError):
             path = self.files.made(FOLDER) / f"{key.digest}.lock"
             while (descriptor := _locked(path)) is None:
                 if time.time() - os.stat(path).st_mtime > EXPIRES_S:
-                    return
+                    return True
+                if time.monotonic() > until:
+                    return False
                 time.sleep(POLL_S)
             os.write(descriptor, _temporary.new_name().encode())  # for who looks into the file: the owner
             self._held[key.digest] = descriptor
+        return True
 
     def release(self, key: Key) -> None:
         """Let the others go on."""

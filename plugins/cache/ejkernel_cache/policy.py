@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ejkernel_core import Candidate, Choice, Invocation, Key, Record, RecordError, hookimpl, recall
+from ejkernel_core import Candidate, Choice, Invocation, Key, Record, RecordError, Scope, hookimpl, recall, successor
 
 from ._store import PersistentCache, default_cache
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: Before what comes with packages, and before what measures.
 RANK = 70
+#: How much longer than its own budget a process waits for another.
+GRACE_S = 30.0
 
 
 @hookimpl
@@ -30,7 +32,7 @@ def config_selected(inv: Invocation, choice: Choice) -> None:
     assert record is not None  # the core tells of no choice without one
     exact, *alike = inv.tuning_keys
     try:
-        cache.put(exact, record)
+        cache.put(exact, successor(_known(cache, exact, record), record))
         for key in alike:
             if _is_as_fast(record, _known(cache, key, record)):
                 cache.put(key, record)
@@ -39,12 +41,14 @@ def config_selected(inv: Invocation, choice: Choice) -> None:
 
 
 @hookimpl
-def tuning_started(inv: Invocation) -> Earlier:
+def tuning_started(inv: Invocation, scope: Scope) -> Earlier:
     """Wait while another process measures this, or calls like it; then what somebody found out who was interrupted."""
     from ejkernel_core.tuning import Earlier
 
     unfinished, key = default_cache().unfinished, inv.tuning_keys[-1]
-    unfinished.take(key)
+    # The other may have begun with as much time, and stores before it lets go.
+    if not unfinished.take(key, scope.policy.budget_s + GRACE_S if scope.policy.wait else 0.0):
+        return Earlier(is_busy=True)
     return Earlier(unfinished.entries(key))
 
 

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from ejkernel_cache import PersistentCache, default_cache, policy
 from ejkernel_cache._unfinished import _locked
 from ejkernel_core import Key
-from ejkernel_core.tuning import Entry, Progress
+from ejkernel_core._scopes import NOTHING
+from ejkernel_core.tuning import Earlier, Entry, Progress
 
 #: ``triple`` with some configurations; every tracing of one is told in a file.
 MODULE = """
@@ -183,6 +184,15 @@ def test_who_is_silent_for_long_is_waited_for_no_longer() -> None:
     one.release(key())
 
 
+def test_who_does_not_wait_is_told_that_another_is_busy() -> None:
+    one, other = PersistentCache().unfinished, PersistentCache().unfinished
+    assert one.take(key())
+    assert not other.take(key(), 0.0)
+    one.release(key())
+    assert other.take(key(), 0.0)
+    other.release(key())
+
+
 def test_where_nothing_can_be_written_measuring_goes_on(monkeypatch: Any, tmp_path: Path) -> None:
     unfinished = PersistentCache(tmp_path / "file" / "in the way").unfinished
     (tmp_path / "file").write_text("")
@@ -196,7 +206,7 @@ def test_where_nothing_can_be_written_measuring_goes_on(monkeypatch: Any, tmp_pa
 def test_a_measurement_that_finds_nothing_lets_the_others_go_on(scale_op: Any) -> None:
     inv = scale_op.registry.invocation("scale", jnp.ones(5))
     unfinished = default_cache().unfinished
-    policy.tuning_started(inv)
+    assert policy.tuning_started(inv, NOTHING) == Earlier()
     assert unfinished._held
     policy.tuning_progress(inv, Progress(inv, (Entry("two", Config(3), reason="wrong"),), 1.0, 2.0))
     assert unfinished.entries(inv.tuning_keys[-1])

@@ -13,8 +13,9 @@ from .arguments import prepare
 from .bucket import bucket
 from .cost import backward_cost
 from .fold import fold
-from .forward import ARRAYS, DIFFERENTIABLE, RESULTS, SIGNATURE, like_axes
+from .forward import ARRAYS, DIFFERENTIABLE, RESULTS, like_axes
 from .samples import samples
+from .signature import SIGNATURE
 
 Arguments = dict[str, Any]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,31 +16,7 @@ from .bucket import bucket
 from .cost import forward_cost
 from .fold import fold
 from .samples import samples
-
-
-def _call(  # type: ignore[no-untyped-def]  # a signature and nothing else: the typed one is ejkernel_ops.flash_attention
-    query,
-    key,
-    value,
-    bias=None,
-    *,
-    attention_mask=None,
-    q_segment_ids=None,
-    kv_segment_ids=None,
-    cum_seqlens_q=None,
-    cum_seqlens_k=None,
-    softmax_aux=None,
-    softmax_scale=None,
-    causal=False,
-    sliding_window=None,
-    logits_soft_cap=None,
-    dropout_prob=0.0,
-    dropout_seed=None,
-    return_lse=False,
-): ...
-
-
-SIGNATURE = inspect.signature(_call)
+from .signature import SIGNATURE
 
 ARRAYS = (
     "query",
