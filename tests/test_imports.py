@@ -18,6 +18,7 @@ OURS = (
     "ejkernel_ops",
     "ejkernel_xla",
     "ejkernel_cache",
+    "ejkernel_packed",
     "ejkernel_bench",
     "ejkernel_core.classes",
     "ejkernel_core.tuning",

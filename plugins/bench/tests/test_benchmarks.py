@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ejkernel_bench import __main__ as command
-from ejkernel_bench import _problem, attention, memory, overhead, run, tuning, window
+from ejkernel_bench import _problem, attention, memory, overhead, packed, run, tuning, window
 from ejkernel_bench._problem import Problem, through_core, with_gradients
 
 TINY = Problem(1, 64, 2, 16)
@@ -184,13 +184,34 @@ def test_memory_is_counted_in_a_process_of_its_own():
     assert len(bars) == len(table.rows) == (2 if jax.default_backend() == "cpu" else 1)
 
 
+def test_ids_are_measured_against_repeat():
+    table, bars, faults = packed.token_ids(tokens=64, sequences=9, rounds=1)
+    assert faults == []
+    assert len(table.rows) == 4
+    assert [bar.unit for bar in bars] == ["times", "times"]
+
+
+def test_segment_ids_of_a_mask_are_measured():
+    table, bar, faults = packed.mask_ids(length=32, rounds=1)
+    assert faults == []
+    assert [row[0] for row in table.rows] == ["segments", "causal", "random"]
+    assert (bar.unit, bar.limit) == ("s", 1.0)
+
+
+def test_wrong_ids_are_found(monkeypatch):
+    monkeypatch.setattr(packed, "prepare_sequence_ids", packed.prepare_position_ids)
+    monkeypatch.setattr(packed, "mask_to_segment_ids", lambda mask: (mask[0], mask[1]))
+    assert packed.token_ids(tokens=64, sequences=9, rounds=1)[2] == ["prepare_sequence_ids differs from jnp.repeat"]
+    assert len(packed.mask_ids(length=32, rounds=1)[2]) == 3
+
+
 # -- the command --------------------------------------------------------------------------------------------------
 
 
 def test_without_a_name_it_lists(capsys):
     assert command.main([]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert listed == ["run", "overhead", "attention", "memory", "tuning", "window"]
+    assert listed == ["run", "overhead", "attention", "memory", "tuning", "window", "packed"]
 
 
 def test_an_unknown_name_is_an_error(capsys):

@@ -1,0 +1,87 @@
+"""Where each token of packed sequences is. All of it is a few numbers put at the boundaries, and one running sum."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from ._checks import boundaries, integers, size, tokens, values
+
+
+def prepare_position_ids(cu_seqlens: ArrayLike, *, total_length: int | None = None) -> jax.Array:
+    """The place of each token in its own sequence, from 0; 0 for padding.
+
+    >>> prepare_position_ids(jnp.array([0, 3, 5, 9]))
+    Array([0, 1, 2, 0, 1, 0, 1, 2, 3], dtype=int32)
+
+    Args:
+      cu_seqlens: The boundaries: integers from 0 that do not decrease.
+      total_length: How many tokens there are, padding after the last boundary included: static. By default what the
+        boundaries say; under jit it has to be given, and tokens that are not in it are left out.
+    """
+    bounds = boundaries(cu_seqlens)
+    total = size(total_length, tokens(cu_seqlens), "total_length")
+    steps = jnp.ones(total, bounds.dtype).at[bounds[1:]].add(bounds[:-1] - bounds[1:], mode="drop")
+    return jnp.where(jnp.arange(total) < bounds[-1], jnp.cumsum(steps) - 1, 0)
+
+
+def prepare_sequence_ids(cu_seqlens: ArrayLike, *, total_length: int | None = None) -> jax.Array:
+    """Which sequence each token is in, from 0; -1 for padding. The arguments are those of ``prepare_position_ids``.
+
+    >>> prepare_sequence_ids(jnp.array([0, 3, 5, 9]))
+    Array([0, 0, 0, 1, 1, 2, 2, 2, 2], dtype=int32)
+    >>> prepare_sequence_ids(jnp.array([0, 2, 2, 3]), total_length=5)
+    Array([ 0,  0,  2, -1, -1], dtype=int32)
+    """
+    return segment_ids_from_cu_seqlens(cu_seqlens, total_length=total_length) - 1
+
+
+def prepare_token_indices(cu_seqlens: ArrayLike, *, total_length: int | None = None) -> jax.Array:
+    """(sequence, position) of each token, (total, 2); (-1, 0) for padding. Arguments as ``prepare_position_ids``.
+
+    >>> prepare_token_indices(jnp.array([0, 2, 3])).tolist()
+    [[0, 0], [0, 1], [1, 0]]
+    """
+    sequences = prepare_sequence_ids(cu_seqlens, total_length=total_length)
+    return jnp.stack([sequences, prepare_position_ids(cu_seqlens, total_length=total_length)], axis=1)
+
+
+def segment_ids_from_cu_seqlens(cu_seqlens: ArrayLike, *, total_length: int | None = None) -> jax.Array:
+    """The segment id of each token: the number of its sequence, from 1; 0 for padding.
+
+    >>> segment_ids_from_cu_seqlens(jnp.array([0, 2, 2, 3]), total_length=5)
+    Array([1, 1, 3, 0, 0], dtype=int32)
+
+    The arguments are those of ``prepare_position_ids``.
+    """
+    bounds = boundaries(cu_seqlens)
+    total = size(total_length, tokens(cu_seqlens), "total_length")
+    steps = jnp.ones_like(bounds).at[-1].set(1 - bounds.size)
+    return jnp.cumsum(jnp.zeros(total, bounds.dtype).at[bounds].add(steps, mode="drop"))
+
+
+def cu_seqlens_from_segment_ids(segment_ids: ArrayLike, *, num_sequences: int | None = None) -> jax.Array:
+    """The boundaries of the sequences 1, 2, ... of which these are the segment ids; ids that are left out are empty.
+
+    >>> cu_seqlens_from_segment_ids(jnp.array([1, 1, 3, 0, 0]))
+    Array([0, 2, 2, 3], dtype=int32)
+
+    Args:
+      segment_ids: Integers (total,) that do not decrease, then padding: 0 or less. Under jit the order is not checked:
+        the lengths are how often each id is there.
+      num_sequences: How many sequences there are: static. By default the greatest id, without the empty sequences
+        after it; under jit it has to be given, and greater ids are left out.
+    """
+    ids = integers(segment_ids, "segment_ids")
+    if ids.ndim != 1:
+        raise ValueError(f"segment_ids: takes rank 1; got the shape {ids.shape}")
+    if (seen := values(segment_ids)) is not None:
+        own = seen[seen > 0].astype(np.int64)
+        if (seen[: own.size] <= 0).any() or (np.diff(own) < 0).any():
+            raise ValueError("segment_ids: do not decrease, and padding comes last; these do not")
+    greatest = None if seen is None else seen.max(initial=0)
+    count = size(num_sequences, greatest, "num_sequences")
+    times = jnp.zeros(count + 1, ids.dtype).at[jnp.maximum(ids, 0)].add(1, mode="drop")
+    return jnp.cumsum(times.at[0].set(0))
