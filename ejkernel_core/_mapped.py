@@ -34,14 +34,15 @@ def pmap_with_config(
     kernel: Any,
     axis_name: str = "devices",
     in_axes: Any = 0,
-    out_axes: Any = 0,
+    out_axes: int = 0,
     devices: Sequence[Any] | None = None,
     cfg: Any = None,
     backend: str | None = None,
 ) -> Callable[..., Any]:
     """One element of the mapped axes on each device, as ``jax.pmap`` has it, by ``jax.shard_map``.
 
-    Inside, ``axis_name`` is bound for collectives. There may be fewer elements than devices.
+    Inside, ``axis_name`` is bound for collectives. There may be fewer elements than devices. ``in_axes`` is an int, or
+    one or None for each argument, and ``out_axes`` an int.
     """
     call = _call_of(kernel, cfg, backend)
 
@@ -54,10 +55,14 @@ def pmap_with_config(
         def on_one(*shards: Any) -> Any:
             # A shard is a slice of length one.
             one = (_each(shard, axis, jnp.squeeze) for shard, axis in zip(shards, axes, strict=True))
-            return _each(call(*one, **kwargs), out_axes, jnp.expand_dims)
+            return _each(call(*one, **kwargs), 0, jnp.expand_dims)
 
-        specs = tuple(_spec(axis, axis_name) for axis in axes)
-        return jax.shard_map(on_one, mesh=mesh, in_specs=specs, out_specs=_spec(out_axes, axis_name))(*args)
+        specs = tuple(
+            jax.tree.map(lambda leaf, axis=axis: _spec(axis, np.ndim(leaf), axis_name), arg)
+            for arg, axis in zip(args, axes, strict=True)
+        )
+        results = jax.shard_map(on_one, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(axis_name))(*args)
+        return _each(results, out_axes, lambda leaf, axis: jnp.moveaxis(leaf, 0, axis))
 
     return mapped
 
@@ -71,8 +76,8 @@ def _each(tree: Any, axis: int | None, change: Callable[[Any, int], Any]) -> Any
     return tree if axis is None else jax.tree.map(lambda leaf: change(leaf, axis), tree)
 
 
-def _spec(axis: int | None, name: str) -> PartitionSpec:
-    return PartitionSpec() if axis is None else PartitionSpec(*(None,) * axis, name)
+def _spec(axis: int | None, rank: int, name: str) -> PartitionSpec:
+    return PartitionSpec() if axis is None else PartitionSpec(*(None,) * (axis % max(rank, 1)), name)
 
 
 def _mesh(args: Sequence[Any], axes: Sequence[int | None], name: str, devices: Sequence[Any] | None) -> Mesh:

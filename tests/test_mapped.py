@@ -41,6 +41,7 @@ AXES = {
     "both": ((0, 0), (A, B)),
     "one number": (0, (A, B)),
     "another axis": ((1, 2), (jnp.moveaxis(A, 0, 1), jnp.moveaxis(B, 0, 2))),
+    "from the end": ((-3, -1), (A, jnp.moveaxis(B, 0, 2))),
     "one alone": ((0, None), (A, B[0])),
     "the other alone": ((None, 0), (A[0], B)),
 }
@@ -79,8 +80,9 @@ def test_every_element_is_what_a_call_gives(mapped: Any, axes: str, keywords: st
 
 @pytest.mark.parametrize("mapped", [vmap_with_config, pmap_with_config])
 def test_the_results_axis(mapped: Any) -> None:
-    result = mapped(Product(), out_axes=1)(A, B)
-    np.testing.assert_allclose(result, np.moveaxis(expected(0, (A, B)), 0, 1), rtol=1e-5, atol=1e-6)
+    for axis in (1, 2, -1, -2):
+        result = mapped(Product(), out_axes=axis)(A, B)
+        np.testing.assert_allclose(result, np.moveaxis(expected(0, (A, B)), 0, axis), rtol=1e-5, atol=1e-6)
 
 
 def test_one_choice_is_made_for_all_elements() -> None:

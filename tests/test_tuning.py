@@ -256,6 +256,23 @@ def test_a_wrong_heuristic_does_not_win_either() -> None:
     assert tuned.best.cfg == Config("fast")
 
 
+def test_where_the_reference_cannot_say_and_results_differ_nobody_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = registry("fast", heuristic="wrong")
+
+    @hookimpl
+    def heuristic_cfg(inv):
+        return None
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        raise MemoryError("all of it")
+
+    fresh.register(SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend), "triple.reference")
+    tuned = contest(fresh)
+    assert tuned.records == ()
+    assert "nobody wins" in tuned.notes[-1]
+
+
 def test_without_a_reference_the_first_says_what_is_right() -> None:
     tuned = contest(registry("wrong", heuristic="slow", reference=False))
     assert tuned.best.cfg == Config("slow")

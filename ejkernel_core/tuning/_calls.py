@@ -95,6 +95,8 @@ def _tuned(
         if not _has_tracers(args, kwargs)
         else _call.asked_for(registry, op, args, given)
     )
+    if direction != "forward" and asked.operation.backward is None:
+        raise ValueError(f"{op} has no backward operation to tune")
     share = budget_s / 2 if direction == "both" else budget_s
     result = TuningResult()
     if direction != "backward":
@@ -114,8 +116,6 @@ def _backward(
     asked: Any, values: Sequence[Any] | None, avals: Sequence[Any], where: Any, restore: Any
 ) -> tuple[Invocation, dict[str, Any] | None]:
     """The backward's invocation, and inputs for it where the forward has some: its results, and random cotangents."""
-    if asked.operation.backward is None:
-        raise ValueError(f"{asked.operation.name} has no backward operation to tune")
     results = outputs(asked, avals)
     used = _call.used(restore, results)
     wrt = _call.floating(asked, avals)

@@ -98,6 +98,7 @@ class Contest:
     checked_against: str = ""
     notes: list[str] = attrs.field(factory=list)
     _wanted: Any = None
+    _is_unreferenced: bool = False
 
     def run(self) -> Entrant | None:
         """Compile, check, race. The winner, or None where nobody got as far as being measured."""
@@ -106,7 +107,11 @@ class Contest:
         self._check()
         self._race()
         measured = [entrant for entrant in self.alive() if entrant.samples]
-        if not measured:
+        # Without the reference, and where they differ, nobody knows who is right.
+        is_disputed = self._is_unreferenced and any((e.reason or "").startswith("wrong") for e in self.entrants)
+        if is_disputed:
+            self.notes.append("results differ, and the reference could not say which are right: nobody wins")
+        if is_disputed or not measured:
             return None
         best = min(measured, key=lambda entrant: entrant.milliseconds)
         close = (e for e in measured if e.is_usual and e.milliseconds <= best.milliseconds * (1 + MARGIN))
@@ -139,7 +144,7 @@ class Contest:
             if isinstance(outcome, BaseException):
                 entrant.reason = _told("compiling", outcome)
             else:
-                entrant.compiled, entrant.reason = outcome, _too_large(outcome)
+                entrant.compiled, entrant.reason = outcome, _too_large(outcome, settings.device)
             self.report()
         for entrant in missing.values():
             entrant.reason = f"{OUT_OF_TIME}: not compiled within the budget; left behind in a thread"
@@ -179,7 +184,10 @@ class Contest:
             if self._wanted is None:
                 self._settle_reference(entrant, found)
             judge = functools.partial(_wrong, found, self._wanted, self.inv.platform)
-            entrant.reason = in_thread(judge, None, Settings.of(self.inv))  # a trace may be going on here
+            verdict = self._attempt(entrant, "checking", lambda judge=judge: (judge(),))  # type: ignore[misc]
+            if verdict is None:
+                continue
+            entrant.reason = verdict[0]
             if entrant.reason is None:
                 self._measure(entrant, 1)
                 self._drop_slower(HOPELESS)
@@ -197,6 +205,7 @@ class Contest:
         if wanted is not None:
             self._wanted, self.checked_against = wanted, self.reference.name
         else:
+            self._is_unreferenced = True
             self.notes.append(f"checked against {first.kernel.name}, because {self.reference.name}: {stand_in.reason}")
 
     def _reference_results(self, stand_in: Entrant) -> Any:
@@ -205,7 +214,7 @@ class Contest:
         stand_in.cfg = stand_in.kernel.heuristic_cfg(self.inv)
         avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.inputs.values()]
         stand_in.compiled = jax.jit(self._function(stand_in)).lower(*avals).compile()
-        too_large = _too_large(stand_in.compiled)
+        too_large = _too_large(stand_in.compiled, Settings.of(self.inv).device)
         if too_large:
             raise Unsupported(too_large)
         return self._results(stand_in)
@@ -342,13 +351,25 @@ def _told(doing: str, fault: BaseException) -> str:
     return f"{doing} raised {type(fault).__name__}: {first[:200]}"
 
 
-def _too_large(compiled: Any) -> str | None:
+def _too_large(compiled: Any, device: Any) -> str | None:
     """Whether it needs more memory than there is: on a CPU it would take the process with it."""
     analysis = compiled.memory_analysis()
     needed = getattr(analysis, "temp_size_in_bytes", 0) + getattr(analysis, "output_size_in_bytes", 0)
-    stats = jax.local_devices()[0].memory_stats() or {}
-    room = stats.get("bytes_limit") or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return f"needs {needed / 2**30:.3g} GiB of memory; there are {room / 2**30:.3g}" if needed > room else None
+    stats = device.memory_stats() or {}
+    room = stats["bytes_limit"] - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else _available()
+    if room is None or needed <= room:
+        return None
+    return f"needs {needed / 2**30:.3g} GiB of memory; there are {room / 2**30:.3g}"
+
+
+def _available() -> int | None:
+    """The bytes that the system can still give; None where it does not say."""
+    try:
+        with open("/proc/meminfo") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, LookupError):
+        return None
 
 
 def _wrong(found: Sequence[Any], wanted: Sequence[Any], platform: str) -> str | None:
