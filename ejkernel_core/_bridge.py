@@ -17,6 +17,7 @@ from ._errors import NoKernel, NotDifferentiable, Unsupported
 from ._hookspecs import hookimpl
 from ._invocation import Invocation as CoreInvocation
 from ._operation import Arguments, Operation, Restore, gradient_signature
+from ._request import kind_of
 
 if TYPE_CHECKING:
     from .classes import Kernel
@@ -65,7 +66,7 @@ class Written:
         leaves, tree = jax.tree.flatten((args, kwargs))
         statics = tuple(Slot if _is_array(leaf) else leaf for leaf in leaves)
         arrays = [leaf for leaf, static in zip(leaves, statics, strict=True) if static is Slot]
-        return (cls(tree, statics), tuple(map(_kind, statics))), arrays
+        return (cls(tree, statics), tuple(map(kind_of, statics))), arrays
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -102,11 +103,6 @@ def place(path: Any) -> str:
 def _is_array(leaf: Any) -> bool:
     # numpy's scalar types have a shape and a dtype too: ``numpy.float32`` itself is a static.
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
-
-
-def _kind(static: Any) -> Any:
-    """What tells equal values apart: 1, 1.0 and True, or 0.0 and -0.0."""
-    return (type(static), str(static)) if isinstance(static, (float, complex)) else type(static)
 
 
 @attrs.frozen(eq=False)
@@ -242,22 +238,13 @@ class Site:
 
 
 @attrs.frozen(eq=False)
-class _Backend:
-    """The kernel hooks over one of the ``run`` methods."""
+class _Hooks:
+    """The kernel hooks that every method of a kernel object has alike."""
 
     site: Site
-    name: str
 
     @property
-    def PLATFORMS(self) -> dict[str, int]:  # noqa: N802  # the name that the core looks for
-        return METHODS[self.name]
-
-    @property
-    def CODE(self) -> tuple[Any, ...]:  # noqa: N802  # what this kernel does: the hooks are everybody's
-        return self.site.kernel.methods()[self.name], self.site.kernel.heuristic_cfg
-
-    @property
-    def Config(self) -> type | None:  # noqa: N802
+    def Config(self) -> type | None:  # noqa: N802  # the names that the core looks for
         return self.site.config_type
 
     @hookimpl
@@ -268,28 +255,33 @@ class _Backend:
     def config_space(self, inv: CoreInvocation) -> Any:
         return list(self.site.kernel.config_space(self.site.view(inv)))
 
+
+@attrs.frozen(eq=False)
+class _Backend(_Hooks):
+    """The kernel hooks over one of the ``run`` methods."""
+
+    name: str
+
+    @property
+    def PLATFORMS(self) -> dict[str, int]:  # noqa: N802
+        return METHODS[self.name]
+
+    @property
+    def CODE(self) -> tuple[Any, ...]:  # noqa: N802  # what this kernel does: the hooks are everybody's
+        return self.site.kernel.methods()[self.name], self.site.kernel.heuristic_cfg
+
     @hookimpl
     def run_backend(self, inv: CoreInvocation, cfg: Any) -> Any:
         return self.site.run(self.name, inv.arguments, cfg)
 
 
 @attrs.frozen(eq=False)
-class _Backward:
+class _Backward(_Hooks):
     """The kernel hooks over ``custom_vjp``."""
-
-    site: Site
 
     @property
     def CODE(self) -> tuple[Any, ...]:  # noqa: N802
         return self.site.kernel.custom_vjp, self.site.kernel.heuristic_cfg
-
-    @property
-    def Config(self) -> type | None:  # noqa: N802
-        return self.site.config_type
-
-    @hookimpl
-    def heuristic_cfg(self, inv: CoreInvocation) -> Any:
-        return self.site.heuristic(inv)
 
     @hookimpl
     def run_backend(self, inv: CoreInvocation, cfg: Any) -> Any:

@@ -159,9 +159,9 @@ def _compile(layout: Layout, options: Sequence[Any], terms: Terms) -> Callable[.
     def run(*arrays: Any) -> Any:
         if not _scopes.in_step():
             raise _OutOfStep(
-                f"{layout.operation.name}: another task of this thread is inside overlay_cache or policy_override. "
-                "JAX keeps its jit key for a thread, so tasks that take turns cannot trace under scopes of their own: "
-                "enter the scope and leave it without an await between"
+                f"{layout.operation.name}: another task of this thread is inside overlay_cache or policy_override, or "
+                "this thread has its scope from another (asyncio.to_thread). JAX keeps its jit key for a thread, so a "
+                "function cannot be traced here: enter the scope in this thread, and leave it without an await between"
             )
         asked, values, restore = _prepared(layout, arrays, options, terms)
         return restore(_gradients.apply(asked, values))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -81,8 +80,8 @@ def kind_of(value: Any) -> Any:
     kind = type(value)
     if kind is tuple:
         return (kind, *map(kind_of, value))
-    if kind is float and value == 0.0:
-        return kind, math.copysign(1.0, value)
+    if kind is complex or (kind is float and value == 0.0):
+        return kind, repr(value)
     if attrs.has(kind):
         return (kind, *(kind_of(getattr(value, field.name)) for field in attrs.fields(kind)))
     if dataclasses.is_dataclass(kind):

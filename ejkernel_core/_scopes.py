@@ -117,8 +117,8 @@ def policy_override(**fields: Any) -> contextlib.AbstractContextManager[None]:
             raise TypeError(
                 f"policy_override: no field {name!r} in AutotunePolicy; it has autotune, {', '.join(known)}"
             )
-    policy = attrs.evolve(current().policy, **fields)
-    return entered(lambda scope: attrs.evolve(scope, policy=policy))
+    attrs.evolve(AutotunePolicy(), **fields)  # what is wrong with them is told here, where they are written
+    return entered(lambda scope: attrs.evolve(scope, policy=attrs.evolve(scope.policy, **fields)))
 
 
 class entered(contextlib.AbstractContextManager[None]):  # noqa: N801  # it reads as a function, and may be entered again

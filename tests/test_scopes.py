@@ -287,6 +287,12 @@ def test_what_is_entered_may_be_entered_again(times: Counted) -> None:
         assert _scopes.current() == _scopes.NOTHING
 
 
+def test_an_override_changes_its_own_fields_of_what_holds_where_it_is_entered() -> None:
+    patient = policy_override(wait=False)
+    with policy_override(autotune=True, budget_s=7.0), patient:
+        assert _scopes.current().policy == AutotunePolicy("on_miss", 7.0, wait=False)
+
+
 def test_a_scope_is_a_value(times: Counted) -> None:
     with times.overlay(5):
         one = _scopes.current()

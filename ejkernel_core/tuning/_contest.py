@@ -177,10 +177,10 @@ class Contest:
             if entrant.is_settled:
                 continue
             found = self._attempt(entrant, "running", functools.partial(self._results, entrant))
-            for _ in range(1, self.num_warmup):
-                self._attempt(entrant, "running", functools.partial(self._results, entrant))
             if found is None:
                 continue
+            for _ in range(1, self.num_warmup):
+                self._attempt(entrant, "running", functools.partial(self._results, entrant))
             if self._wanted is None:
                 self._settle_reference(entrant, found)
             judge = functools.partial(_wrong, found, self._wanted, self.inv.platform)
@@ -262,7 +262,8 @@ class Contest:
         """What ``work`` returns; None, and the entrant is out, where it fails or takes longer than there is."""
         left = self.deadline - time.monotonic()
         if left <= 0:
-            entrant.reason = entrant.reason if entrant.samples else f"{OUT_OF_TIME}: the budget was spent"
+            if not entrant.samples:
+                entrant.reason = f"{OUT_OF_TIME}: the budget was spent"
             return None
         try:
             return in_thread(work, left * share, Settings.of(self.inv))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ejkernel_core
+from ejkernel_cache import default_cache
 from ejkernel_core import Operation, Registry, hookimpl
 from ejkernel_core.tuning import Tuned, autotune, tune
 
@@ -47,10 +48,12 @@ def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         before = os.environ.get("EJKERNEL_CACHE_DIR")
         os.environ["EJKERNEL_CACHE_DIR"] = folder
+        default_cache.cache_clear()  # another benchmark may have used the user's
         try:
             return _measured(backend, rounds)
         finally:
             ejkernel_core.registry.forget()
+            default_cache.cache_clear()
             os.environ.pop("EJKERNEL_CACHE_DIR")
             os.environ.update({} if before is None else {"EJKERNEL_CACHE_DIR": before})
 
