@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,8 +22,55 @@ class Target:
     compute_capability: tuple[int, int] | None = None
 
 
+#: The compute capabilities of cards that are compiled for where they are not, by a word of their names.
+_CAPABILITIES = {
+    "V100": (7, 0),
+    "T4": (7, 5),
+    "A100": (8, 0),
+    "A800": (8, 0),
+    "A30": (8, 0),
+    "A10": (8, 6),
+    "A10G": (8, 6),
+    "A40": (8, 6),
+    "A6000": (8, 6),
+    "L4": (8, 9),
+    "L40": (8, 9),
+    "L40S": (8, 9),
+    "H100": (9, 0),
+    "H200": (9, 0),
+    "H800": (9, 0),
+    "H20": (9, 0),
+    "GH200": (9, 0),
+    "B200": (10, 0),
+    "GB200": (10, 0),
+    "B300": (10, 3),
+    "GB300": (10, 3),
+}
+
+
+def absent() -> Target | None:
+    """The device that JAX is told to compile for, if it is not this machine's: the one of the abstract mesh."""
+    told = jax.sharding.get_abstract_mesh().abstract_device
+    if told is None:
+        return None
+    platform = jax_platform(told.platform)
+    try:
+        here = jax.local_devices(backend=told.platform)[0].device_kind == told.device_kind
+    except RuntimeError:
+        here = False
+    words = re.split(r"[\s-]", told.device_kind)
+    known = next((_CAPABILITIES[word] for word in words if word in _CAPABILITIES), None) if platform == "gpu" else None
+    return None if here else Target(platform, told.device_kind, known)
+
+
 def target(platform: str) -> Target:
-    """The target that ``platform`` is on this machine; without a device of it, the platform alone is known."""
+    """The target that ``platform`` is: the one that JAX is told to compile for, or the one on this machine.
+
+    Where neither is there, the platform alone is known.
+    """
+    told = absent()
+    if told is not None and told.platform == jax_platform(platform):
+        return told
     try:
         device = jax.local_devices(backend=platform)[0]
     except RuntimeError:
@@ -67,7 +115,11 @@ def _given(device: Any) -> Any:
 
 
 def device_fingerprint(device: Any = None) -> str:
-    """What a device is, in one line that is the same in every process: its kind, and its platform's version."""
+    """What a device is, in one line that is the same in every process: its kind, and its platform's version.
+
+    >>> device_fingerprint(jax.devices("cpu")[0]).startswith("cpu (")
+    True
+    """
     device = _given(device)
     version = " ".join(str(device.client.platform_version).split())
     return f"{device.device_kind} ({version})"

@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from . import _batching
-from ._devices import current_platform, target
+from ._devices import absent, current_platform, target
 from ._errors import NoKernel, NotDifferentiable, PluginError, Unsupported
 from ._jax_versions import Primitive, aval_like, lower_with_devices
 from ._keys import abstract
@@ -26,13 +26,15 @@ from ._plan import Plan
 from ._request import Request
 
 kernel_call = Primitive("ejkernel_call")
-kernel_call.multiple_results = True
 lower_with_devices(kernel_call)
+#: The same, where JAX compiles for a device that is not here and could not say which ones.
+absent_call = Primitive("ejkernel_call")
 
 
 def bind(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """The results of the best kernel for the request, whatever JAX does with it around here."""
-    return tuple(kernel_call.bind(*arrays, request=request))
+    primitive = kernel_call if absent() is None else absent_call
+    return tuple(primitive.bind(*arrays, request=request))
 
 
 def outputs(request: Request, arrays: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -74,13 +76,11 @@ def _types(results: Sequence[Any]) -> list[str]:
     ]
 
 
-@kernel_call.def_abstract_eval
 def _abstract_eval(*avals: Any, request: Request) -> list[Any]:
     results = outputs(request, avals)
     return [aval_like(avals[0], r) if avals else ShapedArray(r.shape, r.dtype) for r in results]
 
 
-@kernel_call.def_impl
 def _run_eagerly(*arrays: Any, request: Request) -> tuple[Any, ...]:  # only under jax.disable_jit
     plan = request.plan(arrays, target(current_platform(arrays)))
     return execute(request, plan, arrays, outputs(request, arrays))
@@ -98,18 +98,9 @@ def _lower(context: Any, *operands: Any, request: Request, platform: str | None)
     return mlir.lower_fun(run, multiple_results=True)(context.replace(avals_in=avals), *operands)
 
 
-# A function lowered for several platforms at once gets a plan for each; any other platform gets the last rule.
-for _platform in ("cpu", "cuda", "rocm", "tpu"):
-    mlir.register_lowering(kernel_call, partial(_lower, platform=_platform), platform=_platform)
-mlir.register_lowering(kernel_call, partial(_lower, platform=None))
-
-
 def _batch(arrays: Sequence[Any], axes: Sequence[int | None], *, request: Request) -> tuple[Sequence[Any], list[int]]:
     results = _batching.batch(request, arrays, axes, bind)
     return results, [0] * len(results)
-
-
-batching.primitive_batchers[kernel_call] = _batch
 
 
 def _no_derivative(primals: Any, tangents: Any, *, request: Request) -> Any:
@@ -118,4 +109,13 @@ def _no_derivative(primals: Any, tangents: Any, *, request: Request) -> Any:
     )
 
 
-ad.primitive_jvps[kernel_call] = _no_derivative
+for _primitive in (kernel_call, absent_call):
+    _primitive.multiple_results = True
+    _primitive.def_impl(_run_eagerly)
+    _primitive.def_abstract_eval(_abstract_eval)
+    batching.primitive_batchers[_primitive] = _batch
+    ad.primitive_jvps[_primitive] = _no_derivative
+    # A function lowered for several platforms at once gets a plan for each; any other platform gets the last rule.
+    for _platform in ("cpu", "cuda", "rocm", "tpu"):
+        mlir.register_lowering(_primitive, partial(_lower, platform=_platform), platform=_platform)
+    mlir.register_lowering(_primitive, partial(_lower, platform=None))

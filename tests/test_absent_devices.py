@@ -1,0 +1,105 @@
+"""Compiling for a device that is not here: JAX is told of it by an abstract mesh."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, use_abstract_mesh
+
+from ejkernel_core import Registry, Unsupported, find_labels_in_lowered, hookimpl
+
+X = jax.ShapeDtypeStruct((1, 8, 2, 4), jnp.float32)
+
+
+def mesh(device_kind: str, platform: str = "gpu") -> AbstractMesh:
+    return AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind, None, platform))
+
+
+@attrs.frozen
+class Config:
+    card: str
+    capability: tuple[int, int] | None
+
+
+@pytest.fixture
+def registry() -> Registry:
+    """The reference, which runs everywhere, and a kernel that wants to know the card."""
+    own = Registry()
+    reference = own.kernel("flash_attention", "reference")
+
+    @hookimpl
+    def heuristic_cfg(inv: Any) -> Config:
+        if inv.device_kind is None:
+            raise Unsupported("which card?")
+        return Config(inv.device_kind, inv.compute_capability)
+
+    @hookimpl
+    def run_backend(inv: Any, cfg: Config) -> Any:
+        return reference.run_backend(inv, reference.heuristic_cfg(inv))
+
+    kernel = SimpleNamespace(
+        heuristic_cfg=heuristic_cfg, run_backend=run_backend, Config=Config, PLATFORMS={"gpu": 90, "tpu": 90}
+    )
+    own.register(kernel, "flash_attention.card")
+    return own
+
+
+def lowered(registry: Registry, platform: str = "cuda") -> Any:
+    # Another function every time: JAX would find the first one's trace.
+    traced = jax.jit(lambda q: registry.call("flash_attention", q, q, q)).trace(X)
+    return traced.lower(lowering_platforms=(platform,))
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        ("NVIDIA H200", (9, 0)),
+        ("NVIDIA H100 80GB HBM3", (9, 0)),
+        ("NVIDIA A100-SXM4-40GB", (8, 0)),
+        ("NVIDIA L4", (8, 9)),
+        ("NVIDIA GB200", (10, 0)),
+        ("a card to come", None),
+    ],
+)
+def test_a_kernel_is_told_the_device_that_is_compiled_for(registry: Registry, name: str, capability: Any) -> None:
+    with use_abstract_mesh(mesh(name)):
+        (label,) = find_labels_in_lowered(lowered(registry))
+        plan = registry.plan("flash_attention", X, X, X)
+    assert label.backend == "card"
+    assert json.loads(label.config)["fields"] == {"card": name, "capability": capability and list(capability)}
+    assert plan.invocation.platform == "cpu"  # a call made now would run here, whatever is compiled for
+
+
+def test_without_it_the_platform_alone_is_known(registry: Registry) -> None:
+    (label,) = find_labels_in_lowered(lowered(registry))
+    assert label.backend != "card"
+
+
+def test_the_device_of_another_platform_is_not_meant(registry: Registry) -> None:
+    with use_abstract_mesh(mesh("TPU v5e", "tpu")):
+        (label,) = find_labels_in_lowered(lowered(registry, "cuda"))
+        assert label.backend != "card"
+        (label,) = find_labels_in_lowered(lowered(registry, "tpu"))
+        assert json.loads(label.config)["fields"] == {"card": "TPU v5e", "capability": None}
+
+
+def test_a_mesh_of_devices_that_are_here_changes_nothing(registry: Registry) -> None:
+    x = jnp.ones(X.shape)
+    with jax.set_mesh(Mesh(jax.devices()[:1], ("x",))):
+        plan = registry.plan("flash_attention", X, X, X)
+        out = jax.jit(lambda q: registry.call("flash_attention", q, q, q))(x)
+    assert plan.invocation.device_kind == jax.devices()[0].device_kind
+    assert jnp.allclose(out, x)
+
+
+def test_it_can_be_exported(registry: Registry) -> None:
+    export = pytest.importorskip("jax.export")
+    with use_abstract_mesh(mesh("NVIDIA H200")):
+        made = export.export(jax.jit(lambda q: registry.call("flash_attention", q, q, q)), platforms=["cuda"])(X)
+    assert made.platforms == ("cuda",)
