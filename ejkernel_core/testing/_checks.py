@@ -24,24 +24,80 @@ GRADIENT_UNITS = 1.0
 MOVE = 1e-3
 
 
-def values(registry: Registry, kernel: str, case: Case) -> None:
-    """Every result is the reference's, to the precision of its dtype, infinite where it is, and nowhere NaN."""
-    _prove("values", registry, kernel, case, "result")
+def values(registry: Registry, kernel: str, case: Case, roundings: float = 1.0) -> None:
+    """Every result is the reference's, to the precision of its dtype, infinite where it is, and nowhere NaN.
+
+    >>> from ejkernel_core import Kernel
+    >>> class Double(Kernel):
+    ...     def run(self, x, *, cfg):
+    ...         return 2 * x
+    ...     def heuristic_cfg(self, inv):
+    ...         return None
+    >>> registry, double = Registry(plugins=""), Double()
+    >>> registry.register(double) is double
+    True
+    >>> reference = registry.register(double.plugin.run, "Double.reference")
+    >>> case = Case("ones", "Double", lambda draw: {"x": np.ones(8)}, wrt=("x",))
+    >>> values(registry, "Double.run", case)
+    """
+    _prove("values", registry, kernel, case, "result", roundings)
 
 
-def gradients(registry: Registry, kernel: str, case: Case) -> None:
-    """Every gradient, of a random weighted sum of all results, is the reference's."""
-    _prove("gradients", registry, kernel, case, "gradient")
+def gradients(registry: Registry, kernel: str, case: Case, roundings: float = 1.0) -> None:
+    """Every gradient, of a random weighted sum of all results, is the reference's.
+
+    >>> from ejkernel_core import Kernel
+    >>> class Double(Kernel):
+    ...     def run(self, x, *, cfg):
+    ...         return 2 * x
+    ...     def heuristic_cfg(self, inv):
+    ...         return None
+    >>> registry, double = Registry(plugins=""), Double()
+    >>> registry.register(double) is double
+    True
+    >>> reference = registry.register(double.plugin.run, "Double.reference")
+    >>> case = Case("ones", "Double", lambda draw: {"x": np.ones(8)}, wrt=("x",))
+    >>> gradients(registry, "Double.run", case)
+    """
+    _prove("gradients", registry, kernel, case, "gradient", roundings)
 
 
-def accumulation(registry: Registry, kernel: str, case: Case) -> None:
-    """Sums over long axes are as exact as those of the reference, which adds up in float32."""
-    _prove("accumulation", registry, kernel, case, "result")
-    _prove("accumulation", registry, kernel, case, "gradient")
+def accumulation(registry: Registry, kernel: str, case: Case, roundings: float = 1.0) -> None:
+    """Sums over long axes are as exact as those of the reference, which adds up in float32.
+
+    >>> from ejkernel_core import Kernel
+    >>> class Double(Kernel):
+    ...     def run(self, x, *, cfg):
+    ...         return 2 * x
+    ...     def heuristic_cfg(self, inv):
+    ...         return None
+    >>> registry, double = Registry(plugins=""), Double()
+    >>> registry.register(double) is double
+    True
+    >>> reference = registry.register(double.plugin.run, "Double.reference")
+    >>> case = Case("ones", "Double", lambda draw: {"x": np.ones(8)}, wrt=("x",))
+    >>> accumulation(registry, "Double.run", case)
+    """
+    _prove("accumulation", registry, kernel, case, "result", roundings)
+    _prove("accumulation", registry, kernel, case, "gradient", roundings)
 
 
 def rows(registry: Registry, kernel: str, case: Case) -> None:
-    """Where the reference says exactly nothing (0, or -inf), the kernel does: what sees nothing, and padding."""
+    """Where the reference says exactly nothing (0, or -inf), the kernel does: what sees nothing, and padding.
+
+    >>> from ejkernel_core import Kernel
+    >>> class Double(Kernel):
+    ...     def run(self, x, *, cfg):
+    ...         return 2 * x
+    ...     def heuristic_cfg(self, inv):
+    ...         return None
+    >>> registry, double = Registry(plugins=""), Double()
+    >>> registry.register(double) is double
+    True
+    >>> reference = registry.register(double.plugin.run, "Double.reference")
+    >>> case = Case("ones", "Double", lambda draw: {"x": np.ones(8)}, wrt=("x",))
+    >>> rows(registry, "Double.run", case)
+    """
     own, exact = _both(registry, kernel, case)
     for name, wanted in exact.items():
         if name.startswith("gradient"):  # the gradient of a row that sees one key is 0 too, but only by cancellation
@@ -54,7 +110,22 @@ def rows(registry: Registry, kernel: str, case: Case) -> None:
 
 
 def sensitivity(registry: Registry, kernel: str, case: Case, variation: Case) -> None:
-    """An argument that is given, or changed, moves results and gradients as it moves the reference's."""
+    """An argument that is given, or changed, moves results and gradients as it moves the reference's.
+
+    >>> from ejkernel_core import Kernel
+    >>> class Double(Kernel):
+    ...     def run(self, x, *, cfg):
+    ...         return 2 * x
+    ...     def heuristic_cfg(self, inv):
+    ...         return None
+    >>> registry, double = Registry(plugins=""), Double()
+    >>> registry.register(double) is double
+    True
+    >>> reference = registry.register(double.plugin.run, "Double.reference")
+    >>> case = Case("ones", "Double", lambda draw: {"x": np.ones(8)}, wrt=("x",))
+    >>> changed = Case("twos", "Double", lambda draw: {"x": np.full(8, 2.0)}, wrt=("x",))
+    >>> sensitivity(registry, "Double.run", case, changed)
+    """
     before, exact_before = _both(registry, kernel, case)
     after, exact_after = _both(registry, kernel, variation)
     for name in exact_before.keys() & exact_after.keys():
@@ -73,7 +144,22 @@ def refusals(
     refuses: frozenset[str] = frozenset(),
     refuses_gradients: frozenset[str] = frozenset(),
 ) -> bool:
-    """The kernel refuses what it is declared to refuse, with a reason, and nothing else. True where it runs."""
+    """The kernel refuses what it is declared to refuse, with a reason, and nothing else. True where it runs.
+
+    >>> from ejkernel_core import Kernel
+    >>> class Double(Kernel):
+    ...     def run(self, x, *, cfg):
+    ...         return 2 * x
+    ...     def heuristic_cfg(self, inv):
+    ...         return None
+    >>> registry, double = Registry(plugins=""), Double()
+    >>> registry.register(double) is double
+    True
+    >>> reference = registry.register(double.plugin.run, "Double.reference")
+    >>> case = Case("ones", "Double", lambda draw: {"x": np.ones(8)}, wrt=("x",))
+    >>> refusals(registry, "Double.run", case)
+    True
+    """
     backend = kernel.rpartition(".")[2]
     with jax.enable_x64(case.dtype == "float64"):
         asked = registry.explain(case.op, **inputs(registry, case), **options(registry, case), backend=backend)
@@ -125,21 +211,22 @@ def _both(registry: Registry, kernel: str, case: Case) -> tuple[dict[str, np.nda
     return outcome(registry, kernel.rpartition(".")[2], case), outcome(registry, REFERENCE, case, precise=True)
 
 
-def _prove(check: str, registry: Registry, kernel: str, case: Case, kind: str) -> None:
+def _prove(check: str, registry: Registry, kernel: str, case: Case, kind: str, roundings: float) -> None:
     own, exact = _both(registry, kernel, case)
     assert own.keys() == exact.keys(), f"{check}: {kernel} on {case.name}: gives {[*own]}, the reference {[*exact]}"
     for name, wanted in exact.items():
         if name.startswith(kind):
-            compare(check, kernel, case, name, own[name], wanted, _allowed(registry, case, name, wanted))
+            allowed = _allowed(registry, case, name, wanted, roundings)
+            compare(check, kernel, case, name, own[name], wanted, allowed)
 
 
-def _allowed(registry: Registry, case: Case, name: str, wanted: np.ndarray) -> float:
+def _allowed(registry: Registry, case: Case, name: str, wanted: np.ndarray, roundings: float) -> float:
     if case.dtype in TOLERANCE:
         return TOLERANCE[case.dtype]
     rounded = error(outcome(registry, REFERENCE, case)[name], wanted)
     if name.startswith("result"):
-        return RESULT_FACTOR * rounded + TOLERANCE["float32"]
-    return GRADIENT_FACTOR * rounded + GRADIENT_UNITS * float(jax.numpy.finfo(case.dtype).eps)  # type: ignore[no-untyped-call]
+        return roundings * RESULT_FACTOR * rounded + TOLERANCE["float32"]
+    return roundings * GRADIENT_FACTOR * rounded + GRADIENT_UNITS * float(jax.numpy.finfo(case.dtype).eps)  # type: ignore[no-untyped-call]
 
 
 def _difference(after: np.ndarray, before: np.ndarray) -> np.ndarray:

@@ -38,6 +38,9 @@ class KernelProofs:
     refuses_gradients: frozenset[str] = frozenset()
     #: Where the kernel runs, if not everywhere: its tests are skipped elsewhere.
     platform: str | None = None
+    #: How many times the error of the reference, which rounds once, is allowed in float16 and bfloat16: above 1 for a
+    #: kernel that rounds weights too, to multiply them on matrix units.
+    roundings: float = 1.0
     registry: Registry = installed
 
     def cases(self) -> Sequence[Case]:
@@ -61,8 +64,8 @@ class KernelProofs:
 
     def test_case(self, case: Case) -> None:
         self._able(case)
-        _checks.values(self.registry, self.kernel, case)
-        _checks.gradients(self.registry, self.kernel, case)
+        _checks.values(self.registry, self.kernel, case, self.roundings)
+        _checks.gradients(self.registry, self.kernel, case, self.roundings)
         _checks.rows(self.registry, self.kernel, case)
 
     def test_sensitivity(self, case: Case, variation: Case) -> None:
@@ -76,7 +79,7 @@ class KernelProofs:
 
     def test_accumulation(self, case: Case) -> None:
         self._able(case)
-        _checks.accumulation(self.registry, self.kernel, case)
+        _checks.accumulation(self.registry, self.kernel, case, self.roundings)
 
     def _able(self, case: Case) -> None:
         if not _checks.refusals(self.registry, self.kernel, case, self.refuses, self.refuses_gradients):
