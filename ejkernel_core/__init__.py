@@ -48,6 +48,12 @@ from ._scopes import AutotunePolicy, Scope, overlay_cache, policy_override
 
 if TYPE_CHECKING:
     from ._params import BwdParams, FwdParams, get_safe_hash_int, hash_fn
+    from .calibration import (
+        estimate_shared_memory_bytes,
+        get_shared_memory_limit,
+        select_num_stages,
+        select_num_warps,
+    )
     from .classes import ConfigSelectorChain, Executor, Kernel, default_key_builder_with_sharding
     from .tuning import (
         Timing,
@@ -57,8 +63,10 @@ if TYPE_CHECKING:
         benchmark,
         clear_invocations,
         get_invocations,
+        get_memory_usage,
         record_invocation,
         recording,
+        timer,
     )
 
 __all__ = [
@@ -104,6 +112,7 @@ __all__ = [
     "default_key_builder_with_sharding",
     "device_fingerprint",
     "device_kind",
+    "estimate_shared_memory_bytes",
     "explain",
     "extract_labels_from_hlo_text",
     "find_labels_in_lowered",
@@ -111,7 +120,9 @@ __all__ = [
     "from_json",
     "get_device_platform",
     "get_invocations",
+    "get_memory_usage",
     "get_safe_hash_int",
+    "get_shared_memory_limit",
     "gradient_signature",
     "hash_fn",
     "hookimpl",
@@ -130,10 +141,13 @@ __all__ = [
     "record_to_json",
     "recording",
     "registry",
+    "select_num_stages",
+    "select_num_warps",
     "sharding_fingerprint",
     "short_hash",
     "stable_json",
     "successor",
+    "timer",
     "to_json",
     "type_name",
     "vmap_with_config",
@@ -148,28 +162,59 @@ def call(op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **
 
     ``backend`` and ``cfg`` name a kernel or its configuration; they are obeyed, or refused with the reason. Everything
     else is for the operation. The call can be jitted, differentiated, vmapped and sharded.
+
+    >>> import jax.numpy as jnp
+    >>> query = jnp.ones((1, 4, 2, 8))
+    >>> call("flash_attention", query, query, query, causal=True).shape
+    (1, 4, 2, 8)
     """
     return registry.call(op, *args, backend=backend, cfg=cfg, **kwargs)
 
 
 def invocation(op: str, /, *args: Any, **kwargs: Any) -> Invocation:
-    """What kernels and policies are told of such a call; its ``key`` is what a configuration is remembered by."""
+    """What kernels and policies are told of such a call; its ``key`` is what a configuration is remembered by.
+
+    >>> import jax
+    >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
+    >>> inv = invocation("flash_attention", query, query, query, causal=True)
+    >>> inv["causal"], inv["query"].shape
+    (True, (1, 4, 2, 8))
+    """
     return registry.invocation(op, *args, **kwargs)
 
 
 def plan(op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any) -> Plan:
-    """What ``call`` would run, and why; arrays may be ``jax.ShapeDtypeStruct``. Raises what the call would raise."""
+    """What ``call`` would run, and why; arrays may be ``jax.ShapeDtypeStruct``. Raises what the call would raise.
+
+    >>> import jax
+    >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
+    >>> plan("flash_attention", query, query, query, backend="reference").kernel.name
+    'flash_attention.reference'
+    """
     return registry.plan(op, *args, backend=backend, cfg=cfg, **kwargs)
 
 
 def explain(op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any) -> Explanation:
-    """The plan of a call and of its gradients, with every other kernel and its reason; print it."""
+    """The plan of a call and of its gradients, with every other kernel and its reason; print it.
+
+    >>> import jax
+    >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
+    >>> explanation = explain("flash_attention", query, query, query)
+    >>> explanation.op, explanation.backward.op
+    ('flash_attention', 'flash_attention_bwd')
+    """
     return registry.explain(op, *args, backend=backend, cfg=cfg, **kwargs)
 
 
 #: What not every program needs is imported when it is asked for.
 _LATER = {
     "_params": ("BwdParams", "FwdParams", "get_safe_hash_int", "hash_fn"),
+    "calibration": (
+        "estimate_shared_memory_bytes",
+        "get_shared_memory_limit",
+        "select_num_stages",
+        "select_num_warps",
+    ),
     "classes": ("ConfigSelectorChain", "Executor", "Kernel", "default_key_builder_with_sharding"),
     "tuning": (
         "Timing",
@@ -179,8 +224,10 @@ _LATER = {
         "benchmark",
         "clear_invocations",
         "get_invocations",
+        "get_memory_usage",
         "record_invocation",
         "recording",
+        "timer",
     ),
 }
 

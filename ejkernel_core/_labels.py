@@ -95,14 +95,23 @@ def _plain(value: Any) -> Any:
 
 
 def find_labels_in_lowered(lowered: Any) -> list[Label]:
-    """The labels of a ``jax.stages.Lowered`` or ``Compiled``, each once, in the order of the text."""
+    """The labels of a ``jax.stages.Lowered`` or ``Compiled``, each once, in the order of the text.
+
+    >>> twice = jax.jit(label("twice")(lambda x: x * 2))
+    >>> [found.name for found in find_labels_in_lowered(twice.lower(1.0))]
+    ['twice']
+    """
     if isinstance(lowered, jax.stages.Lowered):
         return extract_labels_from_hlo_text(lowered.as_text(debug_info=True))
     return extract_labels_from_hlo_text(lowered.as_text())
 
 
 def extract_labels_from_hlo_text(hlo_text: str) -> list[Label]:
-    """The labels of a text, StableHLO with locations or HLO, which another process may have written."""
+    """The labels of a text, StableHLO with locations or HLO, which another process may have written.
+
+    >>> extract_labels_from_hlo_text('op_name="jit(f)/ejk~label~my_attention/mul"')
+    [Label(name='my_attention', backend=None, arguments=(), config=None)]
+    """
     return list(dict.fromkeys(_read(*found.groups()) for found in _LABEL.finditer(hlo_text)))
 
 
@@ -127,6 +136,11 @@ def labels_to_configs(labels: Iterable[Label], types: Mapping[str, type] | None 
 
     ``types`` gives the class by the name of a kernel, "flash_attention.xla". By default it is the installed kernel's,
     or the one that is imported by that name. ``RecordError`` tells where a configuration does not fit it.
+
+    >>> from ejkernel_core import FwdParams
+    >>> made = Label("double", "xla", config=to_json(FwdParams(num_warps=4)))
+    >>> labels_to_configs([made], {"double.xla": FwdParams})[made].num_warps
+    4
     """
     found = {}
     for one in labels:

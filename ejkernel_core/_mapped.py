@@ -21,6 +21,11 @@ def vmap_with_config(
 
     ``in_axes`` is for the positional arguments, as in ``jax.vmap``. Keyword arguments are the same for all elements,
     and may be anything that the kernel takes.
+
+    >>> rows = jnp.ones((3, 1, 4, 2, 8))
+    >>> attention = vmap_with_config("flash_attention", in_axes=(0, None, None), backend="reference")
+    >>> attention(rows, rows[0], rows[0], causal=True).shape
+    (3, 1, 4, 2, 8)
     """
     call = _call_of(kernel, cfg, backend)
 
@@ -43,6 +48,11 @@ def pmap_with_config(
 
     Inside, ``axis_name`` is bound for collectives. There may be fewer elements than devices. ``in_axes`` is an int, or
     one or None for each argument, and ``out_axes`` an int.
+
+    >>> rows = jnp.ones((1, 1, 4, 2, 8))  # one element, which one device is enough for
+    >>> attention = pmap_with_config("flash_attention", in_axes=(0, None, None), backend="reference")
+    >>> attention(rows, rows[0], rows[0], causal=True).shape
+    (1, 1, 4, 2, 8)
     """
     call = _call_of(kernel, cfg, backend)
 

@@ -104,6 +104,9 @@ def gradient_signature(operation: inspect.Signature, results: Iterable[str]) -> 
 
     A cotangent ``d_<result>`` is None where nothing depends on that result. ``wrt`` names the arrays whose gradients
     are wanted: the operation's results are these, in that order.
+
+    >>> print(gradient_signature(inspect.signature(lambda x, scale=1.0: None), ["out"]))
+    (*, x, scale=1.0, out, d_out=None, wrt)
     """
     keyword = inspect.Parameter.KEYWORD_ONLY
     forward = [p.replace(kind=keyword) for p in operation.parameters.values()]

@@ -156,6 +156,14 @@ def recall(
 
     ``find`` gives the record of one candidate, None, or raises ``RecordError`` where there is one that cannot be read:
     if nothing else is found, these reasons are what ``Unsupported`` says.
+
+    >>> import jax, ejkernel_core
+    >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
+    >>> plan = ejkernel_core.plan("flash_attention", query, query, query, backend="reference")
+    >>> candidate, store = Candidate(plan.kernel, plan.cfg), ejkernel_core.ConfigCache()
+    >>> store.put(plan.invocation.key, plan.cfg)
+    >>> recall(plan.invocation, [candidate], "my store", store.find).origin
+    'my store'
     """
     try:
         keys = inv.tuning_keys

@@ -59,12 +59,25 @@ class Record:
 
 
 def as_record(value: Any) -> Record:
-    """The value itself, or a record of that configuration put there by hand."""
+    """The value itself, or a record of that configuration put there by hand.
+
+    >>> record = as_record(128)
+    >>> record, as_record(record) is record
+    (Record(cfg=128, backend=None, provenance=None), True)
+    """
     return value if isinstance(value, Record) else Record(value)
 
 
 def successor(old: Record | None, new: Record) -> Record:
-    """What to keep of two records of one backend: a race of fewer does not undo one of more, but may better it."""
+    """What to keep of two records of one backend: a race of fewer does not undo one of more, but may better it.
+
+    >>> def found(cfg, milliseconds, *raced):
+    ...     return Record(cfg, "xla", Provenance(when="", device="", milliseconds=milliseconds, backends=raced))
+    >>> successor(found(64, 2.0, "xla", "triton"), found(128, 3.0, "xla")).cfg
+    64
+    >>> successor(found(64, 2.0, "xla", "triton"), found(128, 1.0, "xla")).provenance.backends
+    ('xla', 'triton')
+    """
     if old is None or old.provenance is None or new.provenance is None:
         return new
     if not {*old.provenance.backends} > {*new.provenance.backends}:
@@ -75,7 +88,13 @@ def successor(old: Record | None, new: Record) -> Record:
 
 
 def fitting(records: Iterable[Record], candidate: Candidate) -> Record | None:
-    """The first that is for the candidate's kernel; one without a backend is for every kernel that takes its type."""
+    """The first that is for the candidate's kernel; one without a backend is for every kernel that takes its type.
+
+    >>> from types import SimpleNamespace
+    >>> candidate = SimpleNamespace(backend="xla", config_type=int)  # as far as is looked at here
+    >>> fitting([Record(64, "triton"), Record("no int"), Record(128)], candidate)
+    Record(cfg=128, backend=None, provenance=None)
+    """
     kind = candidate.config_type
     ours = (r for r in records if r.backend in (None, candidate.backend) and (kind is None or isinstance(r.cfg, kind)))
     return next(ours, None)
@@ -85,19 +104,34 @@ def to_json(value: Any) -> str:
     """A configuration (a frozen attrs class or dataclass) as JSON, with its type and the version of the format.
 
     Raises ``RecordError`` where a field holds something that JSON cannot.
+
+    >>> from ejkernel_core import FwdParams
+    >>> json.loads(to_json(FwdParams(num_warps=4)))["fields"]["num_warps"]
+    4
     """
     return _dump({"schema": SCHEMA, **_written(value)})
 
 
 def from_json(text: str, kind: type[Any]) -> Any:
-    """The configuration that ``to_json`` wrote. ``RecordError`` names the place where it does not fit ``kind``."""
+    """The configuration that ``to_json`` wrote. ``RecordError`` names the place where it does not fit ``kind``.
+
+    >>> from ejkernel_core import FwdParams
+    >>> from_json(to_json(FwdParams(num_warps=4)), FwdParams) == FwdParams(num_warps=4)
+    True
+    """
     data = _parsed(text)
     _check_schema(data)
     return _read(data, kind, "$")
 
 
 def record_to_json(key: Key, record: Record) -> str:
-    """A record as a document of its own: what the key stands for, the configuration, and its provenance."""
+    """A record as a document of its own: what the key stands for, the configuration, and its provenance.
+
+    >>> from ejkernel_core import FwdParams
+    >>> key = Key("double", "cpu", problem=stable_json({"op": "double"}), software=stable_json({"jax": "0.10"}))
+    >>> sorted(json.loads(record_to_json(key, Record(FwdParams(num_warps=4), "xla"))))
+    ['backend', 'config', 'problem', 'provenance', 'schema', 'software']
+    """
     document = {
         "schema": SCHEMA,
         "problem": json.loads(key.problem),
@@ -113,6 +147,12 @@ def record_from_json(text: str, key: Key, kind: type[Any] | None, any_software: 
     """The record that was written for ``key``, with a configuration of this type (None: none at all).
 
     ``any_software`` also takes what was measured with other versions.
+
+    >>> from ejkernel_core import FwdParams
+    >>> key = Key("double", "cpu", problem=stable_json({"op": "double"}), software=stable_json({"jax": "0.10"}))
+    >>> record = Record(FwdParams(num_warps=4), "xla")
+    >>> record_from_json(record_to_json(key, record), key, FwdParams) == record
+    True
     """
     data = _parsed(text)
     _check_schema(data)
@@ -164,12 +204,23 @@ def _read(data: Any, kind: type[Any] | None, place: str) -> Any:
 
 
 def type_name(kind: Any) -> str:
-    """How a type is named in a record."""
+    """How a type is named in a record.
+
+    >>> type_name(Record)
+    'ejkernel_core._records.Record'
+    """
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def imported_type(name: str) -> type | None:
-    """A file must not have anything imported, so nothing is asked that could: no module's ``__getattr__`` either."""
+    """The class of configurations that is imported by this name, or None.
+
+    >>> imported_type("ejkernel_core._records.Record") is Record
+    True
+    >>> imported_type("a_package.that_nobody.Imported") is None
+    True
+    """
+    # A file must not have anything imported, so nothing is asked that could: no module's ``__getattr__`` either.
     parts = name.split(".")
     for count in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:count]))

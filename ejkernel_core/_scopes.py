@@ -102,13 +102,22 @@ def overlay_cache(cache: Any) -> contextlib.AbstractContextManager[None]:
     """Use these configurations before all others: a ``ConfigCache``, any store, or a mapping from keys.
 
     What the cache holds now is what counts; a later change is seen when it is entered again.
+
+    >>> with overlay_cache({"some key": 128}):
+    ...     [overlay.records["some key"][0].cfg for overlay in current().overlays]
+    [128]
     """
     overlay = _overlay(cache)
     return entered(lambda scope: attrs.evolve(scope, overlays=(overlay, *scope.overlays)))
 
 
 def policy_override(**fields: Any) -> contextlib.AbstractContextManager[None]:
-    """Change fields of the ``AutotunePolicy``; ``autotune=True`` is ``mode="on_miss"``, and False ``mode="off"``."""
+    """Change fields of the ``AutotunePolicy``; ``autotune=True`` is ``mode="on_miss"``, and False ``mode="off"``.
+
+    >>> with policy_override(autotune=True, budget_s=5):
+    ...     current().policy
+    AutotunePolicy(mode='on_miss', budget_s=5, wait=True)
+    """
     if "autotune" in fields:
         fields["mode"] = "on_miss" if fields.pop("autotune") else "off"
     known = [field.name for field in attrs.fields(AutotunePolicy)]

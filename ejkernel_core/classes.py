@@ -305,7 +305,13 @@ class Invocation:
 
 
 def default_key_builder_with_sharding(kernel: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Key:
-    """What a configuration for this call is remembered by: of a ``Kernel``, or of an operation by name."""
+    """What a configuration for this call is remembered by: of a ``Kernel``, or of an operation by name.
+
+    >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
+    >>> key = default_key_builder_with_sharding("flash_attention", (query, query, query), {"causal": True})
+    >>> key == Invocation("flash_attention", (query, query, query), {"causal": True}).key
+    True
+    """
     return Invocation(kernel, args, kwargs or {}).key
 
 

@@ -24,6 +24,7 @@ RUNNING = [
     "docs/index.md",
     "docs/hooks.md",
     "docs/kernel-classes.md",
+    "docs/moving-from-ejkernel.md",
     "docs/stores.md",
     "docs/tuning.md",
     "docs/writing-a-plugin.md",
@@ -179,3 +180,51 @@ def test_doctests(module):
     outcome = doctest.testmod(importlib.import_module(module), verbose=False)
     assert outcome.attempted
     assert not outcome.failed
+
+
+#: All that users import from. The examples of ``ejkernel_packed`` run in its own tests.
+PUBLIC = [
+    "ejkernel_core",
+    "ejkernel_core.calibration",
+    "ejkernel_core.classes",
+    "ejkernel_core.testing",
+    "ejkernel_core.tuning",
+    "ejkernel_ops",
+    "ejkernel_ops.numerics",
+    "ejkernel_ops.testing",
+    "ejkernel_packed",
+]
+
+
+def without_example(module: types.ModuleType) -> list[str]:
+    """The public functions of a module whose docstring shows no call of them."""
+    functions = [name for name in module.__all__ if inspect.isfunction(inspect.unwrap(getattr(module, name)))]
+    assert functions, f"{module.__name__} has no public functions"
+    lines = {name: (inspect.getdoc(getattr(module, name)) or "").splitlines() for name in functions}
+    return [
+        name
+        for name in functions
+        if not any(line.strip().startswith((">>> ", "... ")) and f"{name}(" in line for line in lines[name])
+    ]
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_function_has_an_example(module):
+    assert without_example(importlib.import_module(module)) == []
+
+
+def test_every_example_of_a_public_function_is_run():
+    """Each is in a module of its own package, all of which are looked through above or in the package's tests."""
+    looked_through = modules_with_doctests()
+    for module in map(importlib.import_module, PUBLIC):
+        for name in module.__all__:
+            function = inspect.unwrap(getattr(module, name))
+            if inspect.isfunction(function):
+                assert function.__module__ in looked_through or "ejkernel_packed." in function.__module__, name
+
+
+def test_a_missing_example_is_noticed():
+    module = types.ModuleType("module")
+    module.__all__, module.with_one, module.without = ["with_one", "without"], lambda: None, lambda: None
+    module.with_one.__doc__, module.without.__doc__ = ">>> with_one()", ">>> something_else()"
+    assert without_example(module) == ["without"]

@@ -20,6 +20,8 @@ OURS = (
     "ejkernel_cache",
     "ejkernel_packed",
     "ejkernel_bench",
+    "ejkernel_core._params",
+    "ejkernel_core.calibration",
     "ejkernel_core.classes",
     "ejkernel_core.tuning",
 )

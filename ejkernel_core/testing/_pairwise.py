@@ -17,6 +17,10 @@ def pairwise(factors: Mapping[str, Sequence[Any]], allowed: Allowed = lambda row
 
     ``allowed`` says no to combinations that cannot be; it is asked about unfinished rows too, in which factors are
     missing. A pair that no allowed row can hold is left out.
+
+    >>> rows = pairwise({"causal": [False, True], "dtype": ["float32", "bfloat16"], "window": [None, 4]})
+    >>> len(rows), len({(row["dtype"], row["window"]) for row in rows})
+    (4, 4)
     """
     missing = dict.fromkeys(
         ((a, i), (b, j))

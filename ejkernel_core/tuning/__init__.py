@@ -12,6 +12,7 @@ from ._calls import (
     record_invocation,
     recording,
 )
+from ._measuring import Elapsed, get_memory_usage, timer
 from ._result import Entry, Tuned, TuningResult
 from ._timing import Timing, benchmark
 from ._tuner import TUNER, Earlier, Tuner
@@ -19,6 +20,7 @@ from ._tuner import TUNER, Earlier, Tuner
 __all__ = [
     "TUNER",
     "Earlier",
+    "Elapsed",
     "Entry",
     "Progress",
     "Recorder",
@@ -31,7 +33,9 @@ __all__ = [
     "benchmark",
     "clear_invocations",
     "get_invocations",
+    "get_memory_usage",
     "record_invocation",
     "recording",
+    "timer",
     "tune",
 ]

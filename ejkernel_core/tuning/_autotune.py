@@ -58,6 +58,13 @@ def tune(
     """Measure every configuration of the candidates on these inputs, or on some that the operation makes.
 
     ``calls`` is how many are made of each before it is measured, and how many are measured of those that come far.
+
+    >>> import ejkernel_core
+    >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
+    >>> plan = ejkernel_core.plan("flash_attention", query, query, query, backend="reference")
+    >>> candidate = Candidate(plan.kernel, plan.cfg)
+    >>> [entry.backend for entry in tune(plan.invocation, [candidate], budget_s=30, calls=(1, 2)).entries]
+    ['reference']
     """
     started = time.monotonic()
     settings = Settings.of(inv)

@@ -46,6 +46,11 @@ def autotune(
     measured with; on ``jax.ShapeDtypeStruct`` or under tracing, the operation makes some. ``configs`` and ``backend``
     narrow the field. ``direction`` is "forward", "backward" or "both". Nobody wins whose results are not those of the
     reference. ``result.cfg`` is the winner; see ``TuningResult``.
+
+    >>> query = jnp.ones((1, 4, 2, 8))
+    >>> result = autotune("flash_attention", query, query, query, backend="reference", num_iters=2, remember=False)
+    >>> [entry.backend for entry in result.tuned[0].entries]
+    ['reference']
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: takes one of {', '.join(DIRECTIONS)}; got {direction!r}")
@@ -65,6 +70,9 @@ def autotune_recorded(
 ) -> TuningResult:
     """Tune each of these, on made inputs. What is remembered already is passed over, unless ``retune``: an interrupted
     run goes on where it was.
+
+    >>> autotune_recorded([]).tuned
+    ()
     """
     result = TuningResult()
     for inv in map(_core, invocations):
@@ -206,6 +214,12 @@ def recording() -> Iterator[Recorder]:
 
     What JAX compiled before is compiled again, so that it is heard of. ``jax.jit(f).lower(...)`` is enough; nothing has
     to run. They are in ``get_invocations()`` too.
+
+    >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
+    >>> with recording() as found:
+    ...     _ = jax.jit(lambda q: ejkernel_core.call("flash_attention", q, q, q)).lower(query)
+    >>> [inv.op for inv in found]
+    ['flash_attention']
     """
     recorder, number = Recorder(), next(_numbers)
 
@@ -218,7 +232,15 @@ def recording() -> Iterator[Recorder]:
 
 
 def record_invocation(kernel: Any, inv: Any) -> None:
-    """Put one invocation of a kernel (an object, or an operation's name) among the recorded ones; no array is kept."""
+    """Put one invocation of a kernel (an object, or an operation's name) among the recorded ones; no array is kept.
+
+    >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
+    >>> inv = ejkernel_core.invocation("flash_attention", query, query, query)
+    >>> record_invocation("flash_attention", inv)
+    >>> inv.key in [known.key for known in get_invocations()]
+    True
+    >>> clear_invocations()
+    """
     name, core = kernel if isinstance(kernel, str) else kernel.name, _core(inv)
     if core.op != name:
         raise ValueError(f"record_invocation: the invocation is of {core.op!r}, not of {name!r}")
@@ -232,10 +254,20 @@ def _core(inv: Any) -> Invocation:
 
 
 def get_invocations() -> list[Invocation]:
-    """All that was recorded in this process."""
+    """All that was recorded in this process.
+
+    >>> clear_invocations()
+    >>> get_invocations()
+    []
+    """
     return list(_recorded)
 
 
 def clear_invocations() -> None:
-    """Forget all that was recorded."""
+    """Forget all that was recorded.
+
+    >>> clear_invocations()
+    >>> len(get_invocations())
+    0
+    """
     _recorded.clear()
