@@ -16,6 +16,7 @@ from ._report import Report, heading
 BENCHMARKS = {
     "run": "causal attention forward and backward on this device: checked, explained, timed",
     "overhead": "what the framework costs: an eager call, what is remembered, the import",
+    "flash_attention": "on a GPU, by case: time, rate; with --peers against cuDNN, Pallas and torch in the same run",
     "attention": "against jax.nn.dot_product_attention, S 4096, causal and full",
     "memory": "peak of forward and backward at S 16384",
     "tuning": "what tuning gives against the heuristic, in a second process, and when something hangs",
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("names", nargs="*", metavar="benchmark", help="one or more of these")
     parser.add_argument("--backend", help="measure this kernel, not the one that the core chooses")
     parser.add_argument("--rounds", type=int, help="how often each contender runs")
+    parser.add_argument("--peers", action="store_true", dest="against", help="flash_attention: with everybody else's")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     return parser
 
@@ -62,7 +64,9 @@ _RAW = argparse.RawDescriptionHelpFormatter
 
 
 def _run(name: str, asked: argparse.Namespace) -> Report:
-    given: dict[str, Any] = {key: getattr(asked, key) for key in ("backend", "rounds") if getattr(asked, key)}
+    given: dict[str, Any] = {
+        key: getattr(asked, key) for key in ("backend", "rounds", "against") if getattr(asked, key)
+    }
     report: Report = importlib.import_module(f".{name}", __package__).run(**given)
     return report
 

@@ -211,7 +211,7 @@ def test_wrong_ids_are_found(monkeypatch):
 def test_without_a_name_it_lists(capsys):
     assert command.main([]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert listed == ["run", "overhead", "attention", "memory", "tuning", "window", "packed"]
+    assert listed == ["run", "overhead", "flash_attention", "attention", "memory", "tuning", "window", "packed"]
 
 
 def test_an_unknown_name_is_an_error(capsys):

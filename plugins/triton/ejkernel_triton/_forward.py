@@ -1,0 +1,168 @@
+"""The forward pass: one program a block of queries of one head, and a loop over the keys that the block can see."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton._tile import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    band_blocks,
+    both,
+    edge,
+    interval_blocks,
+    kept,
+    load_rows,
+    plane,
+    row_state,
+    segment_blocks,
+    store_rows,
+    tanh,
+)
+
+
+@triton.jit
+def attend(
+    query, key, value, bias, mask, q_ids, k_ids, k_extremes, row_start, row_end, sinks, seed,
+    q_length, k_length, bias_b, bias_h, bias_q, mask_b, mask_h, mask_q, k_blocks,
+    out, lse,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_K: tl.constexpr, MASK: tl.constexpr,
+    MASK_K: tl.constexpr, K_UNIT: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK_UNIT: tl.constexpr,
+    SINKS: tl.constexpr, SINK_WIDTH: tl.constexpr, DROP: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(batch, length, heads, dim) in and out; the log-sum-exp is (batch, heads, length)."""
+    # Numbers that come at run time come divided by what they are multiples of, for the compiler to see that they are:
+    # planes are loaded many elements at a time then, and else one by one.
+    k_length = k_length * K_UNIT
+    bias_b, bias_h, bias_q = bias_b * BIAS_UNIT, bias_h * BIAS_UNIT, bias_q * BIAS_UNIT
+    mask_b, mask_h, mask_q = mask_b * MASK_UNIT, mask_h * MASK_UNIT, mask_q * MASK_UNIT
+    # The last block of queries sees most under a causal mask: the longest work starts first.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = tl.program_id(1)
+    batch, head = row // HEADS, row % HEADS
+    kv_head = head // GROUP
+    batch64 = batch.to(tl.int64)
+    q_first = block * Q_BLOCK
+    queries = q_first + tl.arange(0, Q_BLOCK)
+    real = queries < q_length
+    q_base = query + batch64 * q_length * (HEADS * DIM) + head * DIM
+    k_base = key + batch64 * k_length * (HEADS // GROUP * DIM) + kv_head * DIM
+    v_base = value + batch64 * k_length * (HEADS // GROUP * V_DIM) + kv_head * V_DIM
+    q = load_rows(q_base, q_first, q_length, HEADS * DIM, Q_BLOCK, DIM, WIDTH, not EVEN_Q)
+
+    # Which blocks of keys: first..whole and whole_end..end at the edges, whole..whole_end without a look at any mask.
+    start, end = queries, queries
+    if PACKED:
+        start = tl.load(row_start + queries, mask=real, other=0)
+        end = tl.load(row_end + queries, mask=real, other=0)
+        first, whole, whole_end, last = interval_blocks(start, end, real, k_length, K_BLOCK)
+    else:
+        shift = k_length - q_length
+        q_last = tl.minimum(q_first + Q_BLOCK, q_length) - 1
+        first, whole, whole_end, last = band_blocks(q_first, q_last, shift, k_length, BEFORE, AFTER, K_BLOCK)
+        start, end = queries + (shift - BEFORE), queries + (shift + AFTER + 1)
+    ids = queries
+    if SEGMENTS:
+        ids = tl.load(q_ids + batch64 * q_length + queries, mask=real, other=0)
+        near, near_whole, near_whole_end, near_last = segment_blocks(
+            ids, real, k_extremes + batch64 * 3 * k_blocks, k_blocks, SEGMENTS
+        )
+        first, whole, whole_end, last = both(first, whole, whole_end, last, near, near_whole, near_whole_end, near_last)
+    if MASK:
+        whole_end = whole
+
+    # The state of the online softmax. Sinks are logits without a value: in the sum before the first block, so once.
+    top = tl.full([Q_BLOCK], LOWEST, tl.float32)
+    total = tl.zeros([Q_BLOCK], tl.float32)
+    if SINKS:
+        at = tl.arange(0, SINK_WIDTH)
+        sink = tl.load(sinks + head * SINKS + at, mask=at < SINKS, other=-float("inf")).to(tl.float32) * LOG2E
+        greatest = tl.maximum(tl.max(sink, 0), LOWEST)
+        top = tl.zeros([Q_BLOCK], tl.float32) + greatest
+        total += tl.sum(tl.exp2(sink - greatest), 0)
+    sums = tl.zeros([Q_BLOCK, V_WIDTH], tl.float32)
+    state = queries.to(tl.uint32)
+    if DROP > 0:
+        state = row_state(seed, row, queries)
+    bias_base = bias + batch64 * bias_b + head.to(tl.int64) * bias_h
+    mask_base = mask + batch64 * mask_b + head.to(tl.int64) * mask_h
+    k_ids += batch64 * k_length
+
+    for j in range(whole, whole_end):
+        top, total, sums = _step(
+            j, q, k_base, v_base, bias_base, mask_base, k_ids, queries, real, ids, start, end, state, q_length,
+            k_length, bias_q, mask_q, top, total, sums,
+            HEADS // GROUP * DIM, HEADS // GROUP * V_DIM, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, BEFORE, AFTER, PACKED,
+            SEGMENTS, BIAS, BIAS_K, MASK, MASK_K, DROP, THRESHOLD, False, EVEN_K,
+            PRECISION, K_BLOCK,
+        )  # fmt: skip
+    if PACKED or SEGMENTS or MASK or BEFORE >= 0 or AFTER >= 0 or not EVEN_K:
+        for t in range(first, last - (whole_end - whole)):
+            top, total, sums = _step(
+                edge(t, whole, whole_end), q, k_base, v_base, bias_base, mask_base, k_ids, queries, real, ids, start,
+                end, state, q_length, k_length, bias_q, mask_q, top, total, sums,
+                HEADS // GROUP * DIM, HEADS // GROUP * V_DIM, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, BEFORE, AFTER,
+                PACKED, SEGMENTS, BIAS, BIAS_K, MASK, MASK_K, DROP, THRESHOLD, True, EVEN_K,
+                PRECISION, K_BLOCK,
+            )  # fmt: skip
+
+    # A row that saw nothing has a total of 0: its output is 0, and its log-sum-exp -inf.
+    sums *= tl.where(total > 0, 1.0 / ((1.0 - DROP) * total), 0.0)[:, None]
+    out_base = out + batch64 * q_length * (HEADS * V_DIM) + head * V_DIM
+    store_rows(out_base, q_first, q_length, sums, HEADS * V_DIM, Q_BLOCK, V_DIM, V_WIDTH)
+    found = tl.where(total > 0, (top + tl.log2(total)) * LN2, -float("inf"))
+    tl.store(lse + row.to(tl.int64) * q_length + queries, found, mask=real)
+
+
+@triton.jit
+def _step(
+    j, q, k_base, v_base, bias_base, mask_base, k_ids, queries, real, ids, start, end, state, q_length, k_length,
+    bias_q, mask_q, top, total, sums,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_K: tl.constexpr, MASK: tl.constexpr,
+    MASK_K: tl.constexpr, DROP: tl.constexpr, THRESHOLD: tl.constexpr, EDGE: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of keys."""
+    k_first = j * K_BLOCK
+    keys = k_first + tl.arange(0, K_BLOCK)
+    k = load_rows(k_base, k_first, k_length, K_STRIDE, K_BLOCK, DIM, WIDTH, EDGE)
+    logits = tl.dot(q, k.T, input_precision=PRECISION)
+    # Plain logits are scaled where they are used, in one instruction with the subtraction of the greatest.
+    UNIT: tl.constexpr = SCALE * LOG2E if CAP == 0 and not BIAS and SCALE > 0 else 1.0
+    if CAP > 0:
+        logits = tanh(logits * (SCALE / CAP)) * (CAP * LOG2E)
+    elif BIAS or SCALE <= 0:
+        logits = logits * (SCALE * LOG2E)
+    if BIAS:
+        logits += plane(bias_base, queries, keys, real, keys < k_length, bias_q, BIAS_K).to(tl.float32) * LOG2E
+    if EDGE:
+        seen = tl.full([1, 1], True, tl.int1)
+        if not EVEN_K:
+            seen = (keys < k_length)[None, :]
+        if PACKED or BEFORE >= 0:
+            seen = seen & (keys[None, :] >= start[:, None])
+        if PACKED or AFTER >= 0:
+            seen = seen & (keys[None, :] < end[:, None])
+        if SEGMENTS:
+            other = tl.load(k_ids + keys, mask=keys < k_length, other=0)
+            seen = seen & (ids[:, None] == other[None, :]) & (other > 0)[None, :]
+        if MASK:
+            seen = seen & (plane(mask_base, queries, keys, real, keys < k_length, mask_q, MASK_K) != 0)
+        logits = tl.where(seen, logits, -float("inf"))
+    new_top = tl.maximum(top, tl.max(logits, 1) * UNIT)
+    shrink = tl.exp2(top - new_top)
+    weights = tl.exp2(logits * UNIT - new_top[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    if DROP > 0:
+        weights = tl.where(kept(state[:, None], keys[None, :], THRESHOLD), weights, 0.0)
+    v = load_rows(v_base, k_first, k_length, V_STRIDE, K_BLOCK, V_DIM, V_WIDTH, EDGE)
+    sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision=PRECISION)
+    return new_top, total, sums

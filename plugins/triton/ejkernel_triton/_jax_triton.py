@@ -1,0 +1,280 @@
+"""jax-triton, as its versions are: what each of them needs, and one way to call a kernel through all of them.
+
+============  ==================  =====================================================================================
+jax-triton    with                what is mended
+============  ==================  =====================================================================================
+all           -                   importing it deletes TRITON_CACHE_DIR from the environment, or sets it to ""
+0.3           no CUDA plugin      it does not import: two names are missing in ``jaxlib.gpu_triton``
+0.4           triton 3.6          a name is missing in Triton's driver: jax-triton takes CUDA for not available
+0.4.0, 0.4.1  jax 0.12 and later  its rule for dead code takes two arguments where JAX passes three
+to 0.4.1      all                 warp-specialised kernels are launched with fewer threads than Triton compiled them for
+all           no CUDA plugin      lowering for CUDA needs classes of the plugin: `_portable` has them in plain Python
+============  ==================  =====================================================================================
+
+Nothing is imported before a kernel is called. ``missing`` asks the metadata of what is installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jax
+
+from ejkernel_core._devices import absent
+
+#: The newest jax-triton that needs the mends for 0.4.
+_LAST_SEEN = (0, 4, 1)
+_TRITON, _JAX_TRITON = (3, 6), (0, 3, 1)
+_LOCK = threading.RLock()
+_ABSENT = object()
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why Triton kernels cannot be used here, with the line that mends it; None where they can."""
+    # jax-triton 0.4 is written in the syntax of Python 3.12.
+    suits = '"jax-triton>=0.3.1"' if sys.version_info >= (3, 12) else '"jax-triton==0.3.*"'
+    mend = f'pip install {suits} "triton>=3.6"'
+    if not sys.platform.startswith("linux"):
+        return f"Triton is made for Linux alone; this is {sys.platform}"
+    for name, least in (("triton", _TRITON), ("jax-triton", _JAX_TRITON)):
+        found = _version(name)
+        if found is None:
+            return f"{name} is not installed: {mend}"
+        if found < least:
+            return f"{name} {_dotted(found)} is too old, {_dotted(least)} is the least: {mend}"
+    if sys.version_info < (3, 12) and (_version("jax-triton") or ()) >= (0, 4):
+        return f"jax-triton 0.4 does not run on Python {_dotted(sys.version_info[:2])}: {mend}"
+    return None
+
+
+def call(
+    kernel: Any,
+    arrays: Sequence[Any],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    scalars: Sequence[int] = (),
+    grid: tuple[int, ...],
+    constants: Mapping[str, Any],
+    num_warps: int,
+    num_stages: int,
+    compute_capability: tuple[int, int] | None,
+    name: str = "",
+    zeroed: Sequence[int] = (),
+) -> tuple[jax.Array, ...]:
+    """Launch a kernel whose parameters are the arrays, the scalars, the outputs, and then constants by name.
+
+    ``zeroed`` are the places of outputs that are filled with zeros before.
+    """
+    module = load()
+    gluon = "gluon" in type(kernel).__module__
+    if gluon and version() < (0, 4):
+        raise NotImplementedError(f"Gluon kernels need jax-triton 0.4; {_dotted(version())} is installed")
+    # Triton is to cease, one day, to join a product and a sum into one instruction unless it is told to.
+    said: Any = {"out_shape": tuple(outputs), "enable_fp_fusion": True}
+    if version() >= (0, 4):
+        said = {"out_type": tuple(outputs), "backend_options": {"enable_fp_fusion": True}}
+    results = _triton_call(
+        module,
+        *arrays,
+        # A subclass of int, as NumPy's and JAX's numbers are, would be refused by the native code.
+        *(int(scalar) for scalar in scalars),
+        kernel=kernel,
+        grid=tuple(grid),
+        name=name,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        compute_capability=None if compute_capability is None else _capability(compute_capability),
+        zeroed_outputs=tuple(zeroed),
+        **said,
+        **constants,
+    )
+    return tuple(results)
+
+
+def _triton_call(module: ModuleType, *arguments: Any, **given: Any) -> Any:
+    with warnings.catch_warnings():
+        # 0.4 would rather have a reference that the caller filled with zeros, which 0.3 does not take.
+        warnings.filterwarnings("ignore", "zeroed_outputs is deprecated", DeprecationWarning)
+        return module.triton_call(*arguments, **given)
+
+
+def load() -> ModuleType:
+    """The package ``jax_triton``, imported and mended."""
+    # A thread that comes first has finished with all mends before another one gets the module.
+    return _loaded or _load()
+
+
+def version() -> tuple[int, ...]:
+    """The version of jax-triton."""
+    found = _version("jax-triton")
+    assert found is not None, missing()
+    return found
+
+
+_loaded: ModuleType | None = None
+
+
+def _load() -> ModuleType:
+    global _loaded
+    with _LOCK:
+        if _loaded is None:
+            with _CacheFolderKept(), _MissingNames():
+                import jax_triton
+            import jax_triton.triton_lib as library
+
+            _complete(library)
+            if version() >= (0, 4):
+                _admit_cuda(library)
+            if (0, 4) <= version() <= _LAST_SEEN:
+                _keep_what_is_called(library)
+            _loaded = jax_triton
+        return _loaded
+
+
+class _CacheFolderKept:
+    """TRITON_CACHE_DIR as it was: Triton's own compilations in this process are to go where the user said."""
+
+    def __enter__(self) -> None:
+        self.before = os.environ.get("TRITON_CACHE_DIR")
+
+    def __exit__(self, *fault: object) -> None:
+        if self.before is None:
+            os.environ.pop("TRITON_CACHE_DIR", None)
+        else:
+            os.environ["TRITON_CACHE_DIR"] = self.before
+
+
+class _MissingNames:
+    """jax-triton 0.3 reads two functions from ``jaxlib.gpu_triton`` that are there with a CUDA plugin only."""
+
+    def __enter__(self) -> None:
+        from jaxlib import gpu_triton
+
+        from ejkernel_triton import _portable
+
+        self.module: Any = gpu_triton
+        self.added: list[str] = []
+        if version() < (0, 4):
+            for name in ("get_compute_capability", "get_serialized_metadata"):
+                if not hasattr(gpu_triton, name):
+                    setattr(gpu_triton, name, getattr(_portable, name))
+                    self.added.append(name)
+
+    def __exit__(self, *fault: object) -> None:
+        # jax-triton has its own references now, and others who ask jaxlib get the answer that they would have had.
+        for name in self.added:
+            delattr(self.module, name)
+
+
+def _admit_cuda(library: Any) -> None:
+    """Triton 3.6 has no name for the number of tf32 in CUDA's descriptions of tensors.
+
+    jax-triton asks for that name and for Triton's compiler in one breath, and without it has stand-ins for both. Where
+    it was imported before us, too, the compiler is put in its place afterwards.
+    """
+    if not isinstance(library.cb, SimpleNamespace):
+        return
+    try:
+        from triton.backends.nvidia import compiler, driver
+    except ImportError:  # a Triton without CUDA
+        return
+    library.cb = compiler
+    library._TMA_DTYPE_DEVICE_TO_HOST = driver.TMA_DTYPE_DEVICE_TO_HOST
+    library._TMA_TF32 = getattr(driver, "TMA_TF32", 11)
+
+
+class _Library:
+    """``jaxlib.gpu_triton`` as jax-triton sees it: what the plugin offers, or the portable way; right warp counts."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._native, name, _ABSENT)
+        if found is _ABSENT:
+            from ejkernel_triton import _portable
+
+            found = getattr(_portable, name)
+        if name == "TritonKernel" and version() <= _LAST_SEEN:
+            return functools.partial(_kernel, found)
+        if name == "get_compute_capability":
+            return functools.partial(_of_target, found)
+        return found
+
+
+def _complete(library: Any) -> None:
+    """Put ``_Library`` in its place. jax-triton looks each name up when it needs it."""
+    native = library.triton_kernel_call_lib
+    if not isinstance(native, _Library):
+        library.triton_kernel_call_lib = _Library(native)
+
+
+def _of_target(of_device: Any, device: int) -> int:
+    """The compute capability of the card that JAX is told to compile for; else that of the card that is here."""
+    told = absent()
+    if told is not None and told.compute_capability is not None:
+        return _capability(told.compute_capability)
+    return int(of_device(device))
+
+
+_THREADS = re.compile(r"^\s*\.reqntid\s+(\d+)", re.MULTILINE)
+
+
+def _kernel(make: Any, name: str, num_warps: int, num_ctas: int, shared: int, code: str, *rest: Any) -> Any:
+    """A kernel with as many warps as it was compiled for.
+
+    Triton adds warps to a kernel that is specialised by warps. jax-triton passes on the number that was asked for, and
+    a launch with fewer threads than ``.reqntid`` in the PTX says fails (CUDA_ERROR_INVALID_VALUE).
+    """
+    threads = _THREADS.search(code)
+    return make(name, int(threads[1]) // 32 if threads else num_warps, num_ctas, shared, code, *rest)
+
+
+def _keep_what_is_called(library: Any) -> None:
+    """A rule for dead code that takes what JAX passes: used outputs and the equation; between them, since 0.12, more.
+
+    It keeps every call, and every operand of it, as jax-triton's own rule does.
+    """
+    if jax.__version_info__ < (0, 12):
+        return
+    from jax._src.interpreters import partial_eval
+
+    partial_eval.dce_rules[library.triton_kernel_call_p] = _keep
+
+
+def _keep(used_outs: Any, *more: Any) -> tuple[list[bool], Any]:
+    equation = more[-1]
+    return [True] * len(equation.invars), equation
+
+
+def _capability(pair: tuple[int, int]) -> int:
+    major, minor = pair
+    return 10 * major + minor
+
+
+@functools.cache
+def _version(distribution: str) -> tuple[int, ...] | None:
+    """Of what is installed; Triton may come under another distribution's name, then it is asked itself."""
+    try:
+        text = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        module = distribution.replace("-", "_")
+        if module not in sys.modules and importlib.util.find_spec(module) is None:
+            return None
+        text = str(importlib.import_module(module).__version__)
+    return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3])
+
+
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,141 @@
+"""A call as the device code takes it: pointers, numbers, and the constants that decide which code there is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel_ops.attention.dropout import threshold
+from ejkernel_ops.attention.tokens import band, tokens
+
+Arguments = Mapping[str, Any]
+
+NO_INT = jnp.iinfo(jnp.int32).max
+
+
+def width(dim: int) -> int:
+    """The power of two that a head dim is padded to in registers; the hardware multiplies no less than 16.
+
+    >>> width(64), width(80), width(8)
+    (64, 128, 16)
+    """
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def sides(a: Arguments) -> tuple[int, int]:
+    """How far a query sees before its place and behind it; -1 where nothing limits it, or nothing that exists does."""
+    left, right = band(a["causal"], a["sliding_window"])
+    q_length, k_length = a["query"].shape[1], a["key"].shape[1]
+    if a["cum_seqlens_q"] is None:
+        left = None if left is not None and left >= k_length - 1 else left
+        right = None if right is not None and right >= q_length - 1 else right
+    return -1 if left is None else left, -1 if right is None else right
+
+
+def constants(a: Arguments) -> dict[str, Any]:
+    """The compile-time constants that all kernels have in common, blocks aside."""
+    _, _, heads, dim = a["query"].shape
+    v_dim, group = a["value"].shape[3], heads // a["key"].shape[2]
+    before, after = sides(a)
+    bias, mask, drop = a["bias"], a["attention_mask"], a["dropout_prob"]
+    return {
+        "HEADS": heads,
+        "GROUP": group,
+        "DIM": dim,
+        "V_DIM": v_dim,
+        "WIDTH": width(dim),
+        "V_WIDTH": width(v_dim),
+        "SCALE": float(a["softmax_scale"]),
+        "CAP": float(a["logits_soft_cap"] or 0.0),
+        "BEFORE": before,
+        "AFTER": after,
+        "PACKED": a["cum_seqlens_q"] is not None,
+        "BIAS_K": int(bias is not None and bias.shape[3] > 1),
+        "MASK": mask is not None,
+        "MASK_K": int(mask is not None and mask.shape[3] > 1),
+        **_units(a),
+        "DROP": float(drop),
+        "THRESHOLD": threshold(drop) if drop else 0,
+        "PRECISION": _precision(a),
+    }
+
+
+def _precision(a: Arguments) -> str:
+    """How products are multiplied: "ieee" is exact for 16-bit factors.
+
+    Three products of TF32 parts come within a rounding or two of float32, at a multiple of the speed that the
+    processor's own float32 has. Only where a soft cap takes what overflows back to a number, parts must not: infinity
+    and minus infinity would add up to NaN.
+    """
+    return "tf32x3" if a["query"].dtype == jnp.float32 and a["logits_soft_cap"] is None else "ieee"
+
+
+def _units(a: Arguments) -> dict[str, int]:
+    """What lengths of keys and strides of planes are multiples of, up to what a thread loads at once."""
+    planes = {name: a[name] is not None and a[name].shape[3] > 1 for name in ("bias", "attention_mask")}
+    unit = math.gcd(a["key"].shape[1], 16) if any(planes.values()) else 1
+    bias, mask = (unit if whole else 1 for whole in planes.values())
+    return {"K_UNIT": unit, "BIAS_UNIT": bias, "MASK_UNIT": mask}
+
+
+def numbers(a: Arguments) -> tuple[int, ...]:
+    """The lengths, each divided by its unit as `_units` has it, and likewise the strides of planes."""
+    units = _units(a)
+    bias, mask = strides(a["bias"]), strides(a["attention_mask"])
+    return (
+        a["query"].shape[1],
+        a["key"].shape[1] // units["K_UNIT"],
+        *(stride // units["BIAS_UNIT"] for stride in bias),
+        *(stride // units["MASK_UNIT"] for stride in mask),
+    )
+
+
+def evenness(a: Arguments, q_block: int, k_block: int) -> dict[str, bool]:
+    """Whether blocks come out even, so that no access has to be checked."""
+    return {"EVEN_Q": a["query"].shape[1] % q_block == 0, "EVEN_K": a["key"].shape[1] % k_block == 0}
+
+
+def strides(x: Any) -> tuple[int, int, int]:
+    """How far apart two batches, heads and queries of a bias or mask are: 0 where there is one for all."""
+    if x is None:
+        return 0, 0, 0
+    _, heads, queries, keys = x.shape
+    steps = (heads * queries * keys, queries * keys, keys)
+    return tuple(step if size > 1 else 0 for size, step in zip(x.shape[:3], steps, strict=True))  # type: ignore[return-value]
+
+
+def intervals(a: Arguments) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Of packed sequences: which keys each query may see, start and end, and which queries may see each key."""
+    where, (before, after) = tokens(a), sides(a)
+    q_ids, k_ids = (ids[0] for ids in where.groups[0])
+    bounds_q, bounds_k = a["cum_seqlens_q"], a["cum_seqlens_k"]
+    rows = _interval(q_ids, where.q_position[0], bounds_k, before, after)
+    place = jnp.arange(a["key"].shape[1], dtype=jnp.int32) + (bounds_q[1:] - bounds_k[1:])[k_ids - 1]
+    return *rows, *_interval(k_ids, place, bounds_q, after, before)
+
+
+def _interval(ids: jax.Array, place: jax.Array, bounds: jax.Array, before: int, after: int) -> tuple[Any, Any]:
+    start, end = bounds[ids - 1], bounds[ids]
+    if before >= 0:
+        start = jnp.maximum(start, place - before)
+    if after >= 0:
+        end = jnp.minimum(end, place + after + 1)
+    return jnp.where(ids > 0, start, 0).astype(jnp.int32), jnp.where(ids > 0, end, 0).astype(jnp.int32)
+
+
+def extremes(ids: jax.Array, block: int) -> jax.Array:
+    """(batch, 3, blocks): of each block of ids the lowest and the highest, padding aside, and the lowest with it."""
+    batch, length = ids.shape
+    count = max(1, math.ceil(length / block))
+    cut = jnp.pad(ids, ((0, 0), (0, count * block - length))).reshape(batch, count, block)
+    low = jnp.where(cut > 0, cut, NO_INT).min(-1)
+    return jnp.stack([low, cut.max(-1), cut.min(-1)], 1).astype(jnp.int32)
+
+
+def blocks(length: int, block: int) -> int:
+    """How many blocks there are, at least one."""
+    return max(1, math.ceil(length / block))

@@ -1,0 +1,33 @@
+"""What the kernels do not do, said before anything is committed."""
+
+from __future__ import annotations
+
+from ejkernel_core import Invocation, Unsupported
+from ejkernel_triton import _jax_triton
+
+#: Wider heads would not fit into registers.
+WIDEST = 256
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+def check(inv: Invocation) -> None:
+    """Raise where this card, these versions, or these arguments are not for Triton."""
+    missing = _jax_triton.missing()
+    if missing is not None:
+        raise Unsupported(missing)
+    if inv.compute_capability is None:
+        raise Unsupported(
+            "Triton compiles for one card, and none is here: say which is meant, by "
+            "jax.sharding.use_abstract_mesh with an AbstractDevice('NVIDIA H100', None, 'cuda')"
+        )
+    if inv.compute_capability < (8, 0):
+        major, minor = inv.compute_capability
+        raise Unsupported(
+            f"the Triton kernels need compute capability 8.0 (Ampere) or later; this GPU has {major}.{minor}"
+        )
+    query, value = inv["query"], inv["value"]
+    if str(query.dtype) not in DTYPES:
+        raise Unsupported(f"the Triton kernels take {', '.join(DTYPES)}; not {query.dtype}")
+    widest = max(query.shape[3], value.shape[3])
+    if widest > WIDEST:
+        raise Unsupported(f"the Triton kernels take head dims up to {WIDEST}, not {widest}")

@@ -1,0 +1,158 @@
+"""Device code that the forward and the backward share: tiles in memory, logits, who sees whom, dropout.
+
+A tile is one block of queries against one block of keys of one head. Logits are kept in units of log2, because the
+hardware's exponential is that of 2. Everything a call does not have is a constant that removes its code: what is not
+used costs nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# Where the greatest logit of a row starts: below every finite one, and not -inf, whose difference with itself is NaN.
+LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def load_rows(base, first, length, STRIDE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+              CHECKED: tl.constexpr):  # fmt: skip
+    """``ROWS`` rows from ``first``, as wide as ``WIDTH``: a power of two, of which ``DIM`` are there; 0 elsewhere."""
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    place = base + first.to(tl.int64) * STRIDE + row[:, None] * STRIDE + column[None, :]
+    if CHECKED and DIM < WIDTH:
+        return tl.load(place, mask=(first + row < length)[:, None] & (column < DIM)[None, :], other=0.0)
+    if CHECKED:
+        return tl.load(place, mask=(first + row < length)[:, None], other=0.0)
+    if DIM < WIDTH:
+        return tl.load(place, mask=(column < DIM)[None, :], other=0.0)
+    return tl.load(place)
+
+
+@triton.jit
+def store_rows(base, first, length, x, STRIDE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+               WIDTH: tl.constexpr):  # fmt: skip
+    """Store what `load_rows` would load, and nothing beside it."""
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    place = base + first.to(tl.int64) * STRIDE + row[:, None] * STRIDE + column[None, :]
+    tl.store(place, x.to(base.dtype.element_ty), mask=(first + row < length)[:, None] & (column < DIM)[None, :])
+
+
+@triton.jit
+def blocks_in_sight(low, high, whole_low, whole_high, BLOCK: tl.constexpr):
+    """The blocks that tokens ``low`` to ``high`` touch, and inside them those that the whole range contains."""
+    low = tl.maximum(low, 0)
+    first = low // BLOCK
+    end = tl.maximum(tl.cdiv(tl.maximum(high, low), BLOCK), first)
+    whole = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(whole_low, 0), BLOCK), first), end)
+    whole_end = tl.minimum(tl.maximum(tl.maximum(whole_high, 0) // BLOCK, whole), end)
+    return first, whole, whole_end, end
+
+
+@triton.jit
+def band_blocks(first, last, shift, length, BEFORE: tl.constexpr, AFTER: tl.constexpr, BLOCK: tl.constexpr):
+    """What the tokens ``first`` to ``last`` of one side see of the other side's ``length`` tokens, in blocks of it.
+
+    A token's own place on the other side is its index plus ``shift``; it sees ``BEFORE`` tokens before that place and
+    ``AFTER`` behind it, all where these are negative.
+    """
+    low, whole_low = 0, 0
+    if BEFORE >= 0:
+        low, whole_low = first + shift - BEFORE, last + shift - BEFORE
+    high, whole_high = length, length
+    if AFTER >= 0:
+        high = tl.minimum(length, last + shift + AFTER + 1)
+        whole_high = tl.minimum(length, first + shift + AFTER + 1)
+    return blocks_in_sight(low, high, whole_low, whole_high, BLOCK)
+
+
+@triton.jit
+def interval_blocks(start, end, real, length, BLOCK: tl.constexpr):
+    """The same from each token's own interval of the other side; what is not ``real`` does not count."""
+    seeing = real & (start < end)
+    low = tl.min(tl.where(seeing, start, length), 0)
+    high = tl.max(tl.where(seeing, end, 0), 0)
+    whole_low = tl.max(tl.where(real, start, 0), 0)
+    whole_high = tl.min(tl.where(real, end, length), 0)
+    return blocks_in_sight(low, high, whole_low, whole_high, BLOCK)
+
+
+@triton.jit
+def segment_blocks(ids, real, extremes, count, BLOCKS: tl.constexpr):
+    """The blocks of the other side in which these tokens may meet their ids, and those in which all are one segment.
+
+    ``extremes`` has three rows of ``count`` numbers: the lowest and the highest id of each block, padding aside, and
+    the lowest with padding.
+    """
+    none = 2147483647
+    low = tl.min(tl.where(real & (ids > 0), ids, none), 0)
+    high = tl.max(tl.where(real, ids, 0), 0)
+    one = (tl.min(tl.where(real, ids, none), 0) == high) & (high > 0)
+    index = tl.arange(0, BLOCKS)
+    there = index < count
+    other_low = tl.load(extremes + index, mask=there, other=none)
+    other_high = tl.load(extremes + count + index, mask=there, other=0)
+    other_least = tl.load(extremes + 2 * count + index, mask=there, other=0)
+    meets = there & (low <= other_high) & (other_low <= high)
+    whole = there & one & (other_least == high) & (other_high == high)
+    first = tl.min(tl.where(meets, index, count), 0)
+    end = tl.max(tl.where(meets, index + 1, 0), 0)
+    whole_first = tl.min(tl.where(whole, index, count), 0)
+    whole_end = tl.min(tl.where((index > whole_first) & (whole == 0), index, count), 0)
+    return first, whole_first, whole_end, tl.maximum(end, first)
+
+
+@triton.jit
+def both(first, whole, whole_end, end, first_2, whole_2, whole_end_2, end_2):
+    """Two such ranges at once."""
+    first = tl.maximum(first, first_2)
+    end = tl.maximum(tl.minimum(end, end_2), first)
+    whole = tl.minimum(tl.maximum(tl.maximum(whole, whole_2), first), end)
+    whole_end = tl.minimum(tl.maximum(tl.minimum(whole_end, whole_end_2), whole), end)
+    return first, whole, whole_end, end
+
+
+@triton.jit
+def edge(t, whole, whole_end):
+    """The t-th block of a range that leaves its whole blocks out."""
+    return tl.where(t < whole, t, t + (whole_end - whole))
+
+
+@triton.jit
+def tanh(x):
+    """By one exponential, and right at both ends: 2 ** inf is inf, and 2 / inf is 0."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+
+
+@triton.jit
+def plane(base, rows, columns, row_real, column_real, row_stride, column_stride):
+    """A tile of a bias or mask; an axis of stride 0 is broadcast."""
+    place = base + rows.to(tl.int64)[:, None] * row_stride + columns.to(tl.int64)[None, :] * column_stride
+    return tl.load(place, mask=row_real[:, None] & column_real[None, :], other=0)
+
+
+@triton.jit
+def mix(x):
+    """The mixer of the operation's dropout: see `ejkernel_ops.attention.dropout`."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def row_state(seed, row, queries):
+    """What the dropout of one head draws from, for each query."""
+    state = mix(mix(tl.load(seed) + 0x9E3779B9) ^ row.to(tl.uint32))
+    return mix(state ^ queries.to(tl.uint32))
+
+
+@triton.jit
+def kept(state, keys, THRESHOLD: tl.constexpr):
+    """Which weights survive: ``state`` and ``keys`` broadcast to a tile."""
+    return mix(state + keys.to(tl.uint32) * 0x9E3779B9) >= THRESHOLD

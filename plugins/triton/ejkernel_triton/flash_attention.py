@@ -1,0 +1,91 @@
+"""``flash_attention`` on NVIDIA GPUs, in Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+import jax
+import jax.numpy as jnp
+from attrs.validators import in_
+
+from ejkernel_core import Invocation, hookimpl
+from ejkernel_triton import _jax_triton, _problem, _tuning
+from ejkernel_triton._refusals import check
+
+#: Where it runs, and how strongly it is preferred there.
+PLATFORMS = {"gpu": 50}
+COMPILERS = ("triton", "jax-triton")
+
+
+@attrs.frozen
+class Config:
+    """How a forward pass is cut: queries a program, keys a step, and how each program is run."""
+
+    q_block: int = attrs.field(default=128, validator=in_((16, 32, 64, 128, 256)))
+    k_block: int = attrs.field(default=64, validator=in_((16, 32, 64, 128, 256)))
+    num_warps: int = attrs.field(default=8, validator=in_((1, 2, 4, 8, 16)))
+    num_stages: int = attrs.field(default=2, validator=in_((1, 2, 3, 4, 5)))
+
+
+@hookimpl
+def heuristic_cfg(inv: Invocation) -> Config:
+    """The best of what was measured for such heads and lengths."""
+    check(inv)
+    return Config(*_tuning.forward(inv)[0])
+
+
+@hookimpl
+def config_space(inv: Invocation) -> Iterable[Config]:
+    """Blocks, warps and stages that fit the card."""
+    check(inv)
+    return [Config(*shape) for shape in _tuning.forward(inv)]
+
+
+@hookimpl
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
+    """The output and the log-sum-exp of every row."""
+    from ejkernel_triton._forward import attend
+
+    query, value = inv["query"], inv["value"]
+    batch, q_length, heads, _ = query.shape
+    k_length = value.shape[1]
+    outputs = (
+        jax.ShapeDtypeStruct((batch, q_length, heads, value.shape[3]), value.dtype),
+        jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32),
+    )
+    if 0 in query.shape:
+        return jnp.zeros(outputs[0].shape, value.dtype), jnp.zeros(outputs[1].shape, jnp.float32)
+    rows = _problem.intervals(inv)[:2] if inv["cum_seqlens_q"] is not None else (None, None)
+    segments, sinks = inv["q_segment_ids"] is not None, inv["softmax_aux"]
+    k_blocks = _problem.blocks(k_length, cfg.k_block)
+    arrays = (
+        *(inv[name] for name in ("query", "key", "value", "bias", "attention_mask", "q_segment_ids", "kv_segment_ids")),
+        _problem.extremes(inv["kv_segment_ids"], cfg.k_block) if segments else None,
+        *rows,
+        sinks,
+        inv["dropout_seed"],
+    )
+    out, lse = _jax_triton.call(
+        attend,
+        # What a call does not have is not read: any pointer will do in its place.
+        [query if array is None else array for array in arrays],
+        outputs,
+        scalars=(*_problem.numbers(inv), k_blocks),
+        grid=(_problem.blocks(q_length, cfg.q_block), batch * heads),
+        constants={
+            **_problem.constants(inv),
+            **_problem.evenness(inv, cfg.q_block, cfg.k_block),
+            "BIAS": inv["bias"] is not None,
+            "SEGMENTS": 1 << (k_blocks - 1).bit_length() if segments else 0,
+            "SINKS": 0 if sinks is None else sinks.shape[1],
+            "SINK_WIDTH": 1 if sinks is None else 1 << (sinks.shape[1] - 1).bit_length(),
+            "Q_BLOCK": cfg.q_block,
+            "K_BLOCK": cfg.k_block,
+        },
+        num_warps=cfg.num_warps,
+        num_stages=cfg.num_stages,
+        compute_capability=inv.compute_capability,
+        name="flash_attention",
+    )
+    return out, lse

@@ -1,0 +1,239 @@
+"""``flash_attention_bwd`` on NVIDIA GPUs, in Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+from attrs.validators import in_, instance_of
+
+from ejkernel_core import Invocation, hookimpl
+from ejkernel_triton import _jax_triton, _problem, _tuning
+from ejkernel_triton._refusals import check
+
+PLATFORMS = {"gpu": 50}
+COMPILERS = ("triton", "jax-triton")
+
+LOG2E = 1.4426950408889634
+
+
+@attrs.frozen
+class Pass:
+    """How one of the passes is cut, and how each program is run."""
+
+    q_block: int = attrs.field(validator=in_((16, 32, 64, 128, 256)))
+    k_block: int = attrs.field(validator=in_((16, 32, 64, 128, 256)))
+    num_warps: int = attrs.field(default=8, validator=in_((1, 2, 4, 8, 16)))
+    num_stages: int = attrs.field(default=2, validator=in_((1, 2, 3, 4, 5)))
+
+
+@attrs.frozen
+class Config:
+    """The pass for keys and values, that for queries, and that for a bias."""
+
+    keys: Pass = attrs.field(default=Pass(64, 128), validator=instance_of(Pass))
+    queries: Pass = attrs.field(default=Pass(128, 64), validator=instance_of(Pass))
+    bias: Pass = attrs.field(default=Pass(*_tuning.BIAS), validator=instance_of(Pass))
+    #: Have the pass for keys add up the gradient of queries, too, by atomics: five products instead of seven, and sums
+    #: in another order every time. Never chosen by itself.
+    atomics: bool = attrs.field(default=False, validator=instance_of(bool))
+
+
+@hookimpl
+def heuristic_cfg(inv: Invocation) -> Config:
+    """The best of what was measured for such heads and lengths."""
+    check(inv)
+    return Config(Pass(*_tuning.keys(inv)[0]), Pass(*_tuning.queries(inv)[0]))
+
+
+@hookimpl
+def config_space(inv: Invocation) -> Iterable[Config]:
+    """Every pass cut in every way that fits the card, one pass at a time: what is best for one is so for all."""
+    first = heuristic_cfg(inv)
+    yield first
+    yield from (attrs.evolve(first, keys=Pass(*shape)) for shape in _tuning.keys(inv)[1:])
+    yield from (attrs.evolve(first, queries=Pass(*shape)) for shape in _tuning.queries(inv)[1:])
+
+
+@hookimpl
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
+    """The gradients that ``wrt`` names, in its order."""
+    wrt = inv["wrt"]
+    if 0 in inv["query"].shape or 0 in inv["key"].shape or (inv["d_out"] is None and inv["d_lse"] is None):
+        return tuple(jnp.zeros_like(inv[name]) for name in wrt)
+    rows = _Rows.of(inv)
+    found: dict[str, jax.Array] = {}
+    if "query" in wrt and not cfg.atomics:
+        found["query"] = _query(inv, rows, cfg.queries)
+    if "key" in wrt or "value" in wrt or ("query" in wrt and cfg.atomics):
+        found |= zip(("key", "value", "query"), _over_queries(inv, rows, cfg.keys, cfg.atomics), strict=False)
+    if "bias" in wrt:
+        found["bias"] = _bias(inv, rows, cfg.bias)
+    if "softmax_aux" in wrt:
+        found["softmax_aux"] = _sinks(inv, rows)
+    return tuple(found[name].astype(inv[name].dtype) for name in wrt)
+
+
+@attrs.frozen(eq=False)
+class _Rows:
+    """What every row brings to the passes."""
+
+    d_out: jax.Array
+    #: The log-sum-exp in units of log2; inf where a row saw nothing, so that its weights are 0.
+    top: jax.Array
+    #: The gradient of a logit is weight * (d_weight - shift): the softmax's own part of it, the sum of
+    #: weight * d_weight over the row, is out . d_out, with dropout too; the log-sum-exp's own gradient comes off it.
+    shift: jax.Array
+
+    @classmethod
+    def of(cls, inv: Invocation) -> _Rows:
+        lse, d_out, d_lse = inv["lse"], inv["d_out"], inv["d_lse"]
+        nothing = lse == -jnp.inf
+        shift = jnp.zeros(lse.shape, jnp.float32)
+        if d_out is not None:
+            shift = (d_out.astype(jnp.float32) * inv["out"].astype(jnp.float32)).sum(-1).transpose(0, 2, 1)
+        if d_lse is not None:
+            # Whatever arrives at a row whose log-sum-exp is -inf, and be it NaN, moves nothing.
+            shift = shift - jnp.where(nothing, 0, d_lse)
+        d_out = jnp.zeros_like(inv["out"]) if d_out is None else d_out
+        return cls(d_out.astype(inv["out"].dtype), jnp.where(nothing, jnp.inf, lse * LOG2E), shift)
+
+
+def _query(inv: Invocation, rows: _Rows, cut: Pass) -> jax.Array:
+    from ejkernel_triton._backward import sum_over_keys
+
+    query = inv["query"]
+    batch, length, heads, _ = query.shape
+    count = _problem.blocks(inv["key"].shape[1], cut.k_block)
+    ids = inv["kv_segment_ids"]
+    found = _launch(
+        sum_over_keys,
+        inv,
+        rows,
+        cut,
+        extremes=None if ids is None else _problem.extremes(ids, cut.k_block),
+        count=count,
+        intervals=_problem.intervals(inv)[:2] if inv["cum_seqlens_q"] is not None else (None, None),
+        outputs=(jax.ShapeDtypeStruct(query.shape, query.dtype),),
+        grid=(_problem.blocks(length, cut.q_block), batch * heads),
+    )
+    return found[0]
+
+
+def _over_queries(inv: Invocation, rows: _Rows, cut: Pass, atomics: bool) -> tuple[jax.Array, ...]:
+    """The gradients of keys and values, and by atomics of queries."""
+    from ejkernel_triton._backward import sum_over_queries
+
+    key, value = inv["key"], inv["value"]
+    batch, length, kv_heads, _ = key.shape
+    count = _problem.blocks(inv["query"].shape[1], cut.q_block)
+    ids = inv["q_segment_ids"]
+    query = jax.ShapeDtypeStruct(inv["query"].shape if atomics else (1,), jnp.float32)
+    found = _launch(
+        sum_over_queries,
+        inv,
+        rows,
+        cut,
+        extremes=None if ids is None else _problem.extremes(ids, cut.q_block),
+        count=count,
+        intervals=_problem.intervals(inv)[2:] if inv["cum_seqlens_q"] is not None else (None, None),
+        outputs=(jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype), query),
+        zeroed=(2,) if atomics else (),
+        ATOMIC=atomics,
+        grid=(_problem.blocks(length, cut.k_block), batch * kv_heads),
+        # Where matrix instructions read shared memory, recomputing an address is cheap, and registers are not.
+        LEAN=inv.compute_capability >= (9, 0),
+    )
+    return found if atomics else found[:2]
+
+
+def _launch(
+    kernel: Any,
+    inv: Invocation,
+    rows: _Rows,
+    cut: Pass,
+    extremes: Any,
+    count: int,
+    intervals: Sequence[Any],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, int],
+    zeroed: Sequence[int] = (),
+    **more: Any,
+) -> tuple[jax.Array, ...]:
+    arrays = (
+        *(inv["query"], inv["key"], inv["value"], rows.d_out, rows.top, rows.shift, inv["bias"]),
+        *(inv["attention_mask"], inv["q_segment_ids"], inv["kv_segment_ids"], extremes),
+        *intervals,
+        inv["dropout_seed"],
+    )
+    return _jax_triton.call(
+        kernel,
+        # What a call does not have is not read: any pointer will do in its place.
+        [inv["query"] if array is None else array for array in arrays],
+        outputs,
+        scalars=(*_problem.numbers(inv), count),
+        grid=grid,
+        constants={
+            **_problem.constants(inv),
+            **_problem.evenness(inv, cut.q_block, cut.k_block),
+            "BIAS": inv["bias"] is not None,
+            "SEGMENTS": 1 << (count - 1).bit_length() if extremes is not None else 0,
+            "Q_BLOCK": cut.q_block,
+            "K_BLOCK": cut.k_block,
+            **more,
+        },
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        compute_capability=inv.compute_capability,
+        name=f"flash_attention_bwd_{kernel.__name__}",
+        zeroed=zeroed,
+    )
+
+
+def _bias(inv: Invocation, rows: _Rows, cut: Pass) -> jax.Array:
+    from ejkernel_triton._backward import sum_into_bias
+
+    bias = inv["bias"]
+    batch, q_length, heads, _ = inv["query"].shape
+    k_length = inv["key"].shape[1]
+    b, h, q, k = bias.shape
+    if q == 1 or k == 1:
+        # Few programs would have all the work: a part a head is made, and added up behind.
+        b, h = batch, heads
+    of_q, of_k = int(bias.shape[2] > 1), int(bias.shape[3] > 1)
+    q_blocks, k_blocks = _problem.blocks(q_length, cut.q_block), _problem.blocks(k_length, cut.k_block)
+    arrays = (
+        *(inv["query"], inv["key"], inv["value"], rows.d_out, rows.top, rows.shift, bias, inv["attention_mask"]),
+        *(inv["q_segment_ids"], inv["kv_segment_ids"]),
+        *(_problem.intervals(inv)[:2] if inv["cum_seqlens_q"] is not None else (None, None)),
+        inv["dropout_seed"],
+    )
+    constants = {**_problem.constants(inv), "SEGMENTS": int(inv["q_segment_ids"] is not None)}
+    (found,) = _jax_triton.call(
+        sum_into_bias,
+        [inv["query"] if array is None else array for array in arrays],
+        (jax.ShapeDtypeStruct((b, h, q, k), jnp.float32),),
+        scalars=(
+            *_problem.numbers(inv),
+            *(batch, b, h, q_blocks if of_q else 1, k_blocks if of_k else 1),
+            *(h * q * k, q * k, k),
+        ),
+        grid=(q_blocks if of_q else 1, k_blocks if of_k else 1, b * h),
+        constants={**constants, "BIAS_Q": of_q, "Q_BLOCK": cut.q_block, "K_BLOCK": cut.k_block},
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        compute_capability=inv.compute_capability,
+        name="flash_attention_bwd_bias",
+    )
+    over = tuple(axis for axis in (0, 1) if found.shape[axis] != bias.shape[axis])
+    return found.sum(over, keepdims=True)
+
+
+def _sinks(inv: Invocation, rows: _Rows) -> jax.Array:
+    # A sink is one more weight of every row, with no value and so no d_weight: one sink at a time, for memory's sake.
+    sinks = inv["softmax_aux"].astype(jnp.float32) * LOG2E
+    each = jax.lax.map(lambda sink: -(jnp.exp2(sink[:, None] - rows.top) * rows.shift).sum((0, 2)), sinks.T)
+    return each.T

@@ -1,0 +1,186 @@
+"""Kernels as plain Python functions: the source with the operations put in that Triton's compiler would find there.
+
+Inside a kernel, Python's syntax means something else than in Python: a number that is assigned becomes a tensor,
+``and`` is a bitwise operation, a builtin of the language gets the compiler as a further argument. The rewritten
+function says so by calling the functions of `_language`. Nothing of Triton and nothing of the kernel's module is
+changed, so that several threads can run kernels at once, and the same functions can be compiled for a GPU meanwhile.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+#: In front of the names that are put in.
+MARK = "__interpreted_"
+_FACTORY = f"{MARK}factory"
+
+
+def rewritten(kernel: Any, helpers: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """The Python function that does what the ``triton.jit`` function does, with the helpers' help.
+
+    ``helpers``: callable, plain, truth, negation, logical, assigned, constant, asserted.
+    """
+    function = kernel.fn
+    lines, first = inspect.getsourcelines(function)
+    tree = ast.parse(textwrap.dedent("".join(lines)))
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef), f"{function.__name__}: a kernel is a function"
+    constants = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
+    definition = _Rewriter().function(definition, constants)
+
+    # A factory around it gives it its free variables; its globals are those of its module, as they are when it runs.
+    free = {} if function.__closure__ is None else _closure(function)
+    given = {**{MARK + name: helper for name, helper in helpers.items()}, **free}
+    module = ast.parse(f"def {_FACTORY}({', '.join(given)}):\n    return {definition.name}")
+    factory = module.body[0]
+    assert isinstance(factory, ast.FunctionDef)
+    factory.body.insert(0, definition)
+    ast.fix_missing_locations(module)
+    ast.increment_lineno(definition, first - 1)
+    made: dict[str, Any] = {}
+    exec(compile(module, inspect.getsourcefile(function) or "<kernel>", "exec"), function.__globals__, made)
+    found: Any = made[_FACTORY](**given)
+    found.__defaults__, found.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    found.__qualname__, found.__module__ = function.__qualname__, function.__module__
+    return found  # type: ignore[no-any-return]
+
+
+def _closure(function: Callable[..., Any]) -> dict[str, Any]:
+    """The free variables that have a value."""
+    free: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            free[name] = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    return free
+
+
+class _Rewriter(ast.NodeTransformer):
+    def function(self, node: ast.FunctionDef, constants: list[str]) -> ast.FunctionDef:
+        node.decorator_list, node.returns = [], None
+        arguments = node.args
+        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+            argument.annotation = None
+        # The values of the defaults are taken from the function itself.
+        arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
+        node.body = [
+            ast.Assign([ast.Name(name, ast.Store())], _call("constant", ast.Constant(name), _load(name)))
+            for name in constants
+        ] + [self.visit(statement) for statement in node.body]
+        return ast.fix_missing_locations(node)
+
+    # -- statements ----------------------------------------------------------------------------------------------
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        raise SyntaxError(f"line {node.lineno}: a function inside a kernel, which Triton does not compile")
+
+    def visit_Break(self, node: ast.Break) -> Any:
+        raise SyntaxError(f"line {node.lineno}: leaves a loop early, which Triton does not compile")
+
+    def visit_Continue(self, node: ast.Continue) -> Any:
+        raise SyntaxError(f"line {node.lineno}: skips the rest of a loop, which Triton does not compile")
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        self.generic_visit(node)
+        node.value = _located(_call("assigned", node.value), node.value)
+        return node
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> Any:
+        if not isinstance(node.target, ast.Name):
+            return self.generic_visit(node)
+        value = ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, node.value)
+        return self.visit(_located(ast.Assign([node.target], _located(value, node)), node))
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
+        if node.value is None or not isinstance(node.target, ast.Name):
+            return self.generic_visit(node)
+        value = self.visit(node.value)
+        if "constexpr" in ast.unparse(node.annotation):
+            value = _call("constant", ast.Constant(node.target.id), value)
+        else:
+            value = _call("assigned", value)
+        return _located(ast.Assign([node.target], _located(value, node)), node)
+
+    def visit_Return(self, node: ast.Return) -> Any:
+        self.generic_visit(node)
+        if node.value is not None:
+            node.value = _located(_call("assigned", node.value), node)
+        return node
+
+    def visit_Assert(self, node: ast.Assert) -> Any:
+        self.generic_visit(node)
+        told = [] if node.msg is None else [node.msg]
+        return _located(ast.Expr(_call("asserted", node.test, *told)), node)
+
+    def visit_If(self, node: ast.If) -> Any:
+        return self._tested(node)
+
+    def visit_While(self, node: ast.While) -> Any:
+        return self._tested(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> Any:
+        return self._tested(node)
+
+    def _tested(self, node: Any) -> Any:
+        self.generic_visit(node)
+        node.test = _located(_call("truth", node.test), node.test)
+        return node
+
+    # -- expressions ---------------------------------------------------------------------------------------------
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        self.generic_visit(node)
+        node.func = _located(_call("callable", node.func), node.func)
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        self.generic_visit(node)
+        node.left, node.right = _plain(node.left), _plain(node.right)
+        return node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
+        self.generic_visit(node)
+        if isinstance(node.op, ast.Not):
+            return _located(_call("negation", node.operand), node)
+        node.operand = _plain(node.operand)
+        return node
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> Any:
+        self.generic_visit(node)
+        return self._logical("and" if isinstance(node.op, ast.And) else "or", node.values, node)
+
+    def visit_Compare(self, node: ast.Compare) -> Any:
+        self.generic_visit(node)
+        sides = [_plain(side) for side in (node.left, *node.comparators)]
+        pairs = [
+            _located(ast.Compare(left, [op], [right]), node)
+            for left, op, right in zip(sides, node.ops, sides[1:], strict=False)
+        ]
+        return pairs[0] if len(pairs) == 1 else self._logical("and", pairs, node)
+
+    def _logical(self, word: str, values: list[Any], node: ast.expr) -> Any:
+        nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+        later = [_located(ast.Lambda(nothing, value), value) for value in values]
+        return _located(_call("logical", ast.Constant(word), *later), node)
+
+
+def _plain(node: Any) -> Any:
+    """Without the wrapper that Triton has for constants: it knows no tensors on its right."""
+    return node if isinstance(node, (ast.Constant, ast.BinOp)) else _located(_call("plain", node), node)
+
+
+def _call(name: str, *arguments: ast.expr) -> ast.Call:
+    return ast.Call(_load(MARK + name), list(arguments), [])
+
+
+def _load(name: str) -> ast.Name:
+    return ast.Name(name, ast.Load())
+
+
+def _located(node: Any, like: ast.AST) -> Any:
+    return ast.fix_missing_locations(ast.copy_location(node, like))
