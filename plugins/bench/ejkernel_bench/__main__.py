@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Sequence
@@ -64,10 +65,12 @@ _RAW = argparse.RawDescriptionHelpFormatter
 
 
 def _run(name: str, asked: argparse.Namespace) -> Report:
-    given: dict[str, Any] = {
-        key: getattr(asked, key) for key in ("backend", "rounds", "against") if getattr(asked, key)
-    }
-    report: Report = importlib.import_module(f".{name}", __package__).run(**given)
+    options = {key: getattr(asked, key) for key in ("backend", "rounds", "against")}
+    given: dict[str, Any] = {key: option for key, option in options.items() if option}
+    run = importlib.import_module(f".{name}", __package__).run
+    if "against" in given and "against" not in inspect.signature(run).parameters:
+        raise SystemExit(f"python -m ejkernel_bench: {name} has its peers always; --peers is for flash_attention")
+    report: Report = run(**given)
     return report
 
 

@@ -53,19 +53,19 @@ def _by(make: Callable[[Problem], Attention | None]) -> Callable[[Problem, tuple
 
 def _plain(problem: Problem) -> bool:
     """Nothing but causality, and perhaps grouped queries."""
-    return not (problem.window or problem.soft_cap or problem.bias or problem.sinks or problem.sequences)
+    absent = (problem.window, problem.soft_cap, problem.sequences)
+    return not (any(given is not None for given in absent) or problem.bias or problem.sinks)
 
 
 def _cudnn(problem: Problem) -> Attention | None:
-    windowed = attrs.evolve(problem, window=None)
-    if not _plain(windowed) or (problem.window and not problem.causal):
+    rest = attrs.evolve(problem, window=None, bias=False)
+    if not _plain(rest) or (problem.window is not None and not problem.causal):
         return None
-    # Its window counts the token itself in.
     window = {} if problem.window is None else {"local_window_size": (problem.window, 0)}
 
-    def attention(query: Any, key: Any, value: Any) -> Any:
+    def attention(query: Any, key: Any, value: Any, bias: Any = None) -> Any:
         return jax.nn.dot_product_attention(
-            query, key, value, is_causal=problem.causal, implementation="cudnn", **window
+            query, key, value, bias, is_causal=problem.causal, implementation="cudnn", **window
         )
 
     return attention

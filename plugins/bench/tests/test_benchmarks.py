@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
+import attrs
 import jax
 import numpy as np
 import pytest
 
 from ejkernel_bench import __main__ as command
-from ejkernel_bench import _problem, attention, memory, overhead, packed, run, tuning, window
+from ejkernel_bench import (
+    _peers,
+    _problem,
+    attention,
+    flash_attention,
+    memory,
+    overhead,
+    packed,
+    run,
+    tuning,
+    window,
+)
+from ejkernel_bench._peers import Peer
 from ejkernel_bench._problem import Problem, through_core, with_gradients
 
 TINY = Problem(1, 64, 2, 16)
+#: One of each kind that `flash_attention` measures.
+KINDS = [
+    TINY,
+    Problem(2, 40, 2, 16, causal=False),
+    Problem(1, 64, 2, 16, window=9),
+    Problem(1, 40, 2, 16, causal=False, window=9),
+    Problem(2, 40, 4, 16, kv_heads=2),
+    Problem(1, 40, 2, 16, soft_cap=0.7),
+    Problem(1, 40, 2, 16, bias=True),
+    Problem(1, 40, 2, 16, sinks=True),
+    Problem(1, 64, 2, 16, sequences=5),
+    Problem(1, 64, 2, 16, causal=False, sequences=5),
+    Problem(1, 64, 4, 16, kv_heads=2, window=9, soft_cap=0.7, bias=True, sinks=True, sequences=3),
+]
 
 
 @pytest.fixture
@@ -21,41 +49,92 @@ def wrong(monkeypatch):
 
     def off(problem, backend=None):
         right = through_core(problem, backend)
-        return right if backend == "reference" else lambda *arrays: 1.01 * right(*arrays)
+        exact = backend == "reference" or (backend == "xla" and problem.dtype == "float32")
+        return right if exact else lambda *arrays, **extras: 1.01 * right(*arrays, **extras)
 
-    for module in (attention, overhead, run, window):
+    for module in (attention, flash_attention, overhead, run, window):
         monkeypatch.setattr(module, "through_core", off)
+
+
+def seen_by(problem):
+    """Which keys each query sees."""
+    distance = np.arange(problem.length)[:, None] - np.arange(problem.length)
+    seen = np.ones_like(distance, bool) if not problem.causal else distance >= 0
+    if problem.window is not None:
+        seen &= np.abs(distance) <= problem.window
+    sequence = np.searchsorted(problem.bounds, np.arange(problem.length), side="right")
+    return seen & (sequence[:, None] == sequence)
 
 
 def dense(problem, query, key, value):
     """Attention in NumPy, in float64."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    extras = {name: np.asarray(x, np.float64) for name, x in problem.extras().items()}
+    key, value = (x.repeat(problem.heads // x.shape[2], 2) for x in (key, value))
     scores = np.einsum("bqhd,bkhd->bhqk", query, key) * problem.head_dim**-0.5
-    distance = np.arange(problem.length)[:, None] - np.arange(problem.length)
-    seen = np.ones_like(distance, bool) if not problem.causal else distance >= 0
-    if problem.window is not None:
-        seen &= distance <= problem.window
-    weights = np.exp(np.where(seen, scores, -np.inf))
-    return np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), value)
+    if problem.soft_cap is not None:
+        scores = problem.soft_cap * np.tanh(scores / problem.soft_cap)
+    if problem.bias:
+        scores = scores + extras["bias"]
+    weights = np.exp(np.where(seen_by(problem), scores, -np.inf))
+    total = weights.sum(-1, keepdims=True)
+    if problem.sinks:
+        total = total + np.exp(extras["softmax_aux"])[:, None, None]
+    return np.einsum("bhqk,bkhd->bqhd", weights / total, value)
 
 
 # -- the problems -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "problem", [TINY, Problem(2, 40, 2, 16, causal=False), Problem(1, 64, 2, 16, window=9)], ids=str
-)
+@pytest.mark.parametrize("problem", KINDS, ids=str)
 def test_a_problem_is_what_it_says(problem):
     query, key, value, d_out = problem.arrays()
-    out = through_core(problem)(query, key, value)
+    attention = partial(through_core(problem), **problem.extras())
+    out = attention(query, key, value)
     np.testing.assert_allclose(out, dense(problem, query, key, value), rtol=1e-4, atol=1e-5)
-    both = with_gradients(through_core(problem))(query, key, value, d_out)
+    both = with_gradients(attention)(query, key, value, d_out)
     np.testing.assert_allclose(both[0], out, rtol=1e-5, atol=1e-6)
     for place, gradient in enumerate(both[1:]):
         step = 1e-3 * np.sign(gradient)
-        moved = [array + step * (place == other) for other, array in enumerate((query, key, value))]
+        moved = [array + step if place == other else array for other, array in enumerate((query, key, value))]
         change = ((dense(problem, *moved) - dense(problem, query, key, value)) * d_out).sum()
         assert change == pytest.approx(float((gradient * step).sum()), rel=2e-2)
+
+
+@pytest.mark.parametrize("problem", [kind for kind in KINDS if kind.causal or kind.window is None], ids=str)
+def test_pairs_are_counted(problem):
+    assert problem.pairs() == seen_by(problem).sum()
+
+
+def test_the_work_of_a_full_call_is_two_products_and_seven():
+    problem = Problem(3, 40, 4, 16, causal=False, kv_heads=2)
+    assert problem.flops("forward") == 2 * 2 * 3 * 4 * 16 * 40 * 40
+    assert problem.flops("forward+backward") == 7 * 2 * 3 * 4 * 16 * 40 * 40
+
+
+def test_the_work_of_a_causal_call_is_half_of_a_full_one():
+    causal, full = Problem(1, 40, 2, 16), Problem(1, 40, 2, 16, causal=False)
+    assert causal.flops("forward") == full.flops("forward") / 2
+    windowed = Problem(1, 40, 2, 16, window=9)
+    assert windowed.flops("forward") == 4 * 2 * 16 * (sum(range(1, 11)) + 30 * 10)
+
+
+def test_sequences_are_as_many_as_were_asked_for_and_fill_the_length():
+    bounds = Problem(1, 64, 2, 16, sequences=64).bounds
+    np.testing.assert_array_equal(bounds, np.arange(65))
+    bounds = Problem(1, 64, 2, 16, sequences=5).bounds
+    assert (bounds[0], bounds[-1], len(bounds), bounds.dtype) == (0, 64, 6, np.int32)
+    assert (np.diff(bounds) > 0).all()
+    np.testing.assert_array_equal(TINY.bounds, [0, 64])
+
+
+def test_a_problem_is_named_by_all_it_has():
+    assert str(KINDS[-1]) == "B1 S64 H4/2 D16 float32 causal, window 9, soft cap 0.7, bias, sinks, 3 sequences"
+
+
+def test_the_numbers_are_the_same_in_every_dtype():
+    rounded, exact = (Problem(1, 8, 2, 16, dtype, bias=True).extras()["bias"] for dtype in ("bfloat16", "float32"))
+    np.testing.assert_array_equal(np.asarray(rounded, np.float32), exact)
 
 
 def test_what_is_chosen_is_named():
@@ -175,6 +254,103 @@ def test_a_window_is_checked_at_its_end(monkeypatch):
 def test_a_window_that_is_wrong_is_found(wrong):
     _, _, faults = window.compare(TINY, 8, None, rounds=1)
     assert any("window 8" in fault for fault in faults)
+
+
+# -- flash_attention: everybody who can do the case ---------------------------------------------------------------
+
+
+def test_flash_attention_is_measured_on_a_gpu_alone():
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is one")
+    report = flash_attention.run(against=True)
+    assert report.text.endswith("there is no GPU here, and nothing was measured")
+    assert (report.tables, report.bars, report.faults) == ((), (), ())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_flash_attention_checks_and_measures_each_case(monkeypatch, dtype):
+    monkeypatch.setattr(flash_attention, "SECONDS", 1e-4)
+    problems = [attrs.evolve(kind, dtype=dtype) for kind in (KINDS[4], KINDS[-1])]
+    report = flash_attention.compare(problems, "xla", rounds=1, others=())
+    assert list(report.faults) == []
+    (table,) = report.tables
+    assert [row[0] for row in table.rows] == [f"{p}, {which}" for p in problems for which in flash_attention.PASSES]
+    for row, problem in zip(table.rows[::2], problems, strict=True):
+        assert row[3] == pytest.approx(problem.flops("forward") / row[1] / 1e9)  # milliseconds, 1e12 a second
+
+
+def test_flash_attention_finds_what_is_wrong(monkeypatch, wrong):
+    monkeypatch.setattr(flash_attention, "SECONDS", 1e-4)
+    faults = flash_attention.compare([TINY], "reference", rounds=1, others=()).faults
+    assert list(faults) == []  # the fixture leaves the reference alone
+    faults = flash_attention.compare([TINY], None, rounds=1, others=()).faults
+    assert {fault.split(": ")[1].split()[0] for fault in faults} == {"out", "d_query", "d_key", "d_value"}
+
+
+def _peer(name, factor=1.0, does=lambda problem: True, fault=None):
+    def ready(problem, arrays, which):
+        if not does(problem):
+            return None
+        run = _peers.prepared(through_core(problem, "reference"), problem, arrays, which)
+
+        def answer():
+            if fault:
+                raise fault
+            return tuple(factor * result for result in run())
+
+        return answer
+
+    return Peer(name, ready)
+
+
+def test_a_peer_is_checked_timed_and_left_out_where_it_cannot(monkeypatch):
+    monkeypatch.setattr(flash_attention, "SECONDS", 1e-4)
+    others = [
+        _peer("cuDNN", does=lambda problem: problem.soft_cap is None),
+        _peer("wrong", factor=1.05),
+        _peer("broken", fault=RuntimeError("no such card")),
+    ]
+    report = flash_attention.compare([TINY, KINDS[5]], "xla", rounds=1, others=others)
+    (table,) = report.tables
+    assert table.columns == ("", "ejkernel xla", "range", "TFLOP/s", "cuDNN", "wrong", "broken", "ratio to cuDNN")
+    plain, capped = table.rows[0], table.rows[2]
+    assert plain[7] == pytest.approx(plain[4] / plain[1])
+    assert (capped[4], capped[7]) == ("-", "-")
+    # Who is wrong, or fails, is told of, and not timed.
+    assert {row[place] for row in table.rows for place in (5, 6)} == {"-"}
+    assert {fault.partition(",")[0] for fault in report.faults} == {"wrong", "broken"}
+    assert all("RuntimeError: no such card" in fault for fault in report.faults if fault.startswith("broken"))
+
+
+def test_what_we_cannot_do_is_told_as_wrong(monkeypatch):
+    def fails(problem, backend=None):
+        return through_core(problem, "xla" if problem.dtype == "float32" else "no such kernel")
+
+    monkeypatch.setattr(flash_attention, "through_core", fails)
+    report = flash_attention.compare([attrs.evolve(TINY, dtype="bfloat16")], None, rounds=1, others=())
+    assert list(report.tables[0].rows) == []
+    assert len(report.faults) == 2
+    assert all("no such kernel" in fault for fault in report.faults)
+
+
+def test_the_cases_are_those_that_are_to_be_shown():
+    assert len(flash_attention.ANCHORS) == 7
+    more = flash_attention.MORE
+    assert {p.head_dim for p in more} == {64, 96, 128, 192, 256}
+    assert {p.sequences for p in more} == {None, 8, 64}
+    assert [p.window for p in more if p.window] == [1023]
+    assert [sum(bool(getattr(p, name)) for p in more) for name in ("soft_cap", "bias", "sinks")] == [1, 1, 1]
+
+
+def test_peers_say_what_they_do_not_do():
+    plain, cudnn, pallas = TINY, _peers._cudnn, _peers._pallas
+    assert cudnn(plain) is not None
+    assert cudnn(KINDS[2]) is not None
+    assert cudnn(KINDS[6]) is not None
+    assert [str(kind) for kind in (KINDS[3], KINDS[5], *KINDS[7:]) if cudnn(kind) is not None] == []
+    assert [kind for kind in KINDS if pallas(kind) is not None] == []  # head dims of 64 and 128 alone
+    # The blockwise kernel stands where cuDNN does not.
+    assert [(_peers._xla(kind) is None) for kind in KINDS] == [cudnn(kind) is not None for kind in KINDS]
 
 
 def test_memory_is_counted_in_a_process_of_its_own():

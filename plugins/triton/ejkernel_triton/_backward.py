@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ejkernel_triton._tile import (
     LOG2E,
+    added,
     band_blocks,
     both,
     edge,
@@ -45,11 +46,9 @@ def sum_over_keys(
     """The gradient of one block of queries of one head."""
     # Numbers that come at run time come divided by what they are multiples of, for the compiler to see that they are:
     # planes are loaded many elements at a time then, and else one by one.
-    k_length = k_length * K_UNIT
-    bias_b, bias_h, bias_q = bias_b * BIAS_UNIT, bias_h * BIAS_UNIT, bias_q * BIAS_UNIT
-    mask_b, mask_h, mask_q = mask_b * MASK_UNIT, mask_h * MASK_UNIT, mask_q * MASK_UNIT
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    row = tl.program_id(1)
+    k_length, bias_q, mask_q = k_length * K_UNIT, bias_q * BIAS_UNIT, mask_q * MASK_UNIT
+    blocks = tl.cdiv(q_length, Q_BLOCK)
+    row, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
     batch, head = row // HEADS, row % HEADS
     kv_head = head // GROUP
     batch64 = batch.to(tl.int64)
@@ -89,8 +88,8 @@ def sum_over_keys(
     state = queries.to(tl.uint32)
     if DROP > 0:
         state = row_state(seed, row, queries)
-    bias_base = bias + batch64 * bias_b + head.to(tl.int64) * bias_h
-    mask_base = mask + batch64 * mask_b + head.to(tl.int64) * mask_h
+    bias_base = bias + (batch64 * bias_b + head.to(tl.int64) * bias_h) * BIAS_UNIT
+    mask_base = mask + (batch64 * mask_b + head.to(tl.int64) * mask_h) * MASK_UNIT
     k_ids += batch64 * k_length
 
     sums = tl.zeros([Q_BLOCK, WIDTH], tl.float32)
@@ -136,13 +135,11 @@ def sum_over_queries(
     """The gradients of one block of keys and values of one kv head. Tiles are (keys, queries) here."""
     # Numbers that come at run time come divided by what they are multiples of, for the compiler to see that they are:
     # planes are loaded many elements at a time then, and else one by one.
-    k_length = k_length * K_UNIT
-    bias_b, bias_h, bias_q = bias_b * BIAS_UNIT, bias_h * BIAS_UNIT, bias_q * BIAS_UNIT
-    mask_b, mask_h, mask_q = mask_b * MASK_UNIT, mask_h * MASK_UNIT, mask_q * MASK_UNIT
+    k_length, bias_q, mask_q = k_length * K_UNIT, bias_q * BIAS_UNIT, mask_q * MASK_UNIT
     # The first block of keys is seen by most under a causal mask, and comes first as it is.
-    block = tl.program_id(0)
+    blocks = tl.cdiv(k_length, K_BLOCK)
+    kv_row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    kv_row = tl.program_id(1)
     batch, kv_head = kv_row // KV_HEADS, kv_row % KV_HEADS
     batch64 = batch.to(tl.int64)
     k_first = block * K_BLOCK
@@ -184,8 +181,8 @@ def sum_over_queries(
         q_base = query + q_place
         d_base = d_out + batch64 * q_length * (HEADS * V_DIM) + head * V_DIM
         row_base = row.to(tl.int64) * q_length
-        bias_base = bias + batch64 * bias_b + head.to(tl.int64) * bias_h
-        mask_base = mask + batch64 * mask_b + head.to(tl.int64) * mask_h
+        bias_base = bias + (batch64 * bias_b + head.to(tl.int64) * bias_h) * BIAS_UNIT
+        mask_base = mask + (batch64 * mask_b + head.to(tl.int64) * mask_h) * MASK_UNIT
         # Registers are full. Where ``LEAN``, nothing is kept in them that can be computed again; and at the edges, of
         # which there are few, nothing is fetched ahead.
         for i in tl.range(whole, whole_end, disable_licm=LEAN):
@@ -259,6 +256,7 @@ def _queries(
     if ATOMIC:
         place = d_query + q_first.to(tl.int64) * Q_STRIDE + (tl.arange(0, Q_BLOCK) * Q_STRIDE)[:, None]
         column = tl.arange(0, WIDTH)[None, :]
+        slopes = tl.where(real[:, None], slopes, 0.0)  # rows that are no keys are added up here, too
         part = tl.dot(slopes.to(k.dtype).T, k, input_precision=PRECISION) * SCALE
         tl.atomic_add(place + column, part, mask=there[:, None] & (column < DIM), sem="relaxed")
     return k_sums, v_sums
@@ -280,16 +278,14 @@ def sum_into_bias(
 ):  # fmt: skip
     """The gradient of one tile of the bias, summed over everything that the bias was broadcast over.
 
-    Program (i, j, row) starts with query block i, key block j and head ``row``, and goes on by the ``*_step`` over
-    whatever has the same place in ``d_bias``: other batches, heads, and blocks along an axis of size 1.
+    A program starts with a query block, a key block and a head, and goes on by the ``*_step`` over whatever has the
+    same place in ``d_bias``: other batches, heads, and blocks along an axis of size 1.
     """
     # Numbers that come at run time come divided by what they are multiples of, for the compiler to see that they are:
     # planes are loaded many elements at a time then, and else one by one.
-    k_length = k_length * K_UNIT
-    bias_b, bias_h, bias_q = bias_b * BIAS_UNIT, bias_h * BIAS_UNIT, bias_q * BIAS_UNIT
-    mask_b, mask_h, mask_q = mask_b * MASK_UNIT, mask_h * MASK_UNIT, mask_q * MASK_UNIT
-    row = tl.program_id(2)
-    q_start, k_start = tl.program_id(0), tl.program_id(1)
+    k_length, bias_q, mask_q = k_length * K_UNIT, bias_q * BIAS_UNIT, mask_q * MASK_UNIT
+    q_start = tl.program_id(0) % q_step
+    k_start, row = tl.program_id(0) // q_step % k_step, tl.program_id(0) // q_step // k_step
     batch_start, head_start = row // head_step, row % head_step
     sums = tl.zeros([Q_BLOCK, K_BLOCK], tl.float32)
     for batch in range(batch_start, batches, batch_step):
@@ -300,7 +296,7 @@ def sum_into_bias(
                         batch, head, i, j, query, key, value, d_out, lse, shifts, bias, mask, q_ids, k_ids, row_start,
                         row_end, seed, q_length, k_length, bias_b, bias_h, bias_q, mask_b, mask_h, mask_q,
                         HEADS, GROUP, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, BIAS_K,
-                        MASK, MASK_K, DROP, THRESHOLD, PRECISION, Q_BLOCK, K_BLOCK,
+                        MASK, MASK_K, BIAS_UNIT, MASK_UNIT, DROP, THRESHOLD, PRECISION, Q_BLOCK, K_BLOCK,
                     )  # fmt: skip
     place = d_bias + batch_start.to(tl.int64) * d_bias_b + head_start.to(tl.int64) * d_bias_h
     queries = q_start * Q_BLOCK + tl.arange(0, Q_BLOCK)
@@ -323,7 +319,8 @@ def _tile_slopes(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
     PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS_K: tl.constexpr, MASK: tl.constexpr, MASK_K: tl.constexpr,
-    DROP: tl.constexpr, THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    BIAS_UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, DROP: tl.constexpr, THRESHOLD: tl.constexpr,
+    PRECISION: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the logits of one tile, wherever it lies."""
     batch64, head64 = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
@@ -356,7 +353,8 @@ def _tile_slopes(
         state = row_state(seed, row64, queries)
     return _slopes(
         q, k, v, d, queries, keys, real, there, top, shift, start, end, ids, k_ids + batch64 * k_length, state,
-        bias + batch64 * bias_b + head64 * bias_h, mask + batch64 * mask_b + head64 * mask_h, bias_q, mask_q,
+        bias + (batch64 * bias_b + head64 * bias_h) * BIAS_UNIT,
+        mask + (batch64 * mask_b + head64 * mask_h) * MASK_UNIT, bias_q, mask_q,
         SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, True, BIAS_K, MASK, MASK_K, DROP, THRESHOLD, True, True, False,
         PRECISION,
     )  # fmt: skip
@@ -401,17 +399,16 @@ def _logits(
     """
     slope = products
     if CAP > 0:
-        bent = tanh(products * (SCALE / CAP))
+        bent = tanh(products * (SCALE / CAP), CAP)
         slope = 1.0 - bent * bent
         logits = bent * (CAP * LOG2E)
     else:
         logits = products * (SCALE * LOG2E)
     if BIAS:
         if TURNED:
-            added = plane(bias_base, columns, rows, column_real, row_real, bias_q, BIAS_K).T
+            logits += added(plane(bias_base, columns, rows, column_real, row_real, bias_q, BIAS_K)).T
         else:
-            added = plane(bias_base, rows, columns, row_real, column_real, bias_q, BIAS_K)
-        logits += added.to(tl.float32) * LOG2E
+            logits += added(plane(bias_base, rows, columns, row_real, column_real, bias_q, BIAS_K))
     if EDGE:
         # What is no query has no weight, by its log-sum-exp; and what is no key, as a row, is not stored.
         seen = tl.full([1, 1], True, tl.int1)

@@ -9,6 +9,7 @@ from ejkernel_triton._tile import (
     LN2,
     LOG2E,
     LOWEST,
+    added,
     band_blocks,
     both,
     edge,
@@ -39,12 +40,11 @@ def attend(
     """(batch, length, heads, dim) in and out; the log-sum-exp is (batch, heads, length)."""
     # Numbers that come at run time come divided by what they are multiples of, for the compiler to see that they are:
     # planes are loaded many elements at a time then, and else one by one.
-    k_length = k_length * K_UNIT
-    bias_b, bias_h, bias_q = bias_b * BIAS_UNIT, bias_h * BIAS_UNIT, bias_q * BIAS_UNIT
-    mask_b, mask_h, mask_q = mask_b * MASK_UNIT, mask_h * MASK_UNIT, mask_q * MASK_UNIT
-    # The last block of queries sees most under a causal mask: the longest work starts first.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    row = tl.program_id(1)
+    k_length, bias_q, mask_q = k_length * K_UNIT, bias_q * BIAS_UNIT, mask_q * MASK_UNIT
+    # One axis for all programs, since the others end at 65,535. The last block of queries sees most under a causal
+    # mask: the longest work starts first.
+    blocks = tl.cdiv(q_length, Q_BLOCK)
+    row, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
     batch, head = row // HEADS, row % HEADS
     kv_head = head // GROUP
     batch64 = batch.to(tl.int64)
@@ -90,8 +90,8 @@ def attend(
     state = queries.to(tl.uint32)
     if DROP > 0:
         state = row_state(seed, row, queries)
-    bias_base = bias + batch64 * bias_b + head.to(tl.int64) * bias_h
-    mask_base = mask + batch64 * mask_b + head.to(tl.int64) * mask_h
+    bias_base = bias + (batch64 * bias_b + head.to(tl.int64) * bias_h) * BIAS_UNIT
+    mask_base = mask + (batch64 * mask_b + head.to(tl.int64) * mask_h) * MASK_UNIT
     k_ids += batch64 * k_length
 
     for j in range(whole, whole_end):
@@ -136,13 +136,13 @@ def _step(
     k = load_rows(k_base, k_first, k_length, K_STRIDE, K_BLOCK, DIM, WIDTH, EDGE)
     logits = tl.dot(q, k.T, input_precision=PRECISION)
     # Plain logits are scaled where they are used, in one instruction with the subtraction of the greatest.
-    UNIT: tl.constexpr = SCALE * LOG2E if CAP == 0 and not BIAS and SCALE > 0 else 1.0
+    UNIT: tl.constexpr = SCALE * LOG2E if CAP == 0 and not BIAS and SCALE > 1e-30 else 1.0
     if CAP > 0:
-        logits = tanh(logits * (SCALE / CAP)) * (CAP * LOG2E)
-    elif BIAS or SCALE <= 0:
+        logits = tanh(logits * (SCALE / CAP), CAP) * (CAP * LOG2E)
+    elif BIAS or SCALE <= 1e-30:
         logits = logits * (SCALE * LOG2E)
     if BIAS:
-        logits += plane(bias_base, queries, keys, real, keys < k_length, bias_q, BIAS_K).to(tl.float32) * LOG2E
+        logits += added(plane(bias_base, queries, keys, real, keys < k_length, bias_q, BIAS_K))
     if EDGE:
         seen = tl.full([1, 1], True, tl.int1)
         if not EVEN_K:

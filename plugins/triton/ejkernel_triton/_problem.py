@@ -113,13 +113,17 @@ def intervals(a: Arguments) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]
     where, (before, after) = tokens(a), sides(a)
     q_ids, k_ids = (ids[0] for ids in where.groups[0])
     bounds_q, bounds_k = a["cum_seqlens_q"], a["cum_seqlens_k"]
-    rows = _interval(q_ids, where.q_position[0], bounds_k, before, after)
-    place = jnp.arange(a["key"].shape[1], dtype=jnp.int32) + (bounds_q[1:] - bounds_k[1:])[k_ids - 1]
-    return *rows, *_interval(k_ids, place, bounds_q, after, before)
+    q_length, k_length = a["query"].shape[1], a["key"].shape[1]
+    rows = _interval(q_ids, where.q_position[0], bounds_k, k_length, before, after)
+    place = jnp.arange(k_length, dtype=jnp.int32) + (bounds_q[1:] - bounds_k[1:])[k_ids - 1]
+    return *rows, *_interval(k_ids, place, bounds_q, q_length, after, before)
 
 
-def _interval(ids: jax.Array, place: jax.Array, bounds: jax.Array, before: int, after: int) -> tuple[Any, Any]:
-    start, end = bounds[ids - 1], bounds[ids]
+def _interval(
+    ids: jax.Array, place: jax.Array, bounds: jax.Array, length: int, before: int, after: int
+) -> tuple[jax.Array, jax.Array]:
+    # Boundaries beyond the tokens are wrong, and nobody can see it here; but nothing beyond them is read.
+    start, end = bounds[ids - 1], jnp.minimum(bounds[ids], length)
     if before >= 0:
         start = jnp.maximum(start, place - before)
     if after >= 0:

@@ -15,6 +15,8 @@ def check(inv: Invocation) -> None:
     missing = _jax_triton.missing()
     if missing is not None:
         raise Unsupported(missing)
+    if inv.compute_capability is None and inv.device_kind is not None:
+        raise Unsupported(f"the Triton kernels are for NVIDIA GPUs, and {inv.device_kind} is not known as one")
     if inv.compute_capability is None:
         raise Unsupported(
             "Triton compiles for one card, and none is here: say which is meant, by "

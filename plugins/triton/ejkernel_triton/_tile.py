@@ -123,9 +123,25 @@ def edge(t, whole, whole_end):
 
 
 @triton.jit
-def tanh(x):
-    """By one exponential, and right at both ends: 2 ** inf is inf, and 2 / inf is 0."""
-    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+def tanh(x, CAP: tl.constexpr):
+    """By one exponential, and right at both ends: 2 ** inf is inf, and 2 / inf is 0.
+
+    Near 0 its error is that of a number near 1. A large cap would make it count: there a series is better.
+    """
+    bent = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+    if CAP > 100:
+        square = x * x
+        bent = tl.where(square < 0.01, x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0))), bent)
+    return bent
+
+
+@triton.jit
+def added(bias):
+    """A bias in units of log2. The lowest finite numbers, which many use for "hidden", stay finite: they hide nothing
+    from a row that has nothing else.
+    """
+    bias = bias.to(tl.float32)
+    return tl.where(bias == -float("inf"), bias, tl.maximum(bias * LOG2E, LOWEST / 2))
 
 
 @triton.jit

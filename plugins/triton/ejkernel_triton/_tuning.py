@@ -10,8 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ejkernel_core import Invocation
-from ejkernel_core.calibration import estimate_shared_memory_bytes, get_shared_memory_limit
+from ejkernel_core import Invocation, Unsupported
+from ejkernel_core.calibration import (
+    estimate_shared_memory_bytes,
+    get_shared_memory_limit,
+    select_num_stages,
+    select_num_warps,
+)
 from ejkernel_triton._problem import width
 
 Shape = tuple[int, int, int, int]
@@ -27,7 +32,7 @@ HOPPER: dict[str, Table] = {
     "keys": {
         64: ((64, 64, 4, 2), (32, 64, 4, 3), (32, 64, 4, 2), (64, 128, 8, 3), (32, 32, 4, 2)),
         128: ((64, 64, 4, 2), (32, 64, 4, 3), (32, 128, 8, 3), (32, 64, 4, 2), (32, 32, 4, 2)),
-        256: ((32, 64, 8, 3), (32, 64, 8, 2), (32, 32, 4, 2), (32, 32, 8, 1)),
+        256: ((32, 64, 8, 3), (32, 64, 8, 2), (32, 32, 8, 2), (32, 32, 4, 1)),
     },
     "queries": {
         64: ((64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 2)),
@@ -39,40 +44,45 @@ HOPPER: dict[str, Table] = {
 AMPERE: dict[str, Table] = {
     "forward": {
         64: ((128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
-        128: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 4, 2)),
+        128: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2)),
         256: ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1), (64, 16, 4, 2)),
     },
     "keys": {
         64: ((64, 128, 8, 2), (32, 64, 4, 3), (32, 64, 4, 2), (64, 64, 8, 2), (32, 32, 4, 2)),
         128: ((32, 64, 4, 2), (32, 64, 8, 2), (64, 64, 8, 2), (32, 32, 4, 2)),
-        256: ((32, 64, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
+        256: ((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
     },
     "queries": {
         64: ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
         128: ((128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 4, 2)),
-        256: ((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
+        256: ((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
     },
 }
 #: Three products of TF32 parts need three times the operands. Head dims above 128 spill in any shape: one is offered.
 FLOAT32: dict[str, Table] = {
     "forward": {
-        64: ((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 32, 8, 1)),
+        64: ((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
         128: ((32, 32, 8, 1), (16, 64, 8, 1), (16, 32, 8, 1)),
         256: ((16, 32, 8, 1),),
     },
     "keys": {
-        64: ((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 8, 1)),
-        128: ((16, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
-        256: ((16, 16, 4, 1),),
+        64: ((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
+        128: ((32, 16, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
+        256: ((16, 16, 8, 1),),
     },
     "queries": {
-        64: ((32, 32, 4, 2), (32, 64, 8, 1), (32, 32, 8, 1)),
+        64: ((32, 32, 4, 2), (32, 64, 8, 1), (32, 32, 4, 1)),
         128: ((16, 64, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1)),
-        256: ((16, 32, 8, 1),),
+        256: ((16, 16, 8, 1),),
     },
 }
-#: For the gradient of a bias there is nothing to choose; it is rare.
-BIAS: Shape = (32, 32, 4, 1)
+#: The gradient of a bias is rare, and has nothing to choose: it fits everywhere. By the size of an element.
+BIAS: dict[int, Table] = {
+    2: {128: ((32, 32, 4, 1),), 256: ((32, 32, 8, 1),)},
+    4: {64: ((32, 32, 4, 1),), 256: ((16, 16, 4, 1),)},
+}
+#: What CUDA keeps for itself of a multiprocessor's shared memory, where the limit is that of the data sheet.
+KEPT_BY_CUDA = {(8, 0): 1024}
 
 
 def forward(inv: Invocation) -> list[Shape]:
@@ -90,19 +100,42 @@ def queries(inv: Invocation) -> list[Shape]:
     return _fitting(inv, "queries")
 
 
+def bias(inv: Invocation) -> list[Shape]:
+    """The pass for a bias."""
+    return _fitting(inv, "bias")
+
+
+def reads_shared_memory(inv: Invocation) -> bool:
+    """Whether matrix instructions take their operands from there: on data-center cards since Hopper."""
+    return inv.compute_capability is not None and inv.compute_capability[0] in (9, 10)
+
+
 def _fitting(inv: Invocation, which: str) -> list[Shape]:
     dim = max(width(inv["query"].shape[3]), width(inv["value"].shape[3]))
-    table = _tables(inv)[which]
+    table = BIAS[min(inv["query"].dtype.itemsize, 4)] if which == "bias" else _tables(inv)[which]
     shapes = table[next(most for most in table if dim <= most)]
     limit = get_shared_memory_limit(compute_capability=inv.compute_capability)
-    fitting = [shape for shape in shapes if shared_memory(inv, which, shape) <= limit] or [shapes[-1]]
+    limit -= KEPT_BY_CUDA.get(inv.compute_capability or (0, 0), 0)
+    fitting = [shape for shape in shapes if shared_memory(inv, which, shape) <= limit]
+    fitting = fitting or [_with_fewer_stages(inv, which, shapes[-1], limit)]
     return list(dict.fromkeys(_shortened(inv, shape) for shape in fitting))
+
+
+def _with_fewer_stages(inv: Invocation, which: str, shape: Shape, limit: int) -> Shape:
+    """The last resort of a small card, or of a user who allows little."""
+    needed = shared_memory(inv, which, (*shape[:3], 1))
+    if needed > limit:
+        raise Unsupported(
+            f"the Triton kernels need {needed} bytes of shared memory for such heads, and there are {limit} "
+            "(the card's, or EJKERNEL_TRITON_SMEM_LIMIT)"
+        )
+    return (*shape[:3], min(shape[3], select_num_stages(needed, limit)))
 
 
 def _tables(inv: Invocation) -> dict[str, Table]:
     if inv["query"].dtype.itemsize == 4:
         return FLOAT32
-    return AMPERE if inv.compute_capability is not None and inv.compute_capability < (9, 0) else HOPPER
+    return HOPPER if reads_shared_memory(inv) else AMPERE
 
 
 def _shortened(inv: Invocation, shape: Shape) -> Shape:
@@ -112,7 +145,10 @@ def _shortened(inv: Invocation, shape: Shape) -> Shape:
         min(block, max(16, 1 << (length - 1).bit_length()) if length else 16)
         for block, length in ((q_block, inv["query"].shape[1]), (k_block, inv["key"].shape[1]))
     )
-    return q_block, k_block, min(warps, 4) if q_block * k_block <= 1024 else warps, stages
+    if (q_block, k_block) != shape[:2]:
+        dim = max(width(inv["query"].shape[3]), width(inv["value"].shape[3]))
+        warps = min(warps, select_num_warps(q_block, k_block, dim, inv["query"].dtype))
+    return q_block, k_block, warps, stages
 
 
 def shared_memory(inv: Invocation, which: str, shape: Shape) -> int:
@@ -122,7 +158,16 @@ def shared_memory(inv: Invocation, which: str, shape: Shape) -> int:
     kept, moving = (k_block, q_block) if which == "keys" else (q_block, k_block)
     # The backward keeps two tiles, queries and gradients of the output, or keys and values.
     needed = estimate_shared_memory_bytes(kept if which == "forward" else 2 * kept, moving * stages, dim, dtype)
-    if dtype.itemsize == 4 and (which != "forward" or stages > 1):
-        needed += 2 * max(q_block, k_block) * dim * dtype.itemsize  # operands turned round
+    # Operands turned round: where nothing is on its way, the backward makes room for them, and float32 always does.
+    turned = 0
+    if stages == 1 and which != "forward":
+        turned = q_block if which == "queries" else q_block + k_block
+    elif stages > 1 and dtype.itemsize == 4:
+        turned = 2 * max(q_block, k_block)
+    if inv.compute_capability is not None and inv.compute_capability[0] == 10:
+        # Blackwell's instructions want both operands in shared memory, and barriers beside them.
+        turned += {"forward": 0, "keys": 2 * q_block}.get(which, k_block)
+        needed += 1024
+    needed += turned * dim * dtype.itemsize
     planes = (0 if inv["bias"] is None else inv["bias"].dtype.itemsize) + (inv["attention_mask"] is not None)
     return needed + q_block * k_block * planes * max(1, stages - 1)

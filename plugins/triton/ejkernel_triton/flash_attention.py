@@ -72,7 +72,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
         [query if array is None else array for array in arrays],
         outputs,
         scalars=(*_problem.numbers(inv), k_blocks),
-        grid=(_problem.blocks(q_length, cfg.q_block), batch * heads),
+        grid=(_problem.blocks(q_length, cfg.q_block) * batch * heads,),
         constants={
             **_problem.constants(inv),
             **_problem.evenness(inv, cfg.q_block, cfg.k_block),

@@ -18,6 +18,7 @@ PLATFORMS = {"gpu": 50}
 COMPILERS = ("triton", "jax-triton")
 
 LOG2E = 1.4426950408889634
+LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 @attrs.frozen
@@ -36,7 +37,7 @@ class Config:
 
     keys: Pass = attrs.field(default=Pass(64, 128), validator=instance_of(Pass))
     queries: Pass = attrs.field(default=Pass(128, 64), validator=instance_of(Pass))
-    bias: Pass = attrs.field(default=Pass(*_tuning.BIAS), validator=instance_of(Pass))
+    bias: Pass = attrs.field(default=Pass(32, 32, 4, 1), validator=instance_of(Pass))
     #: Have the pass for keys add up the gradient of queries, too, by atomics: five products instead of seven, and sums
     #: in another order every time. Never chosen by itself.
     atomics: bool = attrs.field(default=False, validator=instance_of(bool))
@@ -46,7 +47,7 @@ class Config:
 def heuristic_cfg(inv: Invocation) -> Config:
     """The best of what was measured for such heads and lengths."""
     check(inv)
-    return Config(Pass(*_tuning.keys(inv)[0]), Pass(*_tuning.queries(inv)[0]))
+    return Config(*(Pass(*shapes[0]) for shapes in (_tuning.keys(inv), _tuning.queries(inv), _tuning.bias(inv))))
 
 
 @hookimpl
@@ -62,18 +63,20 @@ def config_space(inv: Invocation) -> Iterable[Config]:
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
     """The gradients that ``wrt`` names, in its order."""
     wrt = inv["wrt"]
-    if 0 in inv["query"].shape or 0 in inv["key"].shape or (inv["d_out"] is None and inv["d_lse"] is None):
-        return tuple(jnp.zeros_like(inv[name]) for name in wrt)
+    found = {name: jnp.zeros_like(inv[name]) for name in wrt}
+    if 0 in inv["query"].shape or (inv["d_out"] is None and inv["d_lse"] is None):
+        return tuple(found.values())
     rows = _Rows.of(inv)
-    found: dict[str, jax.Array] = {}
+    if "softmax_aux" in wrt:
+        found["softmax_aux"] = _sinks(inv, rows)
+    if 0 in inv["key"].shape:  # the sinks are all there is
+        return tuple(found[name].astype(inv[name].dtype) for name in wrt)
     if "query" in wrt and not cfg.atomics:
         found["query"] = _query(inv, rows, cfg.queries)
     if "key" in wrt or "value" in wrt or ("query" in wrt and cfg.atomics):
         found |= zip(("key", "value", "query"), _over_queries(inv, rows, cfg.keys, cfg.atomics), strict=False)
     if "bias" in wrt:
         found["bias"] = _bias(inv, rows, cfg.bias)
-    if "softmax_aux" in wrt:
-        found["softmax_aux"] = _sinks(inv, rows)
     return tuple(found[name].astype(inv[name].dtype) for name in wrt)
 
 
@@ -99,7 +102,8 @@ class _Rows:
             # Whatever arrives at a row whose log-sum-exp is -inf, and be it NaN, moves nothing.
             shift = shift - jnp.where(nothing, 0, d_lse)
         d_out = jnp.zeros_like(inv["out"]) if d_out is None else d_out
-        return cls(d_out.astype(inv["out"].dtype), jnp.where(nothing, jnp.inf, lse * LOG2E), shift)
+        top = jnp.where(nothing, jnp.inf, jnp.maximum(lse * LOG2E, LOWEST / 2))
+        return cls(d_out.astype(inv["out"].dtype), top, shift)
 
 
 def _query(inv: Invocation, rows: _Rows, cut: Pass) -> jax.Array:
@@ -118,7 +122,7 @@ def _query(inv: Invocation, rows: _Rows, cut: Pass) -> jax.Array:
         count=count,
         intervals=_problem.intervals(inv)[:2] if inv["cum_seqlens_q"] is not None else (None, None),
         outputs=(jax.ShapeDtypeStruct(query.shape, query.dtype),),
-        grid=(_problem.blocks(length, cut.q_block), batch * heads),
+        grid=(_problem.blocks(length, cut.q_block) * batch * heads,),
     )
     return found[0]
 
@@ -143,9 +147,9 @@ def _over_queries(inv: Invocation, rows: _Rows, cut: Pass, atomics: bool) -> tup
         outputs=(jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype), query),
         zeroed=(2,) if atomics else (),
         ATOMIC=atomics,
-        grid=(_problem.blocks(length, cut.k_block), batch * kv_heads),
+        grid=(_problem.blocks(length, cut.k_block) * batch * kv_heads,),
         # Where matrix instructions read shared memory, recomputing an address is cheap, and registers are not.
-        LEAN=inv.compute_capability >= (9, 0),
+        LEAN=_tuning.reads_shared_memory(inv),
     )
     return found if atomics else found[:2]
 
@@ -159,7 +163,7 @@ def _launch(
     count: int,
     intervals: Sequence[Any],
     outputs: Sequence[jax.ShapeDtypeStruct],
-    grid: tuple[int, int],
+    grid: tuple[int],
     zeroed: Sequence[int] = (),
     **more: Any,
 ) -> tuple[jax.Array, ...]:
@@ -221,7 +225,7 @@ def _bias(inv: Invocation, rows: _Rows, cut: Pass) -> jax.Array:
             *(batch, b, h, q_blocks if of_q else 1, k_blocks if of_k else 1),
             *(h * q * k, q * k, k),
         ),
-        grid=(q_blocks if of_q else 1, k_blocks if of_k else 1, b * h),
+        grid=((q_blocks if of_q else 1) * (k_blocks if of_k else 1) * b * h,),
         constants={**constants, "BIAS_Q": of_q, "Q_BLOCK": cut.q_block, "K_BLOCK": cut.k_block},
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,

@@ -1,4 +1,4 @@
-"""``python -m ejkernel_triton.testing [--card NAME ...]``: what every shape that is offered takes of a card, as a table.
+"""``python -m ejkernel_triton.testing [--card NAME ...]``: what every shape that is offered takes of a card.
 
 No GPU is needed: each is compiled by Triton and by ptxas for that card.
 """
@@ -28,7 +28,7 @@ CARDS = {
 HEAD_DIMS = (64, 96, 128, 192, 256)
 #: Each pass with what chooses its shapes.
 PASSES = {"forward": _tuning.forward, "keys": _tuning.keys, "queries": _tuning.queries}
-LENGTH = 4096
+LENGTH, HEADS = 4096, 16
 
 
 @attrs.frozen
@@ -57,7 +57,7 @@ class Case:
             given: dict[str, jax.ShapeDtypeStruct] = {"query": array, "key": array, "value": array}
             more: dict[str, object] = {"cfg": flash_attention.Config(*self.shape)}
         else:
-            lse = jax.ShapeDtypeStruct((1, 1, LENGTH), jnp.float32)
+            lse = jax.ShapeDtypeStruct((1, HEADS, LENGTH), jnp.float32)
             given = {"query": array, "key": array, "value": array, "out": array, "lse": lse, "d_out": array}
             wrt = ("key", "value") if self.which == "keys" else ("query",)
             more = {"cfg": flash_attention_bwd.Config(keys=cut, queries=cut), "wrt": wrt}
@@ -117,7 +117,7 @@ def _invocation(card: str, head_dim: int, dtype: str) -> Invocation:
 
 
 def _array(head_dim: int, dtype: str) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((1, LENGTH, 1, head_dim), jnp.dtype(dtype))
+    return jax.ShapeDtypeStruct((1, LENGTH, HEADS, head_dim), jnp.dtype(dtype))
 
 
 if __name__ == "__main__":

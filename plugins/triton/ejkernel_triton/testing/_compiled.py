@@ -27,6 +27,8 @@ class Compiled:
     #: Bytes a program has of its own.
     shared_memory: int
     ptx: str = attrs.field(repr=False)
+    #: Triton's own representation, before it is cut up for a card.
+    ttir: str = attrs.field(repr=False)
     registers: int
     #: Bytes a thread that did not find a register and went to memory.
     spilled: int
@@ -82,6 +84,7 @@ def _compiled(call: dict[int, list[Any]]) -> Compiled:
         grid=tuple(launch.get(axis, [0])[0] for axis in (2, 3, 4)),  # type: ignore[arg-type]
         shared_memory=kernel.get(3, [0])[0],
         ptx=ptx,
+        ttir=kernel[5][0].decode(),
         registers=registers,
         spilled=spilled,
     )

@@ -39,6 +39,10 @@ TYPES: dict[str, Any] = {
 }
 
 
+#: CUDA has no more along the second and the third axis of a grid.
+MOST = 65_535
+
+
 @attrs.frozen
 class Settings:
     """How kernels run here."""
@@ -100,6 +104,8 @@ class Launch:
 
     def run(self, inputs: Sequence[Array], settings: Settings) -> tuple[Array, ...]:
         """The outputs."""
+        if max(self.grid[1:]) > MOST:
+            raise KernelError(self._told(Fault(f"is launched on more than {MOST} programs along y or z"), None))
         programs = [(x, y, z) for x in range(self.grid[0]) for y in range(self.grid[1]) for z in range(self.grid[2])]
         memory = Memory(races=settings.races and len(programs) > 1)
         memory.name_of = lambda number: str(programs[number])

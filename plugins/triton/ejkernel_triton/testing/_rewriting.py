@@ -11,12 +11,15 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 #: In front of the names that are put in.
 MARK = "__interpreted_"
 _FACTORY = f"{MARK}factory"
+#: Python 3.11 counts how deep it is in a tree for all threads together, and finds that it is wrong.
+_PARSING = threading.RLock()
 
 
 def rewritten(kernel: Any, helpers: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -24,6 +27,11 @@ def rewritten(kernel: Any, helpers: Mapping[str, Callable[..., Any]]) -> Callabl
 
     ``helpers``: callable, plain, truth, negation, logical, assigned, constant, asserted.
     """
+    with _PARSING:
+        return _rewritten(kernel, helpers)
+
+
+def _rewritten(kernel: Any, helpers: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     function = kernel.fn
     lines, first = inspect.getsourcelines(function)
     tree = ast.parse(textwrap.dedent("".join(lines)))

@@ -1,0 +1,136 @@
+"""Corners that a review found, each in values and gradients against the reference, through the interpreter."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_triton import flash_attention, flash_attention_bwd
+from ejkernel_triton.testing import compiled_for, interpreted, interpreted_registry
+
+REGISTRY = interpreted_registry(
+    {"flash_attention.triton": flash_attention, "flash_attention_bwd.triton": flash_attention_bwd}
+)
+BY_ATOMICS = flash_attention_bwd.Config(
+    flash_attention_bwd.Pass(32, 32, 4, 1), flash_attention_bwd.Pass(32, 32, 4, 1), atomics=True
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_the_cpu():
+    with interpreted():
+        yield
+
+
+def normal(seed: int, *shape: int, dtype: Any = np.float32) -> Any:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def qkv(q_length: int, k_length: int, dtype: Any = np.float32) -> dict[str, Any]:
+    shapes = {"query": (2, q_length, 4, 24), "key": (2, k_length, 2, 24), "value": (2, k_length, 2, 24)}
+    return {name: normal(place, *shape, dtype=dtype) for place, (name, shape) in enumerate(shapes.items())}
+
+
+def errors(given: dict[str, Any], cfg: Any = None) -> list[float]:
+    """Of the output, the log-sum-exp and all gradients."""
+    wrt = tuple(name for name in ("query", "key", "value", "bias", "softmax_aux") if name in given)
+    right = REGISTRY.call("flash_attention", **given, return_lse=True, backend="reference")
+    d_out, d_lse = (normal(7 + place, *result.shape, dtype=result.dtype) for place, result in enumerate(right))
+    saved = {"out": right[0], "lse": right[1], "d_out": d_out, "d_lse": d_lse, "wrt": wrt}
+    chosen = {"backend": "triton"} if cfg is None else {"cfg": cfg}
+    found = REGISTRY.call("flash_attention", **given, return_lse=True, backend="triton")
+    found += REGISTRY.call("flash_attention_bwd", **given, **saved, **chosen)
+    right += REGISTRY.call("flash_attention_bwd", **given, **saved, backend="reference")
+    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(found, right, strict=True)]
+    assert all(np.array_equal(np.isfinite(a), np.isfinite(b)) for a, b in pairs)
+    return [
+        float(np.linalg.norm((a - b)[np.isfinite(b)]) / max(np.linalg.norm(b[np.isfinite(b)]), 1e-6)) for a, b in pairs
+    ]
+
+
+def test_sinks_have_a_gradient_without_keys() -> None:
+    assert max(errors(qkv(9, 0) | {"softmax_aux": normal(3, 4, 2)})) < 1e-5
+
+
+@pytest.mark.parametrize("cap", [30.0, 1e3, 1e4, 1e6])
+def test_a_large_soft_cap_is_as_precise(cap: float) -> None:
+    given = qkv(40, 50)
+    assert max(errors(given | {"query": 3 * given["query"], "logits_soft_cap": cap})) < 2e-5
+
+
+def test_the_lowest_finite_bias_hides_a_key_beside_others() -> None:
+    bias = normal(3, 1, 4, 40, 50).at[..., 3].set(np.finfo(np.float32).min)
+    assert max(errors(qkv(40, 50) | {"bias": bias})) < 2e-5
+
+
+@pytest.mark.parametrize(("dtype", "bias", "allowed"), [(np.float32, -200.0, 2e-5), (np.float16, -20.0, 2e-3)])
+def test_atomics_leave_out_what_is_no_key(dtype: Any, bias: float, allowed: float) -> None:
+    """Twenty keys in a block of 32: the weights of the others are huge, because all real logits are small."""
+    given = qkv(40, 20, dtype) | {"bias": jnp.full((1, 1, 1, 20), bias, dtype)}
+    wrt_less = errors(given, BY_ATOMICS)
+    assert max(wrt_less[:-1]) < allowed  # the last is that of a bias which is the same for all keys: 0 by cancellation
+
+
+@pytest.mark.parametrize("scale", [1e-39, 0.0, -0.3])
+def test_a_scale_may_be_anything(scale: float) -> None:
+    found = errors(qkv(40, 50) | {"softmax_scale": scale})
+    assert max(found[:2]) < 2e-5
+    if scale < 0:
+        assert max(found) < 2e-5
+
+
+@pytest.mark.parametrize(("q_length", "k_length"), [(1, 1), (1, 16), (16, 16), (5, 1)])
+@pytest.mark.parametrize("queries", ["each", "one"])
+def test_numbers_that_become_1(q_length: int, k_length: int, queries: str) -> None:
+    """A number of 1 is a constant to jax-triton, and lengths and strides come divided by what they are multiples of."""
+    bias = normal(3, 1, 4, q_length if queries == "each" else 1, k_length)
+    assert max(errors(qkv(q_length, k_length) | {"bias": bias})[:-1]) < 2e-5
+
+
+def test_boundaries_beyond_the_tokens_read_nothing_beyond_them() -> None:
+    given = {name: array[0] for name, array in qkv(32, 32).items()}
+    bounds = jnp.array([0, 10, 80])
+    out = REGISTRY.call("flash_attention", **given, cum_seqlens_q=bounds, cum_seqlens_k=bounds, backend="triton")
+    right = jnp.array([0, 10, 32])
+    wanted = REGISTRY.call("flash_attention", **given, cum_seqlens_q=right, cum_seqlens_k=right, backend="reference")
+    np.testing.assert_allclose(out[:10], wanted[:10], atol=1e-5)
+    assert np.isfinite(out).all()
+
+
+def test_programs_are_on_one_axis() -> None:
+    """The others end at 65,535, which batches and heads can pass."""
+    query = jax.ShapeDtypeStruct((8192, 16, 16, 32), jnp.bfloat16)
+
+    def pulled(q: Any) -> Any:
+        out, pull_back = jax.vjp(lambda q: _attend(q), q)
+        return pull_back(out)
+
+    for kernel in compiled_for("NVIDIA H200", pulled, query):
+        assert kernel.grid == (8192 * 16, 1, 1)
+
+
+def _attend(query: Any) -> Any:
+    import ejkernel_core
+
+    return ejkernel_core.call("flash_attention", query, query, query, backend="triton")
+
+
+def test_a_plane_of_more_than_2_to_the_31_elements_has_wide_strides() -> None:
+    """Compiled only: there is no such array here. A 32-bit product of its stride would be negative."""
+    import ejkernel_core
+
+    query = jax.ShapeDtypeStruct((2, 8192, 32, 32), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((2, 32, 8192, 8192), jnp.bfloat16)
+
+    def attend(q: Any, b: Any) -> Any:
+        return ejkernel_core.call("flash_attention", q, q, q, b, backend="triton")
+
+    (kernel,) = compiled_for("NVIDIA H200", attend, query, bias)
+    products = [line for line in kernel.ttir.splitlines() if "arith.muli" in line and re.search(r"%bias_[bh]\b", line)]
+    assert not [line for line in products if ": i32" in line]
+    assert 'loc("bias_b"' in kernel.ttir
