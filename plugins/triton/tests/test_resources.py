@@ -1,0 +1,91 @@
+"""What every shape that is offered takes of a card: compiled for it, on a machine that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from ejkernel_triton import _jax_triton
+from ejkernel_triton.testing import __main__ as command
+from ejkernel_triton.testing.__main__ import Case, cases
+
+if _jax_triton.missing():
+    pytest.skip(_jax_triton.missing(), allow_module_level=True)
+
+H200, A100, L40S, GB200 = command.CARDS
+KIB = 1024
+#: What CUDA gives to a program, written down anew: the limit that chose the shapes is under test.
+LIMITS = {H200: 227 * KIB, A100: 163 * KIB, L40S: 99 * KIB, GB200: 227 * KIB}
+
+#: The bytes that a shape may spill, the most of all versions of Triton: by card (None for all), pass, dtype, padded head
+#: dim and shape.
+SPILLED: dict[tuple[str | None, str, str, int, tuple[int, int, int, int]], int] = {
+    # The best on an H200, where they spill nothing; Triton 3.6.
+    (GB200, "forward", "bfloat16", 128, (128, 128, 8, 2)): 4,
+    (GB200, "forward", "bfloat16", 256, (128, 64, 8, 2)): 4,
+    # In float32 the operands of wide heads are more than a program's registers, in any shape.
+    (None, "forward", "float32", 256, (16, 32, 8, 1)): 64,
+    (None, "keys", "float32", 256, (16, 16, 8, 1)): 512,
+    (None, "queries", "float32", 256, (16, 16, 8, 1)): 96,
+}
+
+
+def check(case: Case) -> None:
+    found = case.compiled()
+    limit = LIMITS[case.card]
+    assert found.num_warps >= case.shape[2], case  # more where Triton has warps of its own for what it fetches
+    assert found.shared_memory <= min(case.promised, limit), f"{case}: {case.promised} were promised, {limit} there are"
+    padded = next(most for most in (64, 128, 256) if case.head_dim <= most)
+    allowed = max(SPILLED.get((card, case.which, case.dtype, padded, case.shape), 0) for card in (case.card, None))
+    assert found.spilled <= allowed, f"{case}: {found.registers} registers, {allowed} bytes may be spilled"
+
+
+def heuristics(chosen: Iterable[Case]) -> list[Case]:
+    """The first shape of each pass."""
+    first: dict[tuple[object, ...], Case] = {}
+    for case in chosen:
+        first.setdefault((case.card, case.which, case.head_dim), case)
+    return list(first.values())
+
+
+QUICK = heuristics(cases((H200, A100), (64, 128)))
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_the_heuristics_shapes_fit_and_spill_nothing(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [case for case in cases((H200,)) if case not in QUICK], ids=str)
+def test_every_shape_fits_and_spills_nothing(case: Case) -> None:
+    check(case)
+
+
+def test_what_may_be_spilled_is_offered() -> None:
+    """No exception outlives its shape."""
+    offered = set()
+    for dtype in ("bfloat16", "float32"):
+        for case in cases(dtype=dtype):
+            offered |= {(card, case.which, dtype, case.head_dim, case.shape) for card in (case.card, None)}
+    assert set(SPILLED) <= offered
+
+
+def test_the_table_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (case,) = heuristics(cases((A100,), (64,), ("forward",)))
+    for which in command.PASSES:
+        monkeypatch.setitem(command.PASSES, which, lambda inv, which=which: [case.shape] * (which == "forward"))
+    assert command.main(["--card", A100, "--head-dim", "64"]) == 0
+    title, _, row = capsys.readouterr().out.splitlines()
+    assert title == "| card | pass | head dim | queries, keys, warps, stages | shared KiB | registers | spilled bytes |"
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    found = case.compiled()
+    shape = ", ".join(map(str, case.shape))
+    assert cells == [A100, "forward", "64", shape, f"{found.shared_memory / KIB:.1f}", str(found.registers), "0"]
+
+
+def test_a_card_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--card", "NVIDIA K80"])
+    assert "invalid choice: 'NVIDIA K80'" in capsys.readouterr().err
