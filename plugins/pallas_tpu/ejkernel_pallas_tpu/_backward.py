@@ -1,0 +1,131 @@
+"""The backward passes, from the forward's log-sum-exps. Each computes the weights of its tiles anew.
+
+One keeps a block of queries and adds up over keys. One keeps a block of keys and adds up over the queries that see it,
+of all the heads that share it: so the gradients of keys and values are finished where they are made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ejkernel_pallas_tpu._operands import Operand, by_queries, operands, statistics
+from ejkernel_pallas_tpu._pallas import Launch, Output, ids
+from ejkernel_pallas_tpu._problem import Arguments, Problem
+from ejkernel_pallas_tpu._rows import Rows
+from ejkernel_pallas_tpu._sight import Sight
+from ejkernel_pallas_tpu._tile import inner, slopes
+from ejkernel_pallas_tpu._walk import visit
+
+
+def all_operands(a: Arguments, p: Problem, rows: Rows) -> dict[str, Operand]:
+    """What the forward reads, and what comes back from behind it."""
+    return {
+        **operands(a, p),
+        "d_out": by_queries(rows.d_out, p),
+        # What is no query has no weight.
+        "top": statistics(rows.top, p, jnp.inf),
+        "shift": statistics(rows.shift, p, 0.0),
+    }
+
+
+# -- for queries ---------------------------------------------------------------------------------------------------
+
+
+def over_keys(a: Arguments, p: Problem, rows: Rows, sight: Sight) -> Launch:
+    """The launch that makes the gradient of queries."""
+
+    def at(b: Any, h: Any, i: Any, t: Any, table: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
+        return b, h, i, sight.place(table, b, i, t)
+
+    return Launch(
+        name="flash_attention_bwd_queries",
+        kernel=lambda table, seed, refs: _sum_over_keys(p, sight, table, seed, refs),
+        grid=(p.batch, p.heads, p.q_count, sight.steps),
+        semantics=("parallel", "parallel", "parallel", "arbitrary"),
+        at=at,
+        operands=all_operands(a, p, rows),
+        outputs={
+            "d_query": Output(
+                (p.batch, p.heads, p.q_count * p.q_block, p.dim),
+                jnp.dtype(p.dtype),
+                (None, None, p.q_block, p.dim),
+                lambda b, h, i, j: (b, h, i, 0),
+            )
+        },
+        scratch={"sums": (p.q_block, p.dim)},
+    )
+
+
+def _sum_over_keys(p: Problem, sight: Sight, table: Any, seed: Any, refs: Any) -> None:
+    b, h, i, step = ids(4)
+    state = seed[0]
+
+    @pl.when(step == 0)
+    def _() -> None:
+        refs.sums[...] = jnp.zeros((p.q_block, p.dim), jnp.float32)
+
+    def meet(j: Any, masked: bool) -> None:
+        _, of_product, _ = slopes(p, refs, state, b * p.heads + h, i, j, masked, turned=False)
+        refs.sums[...] += inner(of_product, refs.key[...])
+
+    visit(sight, table, b, i, step, meet)
+
+    @pl.when(step == sight.steps - 1)
+    def _() -> None:
+        refs.d_query[...] = (refs.sums[...] * p.scale).astype(refs.d_query.dtype)
+
+
+# -- for keys and values -------------------------------------------------------------------------------------------
+
+
+def over_queries(a: Arguments, p: Problem, rows: Rows, sight: Sight) -> Launch:
+    """The launch that makes the gradients of keys and values."""
+    group = p.group
+
+    def at(b: Any, h: Any, j: Any, g: Any, t: Any, table: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
+        return b, h * group + g, sight.place(table, b, j, t), j
+
+    def output(dim: int) -> Output:
+        return Output(
+            (p.batch, p.kv_heads, p.k_count * p.k_block, dim),
+            jnp.dtype(p.dtype),
+            (None, None, p.k_block, dim),
+            lambda b, h, i, j: (b, h // group, j, 0),
+        )
+
+    return Launch(
+        name="flash_attention_bwd_keys",
+        kernel=lambda table, seed, refs: _sum_over_queries(p, sight, table, seed, refs),
+        grid=(p.batch, p.kv_heads, p.k_count, group, sight.steps),
+        semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary"),
+        at=at,
+        operands=all_operands(a, p, rows),
+        outputs={"d_key": output(p.dim), "d_value": output(p.v_dim)},
+        scratch={"k_sums": (p.k_block, p.dim), "v_sums": (p.k_block, p.v_dim)},
+    )
+
+
+def _sum_over_queries(p: Problem, sight: Sight, table: Any, seed: Any, refs: Any) -> None:
+    b, kv_head, j, member, step = ids(5)
+    state = seed[0]
+    head = b * p.heads + kv_head * p.group + member
+
+    @pl.when(jnp.logical_and(member == 0, step == 0))
+    def _() -> None:
+        refs.k_sums[...] = jnp.zeros((p.k_block, p.dim), jnp.float32)
+        refs.v_sums[...] = jnp.zeros((p.k_block, p.v_dim), jnp.float32)
+
+    def meet(i: Any, masked: bool) -> None:
+        weights, of_product, _ = slopes(p, refs, state, head, i, j, masked, turned=True)
+        refs.v_sums[...] += inner(weights, refs.d_out[...])
+        refs.k_sums[...] += inner(of_product, refs.query[...])
+
+    visit(sight, table, b, j, step, meet)
+
+    @pl.when(jnp.logical_and(member == p.group - 1, step == sight.steps - 1))
+    def _() -> None:
+        refs.d_key[...] = (refs.k_sums[...] * p.scale).astype(refs.d_key.dtype)
+        refs.d_value[...] = refs.v_sums[...].astype(refs.d_value.dtype)

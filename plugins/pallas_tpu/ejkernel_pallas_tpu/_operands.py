@@ -1,0 +1,131 @@
+"""The arrays of a call as the kernels take them: heads before tokens, tokens in whole blocks, one row for what is one
+number a token; and for each its block of the tile that is worked on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ejkernel_pallas_tpu._problem import LANES, LOG2E, LOWEST, Arguments, Problem, plane_dtype
+from ejkernel_pallas_tpu._sight import intervals
+
+Block = tuple[int | None, ...]
+#: (batch, query head, query block, key block) to the place of a block in an array.
+Place = Callable[[Any, Any, Any, Any], tuple[Any, ...]]
+#: (indices of the grid..., table, seed) to (batch, query head, query block, key block).
+At = Callable[..., tuple[Any, Any, Any, Any]]
+
+
+@attrs.frozen(eq=False)
+class Operand:
+    """An array, the shape of its blocks (None where a block has one of an axis, and the kernel none), and where."""
+
+    array: Any
+    block: Block
+    place: Place
+
+    def spec(self, at: At) -> pl.BlockSpec:
+        return pl.BlockSpec(self.block, lambda *ids: self.place(*at(*ids)))
+
+
+def by_queries(x: jax.Array, p: Problem) -> Operand:
+    """(batch, length, heads, dim) of queries."""
+    x = filled(jnp.swapaxes(x, 1, 2), 2, p.q_count * p.q_block)
+    return Operand(x, (None, None, p.q_block, x.shape[3]), lambda b, h, i, j: (b, h, i, 0))
+
+
+def by_keys(x: jax.Array, p: Problem) -> Operand:
+    """(batch, length, heads, dim) of keys: all the query heads of a group find theirs."""
+    x = filled(jnp.swapaxes(x, 1, 2), 2, p.k_count * p.k_block)
+    group = p.group
+    return Operand(x, (None, None, p.k_block, x.shape[3]), lambda b, h, i, j: (b, h // group, j, 0))
+
+
+def statistics(x: jax.Array, p: Problem, fill: float) -> Operand:
+    """(batch, heads, length): one number for each query of each head."""
+    x = filled(x[:, :, None].astype(jnp.float32), 3, p.q_count * p.q_block, fill)
+    return Operand(x, (None, None, 1, p.q_block), lambda b, h, i, j: (b, h, 0, i))
+
+
+def plane(x: jax.Array, p: Problem, kind: str, dtype: Any) -> Operand:
+    """A bias or mask with four axes, each 1 or whole."""
+    batched, headed = x.shape[0] > 1, x.shape[1] > 1
+    x = x.astype(dtype)
+    if kind == "queries":
+        x = filled(jnp.swapaxes(x, 2, 3), 3, p.q_count * p.q_block)
+        return Operand(x, (None, None, 1, p.q_block), lambda b, h, i, j: (b * batched, h * headed, 0, i))
+    if x.shape[3] == 1:
+        x = jnp.broadcast_to(x, (*x.shape[:3], p.k_length))
+    x = filled(x, 3, p.k_count * p.k_block)
+    if kind == "keys":
+        return Operand(x, (None, None, 1, p.k_block), lambda b, h, i, j: (b * batched, h * headed, 0, j))
+    x = filled(x, 2, p.q_count * p.q_block)
+    return Operand(x, (None, None, p.q_block, p.k_block), lambda b, h, i, j: (b * batched, h * headed, i, j))
+
+
+def tokens_of_queries(x: jax.Array, p: Problem) -> Operand:
+    """(rows, length) of integers, one a query; one row serves every batch."""
+    batched = x.shape[0] > 1
+    x = filled(x[:, None], 2, p.q_count * p.q_block)
+    return Operand(x, (None, 1, p.q_block), lambda b, h, i, j: (b * batched, 0, i))
+
+
+def tokens_of_keys(x: jax.Array, p: Problem) -> Operand:
+    batched = x.shape[0] > 1
+    x = filled(x[:, None], 2, p.k_count * p.k_block)
+    return Operand(x, (None, 1, p.k_block), lambda b, h, i, j: (b * batched, 0, j))
+
+
+def sinks(x: jax.Array) -> Operand:
+    """(heads, n) logits: what they all weigh is one logit a head, the same in every lane."""
+    one = jnp.maximum(jax.nn.logsumexp(x.astype(jnp.float32), axis=1) * LOG2E, LOWEST)
+    lanes = jnp.broadcast_to(one[:, None, None], (x.shape[0], 1, LANES))
+    return Operand(lanes, (None, 1, LANES), lambda b, h, i, j: (h, 0, 0))
+
+
+def operands(a: Arguments, p: Problem) -> dict[str, Operand]:
+    """What every pass reads, by name: what a call does not have is not there."""
+    made = {
+        "query": by_queries(a["query"], p),
+        "key": by_keys(a["key"], p),
+        "value": by_keys(a["value"], p),
+    }
+    if p.packed:
+        start, end = intervals(a, p)
+        made |= {"start": tokens_of_queries(start[None], p), "end": tokens_of_queries(end[None], p)}
+    if p.segments:
+        made["q_ids"] = tokens_of_queries(a["q_segment_ids"], p)
+        made["k_ids"] = tokens_of_keys(a["kv_segment_ids"], p)
+    if p.bias:
+        made["bias"] = plane(a["bias"], p, p.bias, plane_dtype(a["bias"].dtype))
+    if p.mask:
+        made["mask"] = plane(a["attention_mask"], p, p.mask, jnp.int8 if p.mask == "full" else jnp.int32)
+    return made
+
+
+def seed(a: Arguments) -> jax.Array:
+    """The seed of the dropout as 32 bits; any number will do where there is none."""
+    given = jnp.uint32(0) if a["dropout_seed"] is None else a["dropout_seed"]
+    return jax.lax.bitcast_convert_type(given, jnp.int32).reshape(1)
+
+
+def filled(x: jax.Array, axis: int, length: int, fill: float = 0) -> jax.Array:
+    """An axis filled up at its end."""
+    missing = length - x.shape[axis]
+    if not missing:
+        return x
+    return jnp.pad(x, [(0, missing if other == axis else 0) for other in range(x.ndim)], constant_values=fill)
+
+
+def arrays(made: Mapping[str, Operand]) -> list[Any]:
+    return [operand.array for operand in made.values()]
+
+
+def specs(made: Mapping[str, Operand], at: At) -> list[pl.BlockSpec]:
+    return [operand.spec(at) for operand in made.values()]

@@ -1,0 +1,116 @@
+"""``flash_attention_bwd`` on TPUs, in Pallas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+from attrs.validators import in_, instance_of
+
+from ejkernel_core import Invocation, hookimpl
+from ejkernel_pallas_tpu import _tuning
+from ejkernel_pallas_tpu._refusals import check
+
+PLATFORMS = {"tpu": 50}
+COMPILERS = ("jaxlib",)
+
+
+@attrs.frozen
+class Pass:
+    """How one of the passes is cut."""
+
+    q_block: int = attrs.field(default=512, validator=in_(_tuning.BLOCKS))
+    k_block: int = attrs.field(default=512, validator=in_(_tuning.BLOCKS))
+
+
+@attrs.frozen
+class Config:
+    """The pass for queries, that for keys and values, and that for a bias."""
+
+    queries: Pass = attrs.field(default=Pass(), validator=instance_of(Pass))
+    keys: Pass = attrs.field(default=Pass(), validator=instance_of(Pass))
+    bias: Pass = attrs.field(default=Pass(256, 256), validator=instance_of(Pass))
+    #: Run in Pallas' interpreter, wherever it is: for debugging.
+    interpret: bool = attrs.field(default=False, validator=instance_of(bool))
+
+
+@hookimpl
+def heuristic_cfg(inv: Invocation) -> Config:
+    """The blocks for this generation of TPUs."""
+    check(inv)
+    return Config(*(Pass(*_tuning.fitting(inv, which)[0]) for which in ("queries", "keys", "bias")))
+
+
+@hookimpl
+def config_space(inv: Invocation) -> Iterable[Config]:
+    """Every pass cut in every way that fits, one pass at a time: what is best for one is so for all."""
+    first = heuristic_cfg(inv)
+    yield first
+    yield from (attrs.evolve(first, queries=Pass(*shape)) for shape in _tuning.fitting(inv, "queries")[1:])
+    yield from (attrs.evolve(first, keys=Pass(*shape)) for shape in _tuning.fitting(inv, "keys")[1:])
+
+
+@hookimpl
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
+    """The gradients that ``wrt`` names, in its order."""
+    return compute(inv, cfg, cfg.interpret)
+
+
+def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, ...]:
+    """The same, ``interpret`` being Pallas' own word."""
+    from ejkernel_pallas_tpu._rows import of_sinks, rows
+
+    wrt = inv["wrt"]
+    if 0 in inv["query"].shape[:2] or (inv["d_out"] is None and inv["d_lse"] is None):
+        return tuple(jnp.zeros_like(inv[name]) for name in wrt)
+    of = rows(inv)
+    found: dict[str, jax.Array] = {}
+    if "softmax_aux" in wrt:
+        found["softmax_aux"] = of_sinks(inv, of)
+    if inv["key"].shape[1] == 0:
+        found |= {name: jnp.zeros_like(inv[name]) for name in wrt if name != "softmax_aux"}
+    else:
+        found |= _by_kernels(inv, cfg, of, interpret)
+    return tuple(found[name].astype(inv[name].dtype) for name in wrt)
+
+
+def _by_kernels(inv: Invocation, cfg: Config, of: Any, interpret: Any) -> dict[str, jax.Array]:
+    from ejkernel_pallas_tpu._backward import over_keys, over_queries
+    from ejkernel_pallas_tpu._bias import into_bias
+
+    q_length, k_length = inv["query"].shape[1], inv["key"].shape[1]
+    found: dict[str, jax.Array] = {}
+    if "query" in inv["wrt"]:
+        (d_query,) = _launched(over_keys, inv, cfg.queries, of, interpret)
+        found["query"] = jnp.swapaxes(d_query, 1, 2)[:, :q_length]
+    if "key" in inv["wrt"] or "value" in inv["wrt"]:
+        d_key, d_value = _launched(over_queries, inv, cfg.keys, of, interpret, by_keys=True)
+        found["key"], found["value"] = (jnp.swapaxes(x, 1, 2)[:, :k_length] for x in (d_key, d_value))
+    if "bias" in inv["wrt"]:
+        (d_bias,) = _launched(into_bias, inv, cfg.bias, of, interpret)
+        found["bias"] = _of_its_shape(d_bias, inv["bias"].shape, q_length, k_length)
+    return found
+
+
+def _launched(
+    make: Callable[..., Any], inv: Invocation, cut: Pass, of: Any, interpret: Any, by_keys: bool = False
+) -> list[jax.Array]:
+    from ejkernel_pallas_tpu._operands import seed
+    from ejkernel_pallas_tpu._problem import problem
+    from ejkernel_pallas_tpu._sight import meetings
+
+    p = problem(inv, cut.q_block, cut.k_block)
+    met = meetings(inv, p)
+    sight = met.from_keys() if by_keys else met.from_queries()
+    return list(make(inv, p, of, sight)(sight.table, seed(inv), interpret, _tuning.vmem(inv)))
+
+
+def _of_its_shape(found: jax.Array, shape: tuple[int, ...], q_length: int, k_length: int) -> jax.Array:
+    """The gradient of a bias without what fills blocks up, from a row of queries or keys where it came as one."""
+    if shape[2] > 1 and shape[3] == 1:
+        return jnp.swapaxes(found, 2, 3)[:, :, :q_length]
+    found = found[:, :, : max(shape[2], 1), :k_length]
+    return found.sum(3, keepdims=True) if shape[3] == 1 else found

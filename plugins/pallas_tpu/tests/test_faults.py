@@ -1,0 +1,132 @@
+"""Faults that are put in on purpose: each is told by the proofs, with the kernel's name and what is wrong."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import attrs
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel_core.testing import _checks
+from ejkernel_ops.attention import cases
+from ejkernel_pallas_tpu import _backward, _bias, _forward, flash_attention, flash_attention_bwd
+from ejkernel_pallas_tpu.testing import interpreted_registry
+
+KERNELS = {"flash_attention.pallas_tpu": flash_attention, "flash_attention_bwd.pallas_tpu": flash_attention_bwd}
+CAUSAL = cases.case("causal", lambda d: cases.qkv(d, 1, 260, 390, 1, 1, 16) | {"causal": True, "return_lse": True})
+BIASED = cases.case(
+    "biased",
+    lambda d: cases.qkv(d, 2, 9, 200, 1, 1, 16) | {"bias": cases.normal("bias", d, (1, 1, 200)), "return_lse": True},
+)
+#: Where each pass is, and what of which case it makes.
+PASSES = {
+    "forward": (_forward, "forward", attrs.evolve(CAUSAL, wrt=()), "result"),
+    "queries": (_backward, "over_keys", attrs.evolve(CAUSAL, wrt=("query",)), "gradient of query"),
+    "keys": (_backward, "over_queries", attrs.evolve(CAUSAL, wrt=("key",)), "gradient of key"),
+    "bias": (_bias, "into_bias", attrs.evolve(BIASED, wrt=("bias",)), "gradient of bias"),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks_afresh(monkeypatch):
+    """Blocks of 128, so that there are several; and nothing is left from one kernel to the next."""
+    from ejkernel_pallas_tpu import _tuning
+
+    monkeypatch.setattr(_tuning, "fitting", lambda inv, which: [(128, 128)])
+    pltpu.reset_tpu_interpret_mode_state()
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def told(which: str, races: bool, order: int = 0) -> str:
+    """What the proof says of the kernels as they are now."""
+    case = PASSES[which][2]
+    registry = interpreted_registry(KERNELS, races=races, order=order)
+    try:
+        _checks.values(registry, "flash_attention.pallas_tpu", case)
+        _checks.gradients(registry, "flash_attention.pallas_tpu", case)
+    except Exception as fault:  # the interpreters raise what they like
+        return f"{type(fault).__name__}: {fault}"
+    return "nothing"
+
+
+def changed(monkeypatch, which: str, change) -> None:
+    """The launch of a pass, changed."""
+    module, name, *_ = PASSES[which]
+    made = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given: change(made(*given)))
+
+
+def without(monkeypatch, which: str, part: int, parts: int) -> None:
+    """A pass without one of the parts that it does under a condition: they are asked for in order."""
+    count = itertools.count()
+
+    def when(condition):
+        return (lambda body: None) if next(count) % parts == part else pl.when(condition)
+
+    monkeypatch.setattr(PASSES[which][0], "pl", SimpleNamespace(when=when))
+
+
+@pytest.mark.parametrize("which", PASSES)
+@pytest.mark.parametrize("races", [False, True])
+def test_no_fault_no_word(which, races):
+    assert told(which, races) == "nothing"
+
+
+@pytest.mark.parametrize("which", PASSES)
+def test_a_wrong_index_map(monkeypatch, which):
+    """Every tile gets the first keys, or the first queries."""
+
+    def change(launch):
+        name = "query" if which == "keys" else "key"
+        operand = launch.operands[name]
+        first = attrs.evolve(operand, place=lambda b, h, i, j: (*operand.place(b, h, i, j)[:1], 0, 0, 0))
+        return attrs.evolve(launch, operands={**launch.operands, name: first})
+
+    changed(monkeypatch, which, change)
+    found = told(which, races=False)
+    assert "flash_attention.pallas_tpu on" in found
+    assert f"{PASSES[which][3]}" in found
+    assert "is off by" in found
+
+
+@pytest.mark.parametrize("which", ["forward", "queries", "keys"])
+def test_an_index_map_beyond_the_end(monkeypatch, which):
+    def change(launch):
+        name = "query" if which == "keys" else "key"
+        operand = launch.operands[name]
+        beyond = attrs.evolve(operand, place=lambda *at: (*operand.place(*at)[:2], operand.place(*at)[2] + 1, 0))
+        return attrs.evolve(launch, operands={**launch.operands, name: beyond})
+
+    changed(monkeypatch, which, change)
+    assert "out of bounds" in told(which, races=True).lower().replace("-", " ")
+
+
+@pytest.mark.parametrize("races", [False, True])
+@pytest.mark.parametrize(("which", "parts"), [("forward", 2), ("queries", 2), ("keys", 2), ("bias", 3)])
+def test_a_missing_initialisation(monkeypatch, which, parts, races):
+    without(monkeypatch, which, 0, parts)
+    found = told(which, races)
+    assert "flash_attention.pallas_tpu on" in found
+    assert PASSES[which][3] in found
+    assert "NaN" in found
+
+
+@pytest.mark.parametrize("which", PASSES)
+def test_parallel_on_an_axis_that_is_added_up(monkeypatch, which):
+    changed(monkeypatch, which, lambda launch: attrs.evolve(launch, semantics=("parallel",) * len(launch.grid)))
+    found = told(which, races=True, order=4)  # an order in which the first step is not done first
+    assert "flash_attention.pallas_tpu on" in found
+    assert PASSES[which][3] in found
+
+
+@pytest.mark.parametrize("races", [False, True])
+@pytest.mark.parametrize(("which", "parts"), [("forward", 2), ("queries", 2), ("keys", 2), ("bias", 3)])
+def test_an_output_that_is_never_written(monkeypatch, which, parts, races):
+    without(monkeypatch, which, parts - 1, parts)
+    found = told(which, races)
+    assert "flash_attention.pallas_tpu on" in found
+    assert PASSES[which][3] in found

@@ -1,0 +1,60 @@
+"""The kernels on the CPU, through Pallas' interpreters: the cases of the operation, in values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel_core.testing import Case, KernelProofs
+from ejkernel_pallas_tpu import flash_attention, flash_attention_bwd
+from ejkernel_pallas_tpu.testing import interpreted_registry
+
+KERNELS = {"flash_attention.pallas_tpu": flash_attention, "flash_attention_bwd.pallas_tpu": flash_attention_bwd}
+#: What goes through the interpreter of a whole TPU: between them, every pass and every kind of operand.
+WATCHED = (
+    "gqa-strides-in-the-backward",
+    "bias-of-each-query-head",
+    "bias-gradient-of-its-own-shape",
+    "sinks-once-over-many-blocks",
+    "dropout-in-the-backward",
+    "causal-more-queries-than-keys",
+    "window-over-many-blocks",
+    "fully-masked-rows",
+    "packed-padding-tokens",
+    "everything",
+)
+
+
+class TestFlashAttention(KernelProofs):
+    kernel = "flash_attention.pallas_tpu"
+    registry = interpreted_registry(KERNELS)
+    refuses = frozenset({"float64", "float16"})
+    roundings = 1.5
+
+    def cases(self) -> Sequence[Case]:
+        """Most of the grid, and what takes long, are for the long sweep."""
+        grid = (case for case in super().cases() if case.name.startswith("grid"))
+        late = {case.name for place, case in enumerate(grid) if place % 24 > 3}
+        slow = late | {"sums-over-8192-squared"}
+        return [attrs.evolve(case, long=case.long or case.name in slow) for case in super().cases()]
+
+
+class TestFlashAttentionWatched(TestFlashAttention):
+    registry = interpreted_registry(KERNELS, races=True)
+
+    def cases(self) -> Sequence[Case]:
+        """Three of them at once, the others in the long sweep."""
+        cases = [case for case in super().cases() if case.name in WATCHED]
+        at_once = ("dropout-in-the-backward", "packed-padding-tokens", "everything")
+        checks = frozenset({"values"})
+        return [attrs.evolve(c, checks=checks, variations=(), long=c.name not in at_once) for c in cases]
+
+    @pytest.fixture(autouse=True)
+    def afresh(self):
+        """What one kernel left in the simulated memories is not the next one's."""
+        pltpu.reset_tpu_interpret_mode_state()
+        yield
+        pltpu.reset_tpu_interpret_mode_state()

@@ -1,0 +1,145 @@
+"""Lowering for TPUs where there is none, and no compiler for one either: every configuration that is offered."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+import ejkernel_core as core
+from ejkernel_pallas_tpu import flash_attention, flash_attention_bwd
+
+LENGTH = 1000
+FORWARD, BACKWARD = "flash_attention", "flash_attention_bwd"
+REGISTRY = core.Registry()
+for operation, module in ((FORWARD, flash_attention), (BACKWARD, flash_attention_bwd)):
+    REGISTRY.register(module, f"{operation}.pallas_tpu")
+DEVICES = ("TPU v5e", "TPU v4", "TPU v5p", "TPU v6e", "TPU7x")
+#: One generation at once; the others in the long sweep.
+ONE_DEVICE = [pytest.param(kind, marks=[pytest.mark.long] if kind != DEVICES[0] else []) for kind in DEVICES]
+
+
+def shape(*sizes: int, dtype: str = "bfloat16") -> Any:
+    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+
+def call(dtype: str = "bfloat16", dim: int = 128, v_dim: int | None = None, length: int = LENGTH, **more: Any) -> Any:
+    """The arrays of a call, and its options."""
+    made = {
+        "query": shape(1, length, 4, dim, dtype=dtype),
+        "key": shape(1, length, 2, dim, dtype=dtype),
+        "value": shape(1, length, 2, v_dim or dim, dtype=dtype),
+        **more,
+    }
+    arrays = {name: value for name, value in made.items() if isinstance(value, jax.ShapeDtypeStruct)}
+    return SimpleNamespace(arrays=arrays, options={n: value for n, value in made.items() if n not in arrays})
+
+
+def packed() -> Any:
+    query, key, bounds = shape(LENGTH, 4, 128), shape(LENGTH, 2, 128), shape(5, dtype="int32")
+    return call(query=query, key=key, value=key, cum_seqlens_q=bounds, cum_seqlens_k=bounds)
+
+
+IDS = shape(1, LENGTH, dtype="int32")
+CALLS = {
+    "full": call(),
+    "causal": call(causal=True),
+    "float32": call("float32", causal=True),
+    "window": call(causal=True, sliding_window=(100, 0)),
+    "segments": call(q_segment_ids=IDS, kv_segment_ids=IDS, causal=True),
+    "packed": packed(),
+    "bias": call(bias=shape(1, 4, LENGTH, LENGTH)),
+    "bias of keys": call(bias=shape(1, 1, 1, LENGTH, dtype="float32")),
+    "bias of queries": call(bias=shape(1, 4, LENGTH, 1, dtype="float32")),
+    "bias of one number": call(bias=shape(1, 1, 1, 1, dtype="float32")),
+    "mask": call(attention_mask=shape(1, 1, LENGTH, LENGTH, dtype="bool")),
+    "mask of queries": call(attention_mask=shape(1, 1, LENGTH, 1, dtype="bool")),
+    "cap and sinks": call(logits_soft_cap=30.0, softmax_aux=shape(4, 2)),
+    "dropout": call(dropout_prob=0.1, dropout_seed=shape(dtype="int32")),
+    "narrow heads": call(dim=64),
+    "odd heads": call(dim=80, v_dim=48),
+    "wide heads": call(dim=256),
+    "one token": call(query=shape(1, 1, 4, 128), causal=True),
+}
+
+
+def mesh(device_kind: str) -> AbstractMesh:
+    return AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind, 1, "tpu"))
+
+
+def backward(made: Any) -> Any:
+    """The gradients of the call, as a call of the backward operation."""
+    wrt = tuple(name for name in ("query", "key", "value", "bias", "softmax_aux") if name in made.arrays)
+    out, lse = jax.eval_shape(
+        lambda arrays: REGISTRY.call(FORWARD, **arrays, **made.options, return_lse=True, backend="reference"),
+        made.arrays,
+    )
+    arrays = {**made.arrays, "out": out, "lse": lse, "d_out": out, "d_lse": lse}
+    return SimpleNamespace(arrays=arrays, options={**made.options, "wrt": wrt})
+
+
+def lowered(op: str, device_kind: str, made: Any, cfg: Any = None) -> str:
+    def computed(arrays: Any) -> Any:
+        return REGISTRY.call(op, **arrays, **made.options, backend="pallas_tpu", cfg=cfg)
+
+    with use_abstract_mesh(mesh(device_kind)):
+        return str(jax.jit(computed).trace(made.arrays).lower(lowering_platforms=("tpu",)).as_text())
+
+
+def space(op: str, device_kind: str, made: Any) -> list[Any]:
+    """Every configuration that a kernel offers for the call on that device."""
+    plan = REGISTRY.plan(op, **made.arrays, **made.options, backend="reference")
+    inv = attrs.evolve(plan.invocation, platform="tpu", device_kind=device_kind)
+    return list(REGISTRY.kernel(op, "pallas_tpu").config_space(inv))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_kind_of_call_lowers(name):
+    made = CALLS[name]
+    assert lowered(FORWARD, "TPU v5e", made).count("tpu_custom_call") == 1
+    passes = 3 if "bias" in made.arrays else 2
+    assert lowered(BACKWARD, "TPU v5e", backward(made)).count("tpu_custom_call") == passes
+
+
+@pytest.mark.parametrize("device_kind", ONE_DEVICE)
+@pytest.mark.parametrize("op", [FORWARD, BACKWARD])
+def test_every_configuration_of_every_generation_lowers(op, device_kind):
+    made = CALLS["causal"] if op == FORWARD else backward(CALLS["causal"])
+    offered = space(op, device_kind, made)
+    assert len(offered) > 5
+    for cfg in offered:
+        assert "tpu_custom_call" in lowered(op, device_kind, made, cfg), cfg
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device_kind", DEVICES)
+@pytest.mark.parametrize("name", CALLS)
+def test_every_configuration_of_every_kind_of_call_lowers(name, device_kind):
+    made = CALLS[name]
+    for op, asked in ((FORWARD, made), (BACKWARD, backward(made))):
+        for cfg in space(op, device_kind, asked):
+            assert "tpu_custom_call" in lowered(op, device_kind, asked, cfg), cfg
+
+
+def test_it_can_be_exported():
+    export = pytest.importorskip("jax.export")
+    made = CALLS["causal"]
+    with use_abstract_mesh(mesh("TPU v6e")):
+        exported = export.export(
+            jax.jit(lambda arrays: REGISTRY.call(FORWARD, **arrays, **made.options)), platforms=["tpu"]
+        )(made.arrays)
+    assert exported.platforms == ("tpu",)
+    assert "tpu_custom_call" in exported.mlir_module()
+
+
+def test_it_is_the_first_choice_on_a_tpu():
+    made = CALLS["causal"]
+    with use_abstract_mesh(mesh("TPU v5e")):
+        low = jax.jit(lambda arrays: REGISTRY.call(FORWARD, **arrays, **made.options)).trace(made.arrays)
+        (label,) = core.find_labels_in_lowered(low.lower(lowering_platforms=("tpu",)))
+    assert label.backend == "pallas_tpu"
