@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,13 +17,16 @@ PASSES = ("forward", "forward+backward")
 Results = tuple[Any, ...]
 
 
-def compiled(attention: Attention, name: str, arrays: tuple[jax.Array, ...]) -> Callable[[], Results]:
+def compiled(
+    attention: Attention, name: str, arrays: tuple[jax.Array, ...], extras: Mapping[str, jax.Array] | None = None
+) -> Callable[[], Results]:
     """One pass of an attention over (query, key, value, d_out), ready to run."""
+    given = dict(extras or {})  # arguments as well: a bias would be a constant of gigabytes
     if name == "forward":
-        forward = jax.jit(lambda *qkv: (attention(*qkv),))
-        return lambda: forward(*arrays[:3])
-    both = jax.jit(with_gradients(attention))
-    return lambda: both(*arrays)
+        forward = jax.jit(lambda given, *qkv: (attention(*qkv, **given),))
+        return lambda: forward(given, *arrays[:3])
+    both = jax.jit(lambda given, *arrays: with_gradients(partial(attention, **given))(*arrays))
+    return lambda: both(given, *arrays)
 
 
 def timed(runs: Mapping[str, Callable[[], Results]], rounds: int) -> dict[str, Times]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import attrs
 import jax
 import jax.numpy as jnp
 
-from ._contenders import Results
-from ._problem import Attention, Problem, through_core, with_gradients
+from ._contenders import Results, compiled
+from ._problem import Attention, Problem, through_core
 
 Run = Callable[[], Results]
 
@@ -33,20 +32,10 @@ def peers() -> list[Peer]:
     return found
 
 
-def prepared(attention: Attention, problem: Problem, arrays: tuple[jax.Array, ...], which: str) -> Run:
-    """One pass of a JAX function of query, key and value, compiled on its first run."""
-    extras = problem.extras()  # arguments, too: a bias would be a constant of gigabytes
-    if which == "forward":
-        forward = jax.jit(lambda extras, *qkv: (attention(*qkv, **extras),))
-        return lambda: forward(extras, *arrays[:3])
-    both = jax.jit(lambda extras, *arrays: with_gradients(partial(attention, **extras))(*arrays))
-    return lambda: both(extras, *arrays)
-
-
 def _by(make: Callable[[Problem], Attention | None]) -> Callable[[Problem, tuple[jax.Array, ...], str], Run | None]:
     def ready(problem: Problem, arrays: tuple[jax.Array, ...], which: str) -> Run | None:
         attention = make(problem)
-        return None if attention is None else prepared(attention, problem, arrays, which)
+        return None if attention is None else compiled(attention, which, arrays, problem.extras())
 
     return ready
 

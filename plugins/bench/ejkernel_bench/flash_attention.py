@@ -10,9 +10,9 @@ from statistics import median
 import attrs
 import jax
 
-from ._contenders import PASSES, Results, disagreement
+from ._contenders import PASSES, Results, compiled, disagreement
 from ._errors import TOLERANCE
-from ._peers import Peer, peers, prepared
+from ._peers import Peer, peers
 from ._problem import Problem, through_core
 from ._report import Bar, Cell, Report, Table
 from ._timing import Times, once
@@ -62,7 +62,7 @@ def compare(problems: Sequence[Problem], backend: str | None, rounds: int, other
         arrays = problem.arrays()
         right = _exact(problem, arrays)
         for name in PASSES:
-            runs = {ours: prepared(through_core(problem, backend), problem, arrays, name)}
+            runs = {ours: compiled(through_core(problem, backend), name, arrays, problem.extras())}
             runs |= {peer.name: run for peer in others if (run := peer.prepared(problem, arrays, name)) is not None}
             runs, refused = _able(runs, problem, name, right)
             wrong += refused
@@ -80,7 +80,8 @@ def compare(problems: Sequence[Problem], backend: str | None, rounds: int, other
 def _exact(problem: Problem, arrays: tuple[jax.Array, ...]) -> Results:
     """By the blockwise XLA kernel, in float32."""
     wide = attrs.evolve(problem, dtype="float32")
-    return prepared(through_core(wide, "xla"), wide, tuple(a.astype("float32") for a in arrays), "forward+backward")()
+    floats = tuple(array.astype("float32") for array in arrays)
+    return compiled(through_core(wide, "xla"), "forward+backward", floats, wide.extras())()
 
 
 def _able(

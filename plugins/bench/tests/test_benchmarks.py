@@ -291,7 +291,7 @@ def _peer(name, factor=1.0, does=lambda problem: True, fault=None):
     def ready(problem, arrays, which):
         if not does(problem):
             return None
-        run = _peers.prepared(through_core(problem, "reference"), problem, arrays, which)
+        run = _peers.compiled(through_core(problem, "reference"), which, arrays, problem.extras())
 
         def answer():
             if fault:
