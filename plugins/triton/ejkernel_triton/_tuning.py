@@ -1,10 +1,10 @@
 """Which blocks, warps and stages: tables made by measuring, and what of them fits a card.
 
-A shape is (query block, key block, warps, stages). Each table has the best first: it is the heuristic's answer, and the
-whole table is what a tuner measures. The order of Hopper's was measured on an H200, full and causal, from 2k to 16k, at
-head dims 64, 128 and in part 256 (docs/performance.md); the others' is a guess. A causal call spills no registers in any
-of them, but in float32 beyond a head dim of 128; one with many features may, and with segments of 100k tokens does.
-docs/triton.md has what each takes, and which of them tests compile.
+A shape is (query block, key block, warps, stages). Each table has the best first: it is the heuristic's answer, and
+the whole table is what a tuner measures. The order of Hopper's was measured on an H200, full and causal, from 2k to
+16k, at head dims 64, 128 and in part 256 (docs/performance.md); the others' is a guess. A causal call spills no
+registers in any of them, but in float32 beyond a head dim of 128; one with many features may, and with segments of
+100k tokens does. docs/triton.md has what each takes, and which of them tests compile.
 """
 
 from __future__ import annotations
