@@ -18,6 +18,8 @@ BENCHMARKS = {
     "run": "causal attention forward and backward on this device: checked, explained, timed",
     "overhead": "what the framework costs: an eager call, what is remembered, the import",
     "flash_attention": "on a GPU, by case: time, rate; with --peers against cuDNN, Pallas and torch in the same run",
+    "shapes": "on a GPU, 1,000 shapes drawn at random: right, the same bits twice, none far slower than its neighbours",
+    "choice": "on a GPU, what tuning chooses for each pass against each kernel that it chooses from",
     "attention": "against jax.nn.dot_product_attention, S 4096, causal and full",
     "memory": "peak of forward and backward at S 16384",
     "tuning": "what tuning gives against the heuristic, in a second process, and when something hangs",

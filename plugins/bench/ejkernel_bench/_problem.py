@@ -65,8 +65,10 @@ class Problem:
         """How many keys all queries of a head see together, one batch entry."""
         total = 0
         for length in np.diff(self.bounds):
-            seen = np.arange(1, length + 1, dtype=np.int64) if self.causal else np.full(length, length, np.int64)
-            total += int((seen if self.window is None else np.minimum(seen, self.window + 1)).sum())
+            until, behind = np.arange(1, length + 1, dtype=np.int64), np.arange(length, dtype=np.int64)[::-1]
+            if self.window is not None:
+                until, behind = np.minimum(until, self.window + 1), np.minimum(behind, self.window)
+            total += int(until.sum()) + (0 if self.causal else int(behind.sum()))
         return total
 
     def flops(self, which: str) -> float:
@@ -133,7 +135,9 @@ def with_gradients(attention: Attention) -> Attention:
 
 def chosen(problem: Problem, backend: str | None) -> str:
     """The kernels that the core takes for the problem, forward and backward."""
-    arrays = [jax.ShapeDtypeStruct(problem.shape, jnp.dtype(problem.dtype))] * 3
-    explanation = ejkernel_core.explain("flash_attention", *arrays, backend=backend, **problem.options)
+    packed = problem.sequences is not None
+    arrays, extras = jax.eval_shape(problem.arrays)[:3], jax.eval_shape(problem.extras)
+    given = [jax.ShapeDtypeStruct(x.shape[1:] if packed else x.shape, x.dtype) for x in arrays]
+    explanation = ejkernel_core.explain("flash_attention", *given, backend=backend, **problem.options, **extras)
     plans = (explanation.plan, explanation.backward and explanation.backward.plan)
     return " and ".join(plan.kernel.name for plan in plans if plan)

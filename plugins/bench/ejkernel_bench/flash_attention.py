@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from statistics import median
 
 import attrs
@@ -15,7 +13,7 @@ from ._errors import TOLERANCE
 from ._peers import Peer, peers
 from ._problem import Problem, through_core
 from ._report import Bar, Cell, Report, Table
-from ._timing import Times, once
+from ._timing import Times, in_bursts
 
 BF16 = "bfloat16"
 #: Seven cases, and the most TFLOP/s that a plain Triton kernel had on an H200, forward and both passes.
@@ -40,6 +38,8 @@ MORE = (
 )
 #: How much faster than the best plain Triton peer; how much faster a window of 1024 is than none.
 FORWARD, BOTH, WINDOWED, OVER_XLA = 1.25, 1.20, 6.0, 2.5
+#: Peers whose times are also told as multiples of ours.
+COMPARED = ("cuDNN", "jax pallas-triton", "torch FA2")
 ROUNDS = 7
 #: A round runs a contender for about so long, without waiting in between.
 SECONDS = 0.03
@@ -68,11 +68,12 @@ def compare(problems: Sequence[Problem], backend: str | None, rounds: int, other
             wrong += refused
             if ours not in runs:
                 continue
-            times = _timed(runs, rounds)
+            times = in_bursts(runs, rounds, SECONDS)
             rate = problem.flops(name) / times[ours].median / 1e12
             rates[problem, name] = rate, times
             rows.append((f"{problem}, {name}", *times[ours].scaled(1e-3)[:2], rate, *_peers_cells(times, ours, others)))
-    columns = ("", ours, "range", "TFLOP/s", *(peer.name for peer in others), *(["ratio to cuDNN"] if others else []))
+    compared = [f"{peer.name} / ours" for peer in others if peer.name in COMPARED]
+    columns = ("", ours, "range", "TFLOP/s", *(peer.name for peer in others), *compared)
     table = Table(f"milliseconds, medians of {rounds} rounds in turn, bfloat16", columns, rows)
     return Report("flash_attention", [table], list(_bars(rates)), wrong)
 
@@ -102,32 +103,12 @@ def _able(
     return able, wrong
 
 
-def _timed(runs: Mapping[str, Callable[[], Results]], rounds: int) -> dict[str, Times]:
-    """Many calls at a time, so that the device never waits for Python; the first round is to warm up."""
-    counts = dict.fromkeys(runs, 3)
-    taken: dict[str, list[float]] = {who: [] for who in runs}
-    for number in range(rounds + 1):
-        for who in list(runs) if number % 2 == 0 else list(runs)[::-1]:
-            jax.block_until_ready(runs[who]())  # its code and its inputs are where they were left when it ran last
-            seconds, _ = once(partial(_last, runs[who], counts[who]))
-            if number == 0:
-                counts[who] = max(3, math.ceil(SECONDS * counts[who] / seconds))
-            else:
-                taken[who].append(seconds / counts[who])
-    return {who: Times(seconds) for who, seconds in taken.items()}
-
-
-def _last(run: Callable[[], Results], count: int) -> Results:
-    for _ in range(count - 1):
-        run()
-    return run()
-
-
 def _peers_cells(times: Mapping[str, Times], ours: str, others: Sequence[Peer]) -> Iterator[Cell]:
     for peer in others:
         yield times[peer.name].scaled(1e-3)[0] if peer.name in times else "-"
-    if others:
-        yield times["cuDNN"].median / times[ours].median if "cuDNN" in times else "-"
+    for peer in others:
+        if peer.name in COMPARED:
+            yield times[peer.name].median / times[ours].median if peer.name in times else "-"
 
 
 def _bars(rates: Mapping[tuple[Problem, str], tuple[float, Mapping[str, Times]]]) -> Iterator[Bar]:

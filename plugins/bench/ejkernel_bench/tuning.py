@@ -6,6 +6,8 @@ import json
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,12 +47,19 @@ print(json.dumps([plan.origin.split()[0], str(plan.cfg), time.perf_counter() - s
 
 def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
     """On this device; what is tuned here is forgotten afterwards."""
+    with nothing_remembered():
+        return _measured(backend, rounds)
+
+
+@contextmanager
+def nothing_remembered() -> Iterator[None]:
+    """No record is there at the beginning, and none is left."""
     with tempfile.TemporaryDirectory() as folder:
         before = os.environ.get("EJKERNEL_CACHE_DIR")
         os.environ["EJKERNEL_CACHE_DIR"] = folder
         default_cache.cache_clear()  # another benchmark may have used the user's
         try:
-            return _measured(backend, rounds)
+            yield
         finally:
             ejkernel_core.registry.forget()
             default_cache.cache_clear()

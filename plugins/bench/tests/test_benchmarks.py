@@ -15,16 +15,19 @@ from ejkernel_bench import (
     _peers,
     _problem,
     attention,
+    choice,
     flash_attention,
     memory,
     overhead,
     packed,
     run,
+    shapes,
     tuning,
     window,
 )
 from ejkernel_bench._peers import Peer
 from ejkernel_bench._problem import Problem, through_core, with_gradients
+from ejkernel_bench._timing import Times
 
 TINY = Problem(1, 64, 2, 16)
 #: One of each kind that `flash_attention` measures.
@@ -52,7 +55,7 @@ def wrong(monkeypatch):
         exact = backend == "reference" or (backend == "xla" and problem.dtype == "float32")
         return right if exact else lambda *arrays, **extras: 1.01 * right(*arrays, **extras)
 
-    for module in (attention, flash_attention, overhead, run, window):
+    for module in (attention, flash_attention, overhead, run, shapes, window):
         monkeypatch.setattr(module, "through_core", off)
 
 
@@ -101,7 +104,7 @@ def test_a_problem_is_what_it_says(problem):
         assert change == pytest.approx(float((gradient * step).sum()), rel=2e-2)
 
 
-@pytest.mark.parametrize("problem", [kind for kind in KINDS if kind.causal or kind.window is None], ids=str)
+@pytest.mark.parametrize("problem", KINDS, ids=str)
 def test_pairs_are_counted(problem):
     assert problem.pairs() == seen_by(problem).sum()
 
@@ -137,8 +140,9 @@ def test_the_numbers_are_the_same_in_every_dtype():
     np.testing.assert_array_equal(np.asarray(rounded, np.float32), exact)
 
 
-def test_what_is_chosen_is_named():
-    assert _problem.chosen(TINY, "reference") == "flash_attention.reference and flash_attention_bwd.reference"
+@pytest.mark.parametrize("problem", [TINY, KINDS[4], KINDS[-1]], ids=str)
+def test_what_is_chosen_is_named(problem):
+    assert _problem.chosen(problem, "reference") == "flash_attention.reference and flash_attention_bwd.reference"
 
 
 # -- each benchmark -----------------------------------------------------------------------------------------------
@@ -312,7 +316,7 @@ def test_a_peer_is_checked_timed_and_left_out_where_it_cannot(monkeypatch):
     ]
     report = flash_attention.compare([TINY, KINDS[5]], "xla", rounds=1, others=others)
     (table,) = report.tables
-    assert table.columns == ("", "ejkernel xla", "range", "TFLOP/s", "cuDNN", "wrong", "broken", "ratio to cuDNN")
+    assert table.columns == ("", "ejkernel xla", "range", "TFLOP/s", "cuDNN", "wrong", "broken", "cuDNN / ours")
     plain, capped = table.rows[0], table.rows[2]
     assert plain[7] == pytest.approx(plain[4] / plain[1])
     assert (capped[4], capped[7]) == ("-", "-")
@@ -353,6 +357,106 @@ def test_peers_say_what_they_do_not_do():
     assert [(_peers._xla(kind) is None) for kind in KINDS] == [cudnn(kind) is not None for kind in KINDS]
 
 
+# -- shapes and choice --------------------------------------------------------------------------------------------
+
+
+FAMILIES = [
+    shapes.Family(Problem(2, 40, 4, 16, "bfloat16", kv_heads=2, window=9, bias=True), (39, 40, 47)),
+    shapes.Family(Problem(1, 40, 2, 16, "bfloat16", causal=False, window=9, soft_cap=0.7), (40, 41)),
+    shapes.Family(Problem(1, 40, 2, 16, "float16", sinks=True, sequences=3), (33, 40)),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: str(family.problem))
+def test_shapes_are_checked_and_measured(monkeypatch, family):
+    monkeypatch.setattr(shapes, "SECONDS", 1e-4)
+    found = shapes.measured(family, "xla", rounds=1)
+    assert list(found.faults) == []
+    assert list(found.seconds) == [(problem, which) for problem in family for which in shapes.PASSES]
+
+
+def test_a_wrong_shape_is_found(monkeypatch, wrong):
+    monkeypatch.setattr(shapes, "SECONDS", 1e-4)
+    monkeypatch.setattr(shapes, "TOLERANCE", {"bfloat16": 6e-3})
+    monkeypatch.setattr(shapes, "_same_bits", lambda first, second: False)
+    found = shapes.measured(FAMILIES[0], "xla", rounds=1)
+    assert {fault.split(": ")[1].split()[0] for fault in found.faults} == {
+        "out",
+        "d_query",
+        "d_key",
+        "d_value",
+        "other",
+    }
+
+
+def test_a_shape_that_fails_is_told_and_the_others_are_measured(monkeypatch):
+    def fails(problem, backend=None):
+        return through_core(problem, "no such kernel" if problem.length == 40 else backend)
+
+    monkeypatch.setattr(shapes, "SECONDS", 1e-4)
+    monkeypatch.setattr(shapes, "through_core", fails)
+    found = shapes.measured(FAMILIES[0], "xla", rounds=1)
+    (fault,) = found.faults
+    assert fault.startswith(str(list(FAMILIES[0])[1]))
+    assert "no such kernel" in fault
+    assert {problem.length for problem, _ in found.seconds} == {39, 47}
+
+
+def test_what_looks_like_a_cliff_is_timed_again(monkeypatch):
+    measured = []
+
+    def in_bursts(runs, rounds, seconds):
+        measured.append(None)
+        slow = 9.0 if len(measured) == 2 else 1.0  # the second problem, for the first time
+        return {name: Times([slow]) for name in runs}
+
+    monkeypatch.setattr(shapes, "in_bursts", in_bursts)
+    found = shapes.measured(FAMILIES[0], "xla", rounds=1)
+    assert set(found.seconds.values()) == {1.0}
+    assert len(measured) == 4
+
+
+def test_a_cliff_is_seen():
+    short, middle, long = FAMILIES[0]
+    seconds = {(short, "forward"): 0.9, (middle, "forward"): 3.0, (long, "forward"): 1.2}
+    seconds |= {(short, "forward+backward"): 1.0, (middle, "forward+backward"): 2.0, (long, "forward+backward"): 4.0}
+    report = shapes.report([shapes.Found(seconds, []), shapes.Found({}, ["one fault"])])
+    assert report.tables[0].rows[0] == (f"{middle}, forward", pytest.approx(0.4), 3000.0, 1200.0)
+    assert [row[1] for row in report.tables[0].rows[1:]] == [1.0] * 5
+    (bar,) = report.bars
+    assert (bar.measured, bar.held, report.faults) == (pytest.approx(0.4), False, ("one fault",))
+
+
+def test_shapes_are_drawn_of_every_kind():
+    families = shapes.drawn(300, np.random.default_rng(1))
+    problems = [family.problem for family in families]
+    assert all(p.heads % (p.kv_heads or p.heads) == 0 and p.head_dim % 8 == 0 for p in problems)
+    assert all(min(f.lengths) > max(0, f.problem.sequences or 0) for f in families)
+    assert {p.head_dim for p in problems} > {16, 64, 128, 256}
+    for name in ("causal", "window", "kv_heads", "soft_cap", "bias", "sinks", "sequences"):
+        assert {bool(getattr(p, name)) for p in problems} == {True, False}, name
+    assert shapes.COUNT // len(shapes.BESIDE) * len(shapes.BESIDE) == 1000
+
+
+def test_a_choice_is_measured_against_what_it_is_made_from(monkeypatch):
+    monkeypatch.setattr(choice, "SECONDS", 1e-4)
+    monkeypatch.setattr(choice, "BUDGET_S", 10.0)
+    report = choice.compare([TINY, KINDS[8]], ("xla", "reference"), rounds=1)
+    (table,) = report.tables
+    assert table.columns == ("", "chosen", "xla", "reference", "chosen / best", "kernel")
+    for row, bar in zip(table.rows, report.bars, strict=True):
+        assert row[4] == bar.measured == pytest.approx(row[1] / min(row[2:4]))
+        assert row[5].startswith("flash_attention.")
+    assert len(tuning.ejkernel_core.registry.memory) == 0
+
+
+@pytest.mark.parametrize("benchmark", [shapes, choice])
+def test_shapes_and_choice_are_for_a_gpu(benchmark):
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is one")
+    assert benchmark.run().text.endswith("there is no GPU here, and nothing was measured")
+
+
 def test_memory_is_counted_in_a_process_of_its_own():
     table, bars = memory.measure(TINY, "reference", rounds=1)
     dense_scores = TINY.batch * TINY.heads * TINY.length**2 * 4
@@ -387,7 +491,7 @@ def test_wrong_ids_are_found(monkeypatch):
 def test_without_a_name_it_lists(capsys):
     assert command.main([]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert listed == ["run", "overhead", "flash_attention", "attention", "memory", "tuning", "window", "packed"]
+    assert listed == list(command.BENCHMARKS)
 
 
 def test_an_unknown_name_is_an_error(capsys):
