@@ -35,7 +35,8 @@ def attend(
     MASK_K: tl.constexpr, K_UNIT: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK_UNIT: tl.constexpr,
     SINKS: tl.constexpr, SINK_WIDTH: tl.constexpr, DROP: tl.constexpr,
     THRESHOLD: tl.constexpr,
-    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(batch, length, heads, dim) in and out; the log-sum-exp is (batch, heads, length)."""
     # Numbers that come at run time come divided by what they are multiples of, for the compiler to see that they are:
@@ -94,23 +95,32 @@ def attend(
     mask_base = mask + (batch64 * mask_b + head.to(tl.int64) * mask_h) * MASK_UNIT
     k_ids += batch64 * k_length
 
-    for j in range(whole, whole_end):
-        top, total, sums = _step(
-            j, q, k_base, v_base, bias_base, mask_base, k_ids, queries, real, ids, start, end, state, q_length,
-            k_length, bias_q, mask_q, top, total, sums,
-            HEADS // GROUP * DIM, HEADS // GROUP * V_DIM, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, BEFORE, AFTER, PACKED,
-            SEGMENTS, BIAS, BIAS_K, MASK, MASK_K, DROP, THRESHOLD, False, EVEN_K,
-            PRECISION, K_BLOCK,
-        )  # fmt: skip
-    if PACKED or SEGMENTS or MASK or BEFORE >= 0 or AFTER >= 0 or not EVEN_K:
-        for t in range(first, last - (whole_end - whole)):
+    EDGES: tl.constexpr = PACKED or SEGMENTS or MASK or BEFORE >= 0 or AFTER >= 0 or not EVEN_K
+    if NARROW:
+        # So few blocks that two loops, each of which has to wait for its first loads, would cost more than a branch.
+        for j in range(first, last):
             top, total, sums = _step(
-                edge(t, whole, whole_end), q, k_base, v_base, bias_base, mask_base, k_ids, queries, real, ids, start,
-                end, state, q_length, k_length, bias_q, mask_q, top, total, sums,
+                j, (j < whole) | (j >= whole_end), q, k_base, v_base, bias_base, mask_base, k_ids, queries, real, ids,
+                start, end, state, q_length, k_length, bias_q, mask_q, top, total, sums,
                 HEADS // GROUP * DIM, HEADS // GROUP * V_DIM, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, BEFORE, AFTER,
-                PACKED, SEGMENTS, BIAS, BIAS_K, MASK, MASK_K, DROP, THRESHOLD, True, EVEN_K,
-                PRECISION, K_BLOCK,
+                PACKED, SEGMENTS, BIAS, BIAS_K, MASK, MASK_K, DROP, THRESHOLD, not EVEN_K, EVEN_K, PRECISION, K_BLOCK,
             )  # fmt: skip
+    else:
+        for j in range(whole, whole_end):
+            top, total, sums = _step(
+                j, False, q, k_base, v_base, bias_base, mask_base, k_ids, queries, real, ids, start, end, state,
+                q_length, k_length, bias_q, mask_q, top, total, sums,
+                HEADS // GROUP * DIM, HEADS // GROUP * V_DIM, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, BEFORE, AFTER,
+                PACKED, SEGMENTS, BIAS, BIAS_K, MASK, MASK_K, DROP, THRESHOLD, False, EVEN_K, PRECISION, K_BLOCK,
+            )  # fmt: skip
+        if EDGES:
+            for t in range(first, last - (whole_end - whole)):
+                top, total, sums = _step(
+                    edge(t, whole, whole_end), True, q, k_base, v_base, bias_base, mask_base, k_ids, queries, real, ids,
+                    start, end, state, q_length, k_length, bias_q, mask_q, top, total, sums,
+                    HEADS // GROUP * DIM, HEADS // GROUP * V_DIM, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, BEFORE, AFTER,
+                    PACKED, SEGMENTS, BIAS, BIAS_K, MASK, MASK_K, DROP, THRESHOLD, True, EVEN_K, PRECISION, K_BLOCK,
+                )  # fmt: skip
 
     # A row that saw nothing has a total of 0: its output is 0, and its log-sum-exp -inf.
     sums *= tl.where(total > 0, 1.0 / ((1.0 - DROP) * total), 0.0)[:, None]
@@ -122,18 +132,18 @@ def attend(
 
 @triton.jit
 def _step(
-    j, q, k_base, v_base, bias_base, mask_base, k_ids, queries, real, ids, start, end, state, q_length, k_length,
-    bias_q, mask_q, top, total, sums,
+    j, hidden, q, k_base, v_base, bias_base, mask_base, k_ids, queries, real, ids, start, end, state, q_length,
+    k_length, bias_q, mask_q, top, total, sums,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
     PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_K: tl.constexpr, MASK: tl.constexpr,
-    MASK_K: tl.constexpr, DROP: tl.constexpr, THRESHOLD: tl.constexpr, EDGE: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, K_BLOCK: tl.constexpr,
+    MASK_K: tl.constexpr, DROP: tl.constexpr, THRESHOLD: tl.constexpr, CHECKED: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys."""
+    """One block of keys, of which some may be ``hidden``: known when this is compiled, or when it runs."""
     k_first = j * K_BLOCK
     keys = k_first + tl.arange(0, K_BLOCK)
-    k = load_rows(k_base, k_first, k_length, K_STRIDE, K_BLOCK, DIM, WIDTH, EDGE)
+    k = load_rows(k_base, k_first, k_length, K_STRIDE, K_BLOCK, DIM, WIDTH, CHECKED)
     logits = tl.dot(q, k.T, input_precision=PRECISION)
     # Plain logits are scaled where they are used, in one instruction with the subtraction of the greatest.
     UNIT: tl.constexpr = SCALE * LOG2E if CAP == 0 and not BIAS and SCALE > 1e-30 else 1.0
@@ -143,7 +153,7 @@ def _step(
         logits = logits * (SCALE * LOG2E)
     if BIAS:
         logits += added(plane(bias_base, queries, keys, real, keys < k_length, bias_q, BIAS_K))
-    if EDGE:
+    if hidden:
         seen = tl.full([1, 1], True, tl.int1)
         if not EVEN_K:
             seen = (keys < k_length)[None, :]
@@ -163,6 +173,6 @@ def _step(
     total = total * shrink + tl.sum(weights, 1)
     if DROP > 0:
         weights = tl.where(kept(state[:, None], keys[None, :], THRESHOLD), weights, 0.0)
-    v = load_rows(v_base, k_first, k_length, V_STRIDE, K_BLOCK, V_DIM, V_WIDTH, EDGE)
+    v = load_rows(v_base, k_first, k_length, V_STRIDE, K_BLOCK, V_DIM, V_WIDTH, CHECKED)
     sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision=PRECISION)
     return new_top, total, sums

@@ -76,6 +76,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
         constants={
             **_problem.constants(inv),
             **_problem.evenness(inv, cfg.q_block, cfg.k_block),
+            "NARROW": _tuning.is_narrow(inv),
             "BIAS": inv["bias"] is not None,
             "SEGMENTS": 1 << (k_blocks - 1).bit_length() if segments else 0,
             "SINKS": 0 if sinks is None else sinks.shape[1],

@@ -210,6 +210,20 @@ def test_the_backward_heuristic(card: str, dim: int) -> None:
     assert flash_attention_bwd.heuristic_cfg(on(card, dim=dim)) == wanted
 
 
+def test_a_narrow_window_is_cut_into_many_small_programs() -> None:
+    def cut(window: int, card: str = H200, dim: int = 128) -> tuple[flash_attention.Config, Pass]:
+        inv = on(card, dim=dim, lengths=(16384, 16384), causal=True, sliding_window=(window, 0))
+        return flash_attention.heuristic_cfg(inv), flash_attention_bwd.heuristic_cfg(inv).queries
+
+    small = flash_attention.Config(64, 64, 4, 3), Pass(64, 64, 4, 2)
+    large = flash_attention.Config(128, 128, 8, 3), Pass(128, 64, 8, 3)
+    assert cut(1023) == cut(4096) == small
+    assert cut(4097) == cut(16383) == large
+    # It was measured there alone.
+    assert cut(1023, dim=256) == cut(16383, dim=256)
+    assert cut(1023, card="NVIDIA A100-SXM4-80GB") == cut(16383, card="NVIDIA A100-SXM4-80GB")
+
+
 def test_float32_is_cut_smaller() -> None:
     wide, narrow = (flash_attention.heuristic_cfg(invocation(dtype=dtype)) for dtype in ("float32", "bfloat16"))
     assert wide.q_block * wide.k_block < narrow.q_block * narrow.k_block
