@@ -16,15 +16,13 @@ import triton.language as tl
 from ejkernel_triton._tile import (
     LOG2E,
     added,
-    band_blocks,
-    both,
     edge,
-    interval_blocks,
+    in_sight,
     kept,
     load_rows,
+    multiple,
     plane,
     row_state,
-    segment_blocks,
     store_rows,
     tanh,
 )
@@ -37,16 +35,14 @@ def sum_over_keys(
     d_query,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_K: tl.constexpr, MASK: tl.constexpr,
-    MASK_K: tl.constexpr, K_UNIT: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, DROP: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr,
+    MASK_UNIT: tl.constexpr, DROP: tl.constexpr,
     THRESHOLD: tl.constexpr, EVEN_Q: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one block of queries of one head."""
-    # Numbers that come at run time come divided by what they are multiples of, for the compiler to see that they are:
-    # planes are loaded many elements at a time then, and else one by one.
-    k_length, bias_q, mask_q = k_length * K_UNIT, bias_q * BIAS_UNIT, mask_q * MASK_UNIT
+    bias_q, mask_q = multiple(bias_q, BIAS_UNIT), multiple(mask_q, MASK_UNIT)
     blocks = tl.cdiv(q_length, Q_BLOCK)
     row, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
     batch, head = row // HEADS, row % HEADS
@@ -66,30 +62,15 @@ def sum_over_keys(
     top = tl.load(lse + row.to(tl.int64) * q_length + queries, mask=real, other=float("inf"))
     shift = tl.load(shifts + row.to(tl.int64) * q_length + queries, mask=real, other=0.0)
 
-    start, end = queries, queries
-    if PACKED:
-        start = tl.load(row_start + queries, mask=real, other=0)
-        end = tl.load(row_end + queries, mask=real, other=0)
-        first, whole, whole_end, last = interval_blocks(start, end, real, k_length, K_BLOCK)
-    else:
-        ahead = k_length - q_length
-        q_last = tl.minimum(q_first + Q_BLOCK, q_length) - 1
-        first, whole, whole_end, last = band_blocks(q_first, q_last, ahead, k_length, BEFORE, AFTER, K_BLOCK)
-        start, end = queries + (ahead - BEFORE), queries + (ahead + AFTER + 1)
-    ids = queries
-    if SEGMENTS:
-        ids = tl.load(q_ids + batch64 * q_length + queries, mask=real, other=0)
-        near, near_whole, near_whole_end, near_last = segment_blocks(
-            ids, real, k_extremes + batch64 * 3 * k_blocks, k_blocks, SEGMENTS
-        )
-        first, whole, whole_end, last = both(first, whole, whole_end, last, near, near_whole, near_whole_end, near_last)
-    if MASK:
-        whole_end = whole
+    start, end, ids, first, whole, whole_end, last = in_sight(
+        q_first, queries, real, row_start, row_end, q_ids + batch64 * q_length, k_extremes + batch64 * 3 * k_blocks,
+        q_length, k_length, k_blocks, BEFORE, AFTER, PACKED, SEGMENTS, MASK, Q_BLOCK, K_BLOCK,
+    )  # fmt: skip
     state = queries.to(tl.uint32)
     if DROP > 0:
         state = row_state(seed, row, queries)
-    bias_base = bias + (batch64 * bias_b + head.to(tl.int64) * bias_h) * BIAS_UNIT
-    mask_base = mask + (batch64 * mask_b + head.to(tl.int64) * mask_h) * MASK_UNIT
+    bias_base = bias + multiple(batch64 * bias_b + head.to(tl.int64) * bias_h, BIAS_UNIT)
+    mask_base = mask + multiple(batch64 * mask_b + head.to(tl.int64) * mask_h, MASK_UNIT)
     k_ids += batch64 * k_length
 
     sums = tl.zeros([Q_BLOCK, WIDTH], tl.float32)
@@ -99,8 +80,8 @@ def sum_over_keys(
         keys = j * K_BLOCK + tl.arange(0, K_BLOCK)
         slopes = _slopes(
             q, k, v, d, queries, keys, real, keys < k_length, top, shift, start, end, ids, k_ids, state, bias_base,
-            mask_base, bias_q, mask_q, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, BIAS, BIAS_K, MASK, MASK_K, DROP,
-            THRESHOLD, False, False, EVEN_K, PRECISION,
+            mask_base, k_length, bias_q, mask_q, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, BIAS, BIAS_UNIT, MASK,
+            MASK_UNIT, DROP, THRESHOLD, False, False, EVEN_K, PRECISION,
         )  # fmt: skip
         sums = tl.dot(slopes.to(k.dtype), k, sums, input_precision=PRECISION)
     if PACKED or SEGMENTS or MASK or BEFORE >= 0 or AFTER >= 0 or not EVEN_K:
@@ -111,8 +92,8 @@ def sum_over_keys(
             keys = j * K_BLOCK + tl.arange(0, K_BLOCK)
             slopes = _slopes(
                 q, k, v, d, queries, keys, real, keys < k_length, top, shift, start, end, ids, k_ids, state, bias_base,
-                mask_base, bias_q, mask_q, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, BIAS, BIAS_K, MASK, MASK_K,
-                DROP, THRESHOLD, True, False, EVEN_K, PRECISION,
+                mask_base, k_length, bias_q, mask_q, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, BIAS, BIAS_UNIT,
+                MASK, MASK_UNIT, DROP, THRESHOLD, True, False, EVEN_K, PRECISION,
             )  # fmt: skip
             sums = tl.dot(slopes.to(k.dtype), k, sums, input_precision=PRECISION)
     d_q_base = d_query + batch64 * q_length * (HEADS * DIM) + head * DIM
@@ -126,16 +107,14 @@ def sum_over_queries(
     d_key, d_value, d_query,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_K: tl.constexpr, MASK: tl.constexpr,
-    MASK_K: tl.constexpr, K_UNIT: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, DROP: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr,
+    MASK_UNIT: tl.constexpr, DROP: tl.constexpr,
     THRESHOLD: tl.constexpr, EVEN_Q: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, LEAN: tl.constexpr, ATOMIC: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one block of keys and values of one kv head. Tiles are (keys, queries) here."""
-    # Numbers that come at run time come divided by what they are multiples of, for the compiler to see that they are:
-    # planes are loaded many elements at a time then, and else one by one.
-    k_length, bias_q, mask_q = k_length * K_UNIT, bias_q * BIAS_UNIT, mask_q * MASK_UNIT
+    bias_q, mask_q = multiple(bias_q, BIAS_UNIT), multiple(mask_q, MASK_UNIT)
     # The first block of keys is seen by most under a causal mask, and comes first as it is.
     blocks = tl.cdiv(k_length, K_BLOCK)
     kv_row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -150,26 +129,11 @@ def sum_over_queries(
     k = load_rows(k_base, k_first, k_length, KV_HEADS * DIM, K_BLOCK, DIM, WIDTH, not EVEN_K)
     v = load_rows(v_base, k_first, k_length, KV_HEADS * V_DIM, K_BLOCK, V_DIM, V_WIDTH, not EVEN_K)
 
-    start, end = keys, keys
-    if PACKED:
-        start = tl.load(column_start + keys, mask=real, other=0)
-        end = tl.load(column_end + keys, mask=real, other=0)
-        first, whole, whole_end, last = interval_blocks(start, end, real, q_length, Q_BLOCK)
-    else:
-        ahead = q_length - k_length
-        k_last = tl.minimum(k_first + K_BLOCK, k_length) - 1
-        # Seen from a key, what its queries see before them lies behind it.
-        first, whole, whole_end, last = band_blocks(k_first, k_last, ahead, q_length, AFTER, BEFORE, Q_BLOCK)
-        start, end = keys + (ahead - AFTER), keys + (ahead + BEFORE + 1)
-    ids = keys
-    if SEGMENTS:
-        ids = tl.load(k_ids + batch64 * k_length + keys, mask=real, other=0)
-        near, near_whole, near_whole_end, near_last = segment_blocks(
-            ids, real, q_extremes + batch64 * 3 * q_blocks, q_blocks, SEGMENTS
-        )
-        first, whole, whole_end, last = both(first, whole, whole_end, last, near, near_whole, near_whole_end, near_last)
-    if MASK:
-        whole_end = whole
+    # Seen from a key, what its queries see before them lies behind it.
+    start, end, ids, first, whole, whole_end, last = in_sight(
+        k_first, keys, real, column_start, column_end, k_ids + batch64 * k_length, q_extremes + batch64 * 3 * q_blocks,
+        k_length, q_length, q_blocks, AFTER, BEFORE, PACKED, SEGMENTS, MASK, K_BLOCK, Q_BLOCK,
+    )  # fmt: skip
     q_ids += batch64 * q_length
 
     k_sums = tl.zeros([K_BLOCK, WIDTH], tl.float32)
@@ -181,25 +145,25 @@ def sum_over_queries(
         q_base = query + q_place
         d_base = d_out + batch64 * q_length * (HEADS * V_DIM) + head * V_DIM
         row_base = row.to(tl.int64) * q_length
-        bias_base = bias + (batch64 * bias_b + head.to(tl.int64) * bias_h) * BIAS_UNIT
-        mask_base = mask + (batch64 * mask_b + head.to(tl.int64) * mask_h) * MASK_UNIT
+        bias_base = bias + multiple(batch64 * bias_b + head.to(tl.int64) * bias_h, BIAS_UNIT)
+        mask_base = mask + multiple(batch64 * mask_b + head.to(tl.int64) * mask_h, MASK_UNIT)
         # Registers are full. Where ``LEAN``, nothing is kept in them that can be computed again; and at the edges, of
         # which there are few, nothing is fetched ahead.
         for i in tl.range(whole, whole_end, disable_licm=LEAN):
             k_sums, v_sums = _queries(
                 i, q_base, d_base, lse + row_base, shifts + row_base, bias_base, mask_base, q_ids, seed, row, k, v,
-                keys, real, start, end, ids, q_length, bias_q, mask_q, k_sums, v_sums, d_query + q_place,
+                keys, real, start, end, ids, q_length, k_length, bias_q, mask_q, k_sums, v_sums, d_query + q_place,
                 HEADS * DIM, HEADS * V_DIM, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS,
-                BIAS, BIAS_K, MASK, MASK_K, DROP, THRESHOLD, False, ATOMIC, PRECISION, Q_BLOCK,
+                BIAS, BIAS_UNIT, MASK, MASK_UNIT, DROP, THRESHOLD, False, ATOMIC, PRECISION, Q_BLOCK,
             )  # fmt: skip
         if PACKED or SEGMENTS or MASK or BEFORE >= 0 or AFTER >= 0 or not EVEN_Q:
             for t in tl.range(first, last - (whole_end - whole), disable_licm=LEAN, num_stages=1):
                 k_sums, v_sums = _queries(
                     edge(t, whole, whole_end), q_base, d_base, lse + row_base, shifts + row_base, bias_base, mask_base,
-                    q_ids, seed, row, k, v, keys, real, start, end, ids, q_length, bias_q, mask_q, k_sums, v_sums,
-                    d_query + q_place,
+                    q_ids, seed, row, k, v, keys, real, start, end, ids, q_length, k_length, bias_q, mask_q, k_sums,
+                    v_sums, d_query + q_place,
                     HEADS * DIM, HEADS * V_DIM, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, BEFORE, AFTER, PACKED,
-                    SEGMENTS, BIAS, BIAS_K, MASK, MASK_K, DROP, THRESHOLD, True, ATOMIC, PRECISION, Q_BLOCK,
+                    SEGMENTS, BIAS, BIAS_UNIT, MASK, MASK_UNIT, DROP, THRESHOLD, True, ATOMIC, PRECISION, Q_BLOCK,
                 )  # fmt: skip
     store_rows(
         d_key + batch64 * k_length * (KV_HEADS * DIM) + kv_head * DIM, k_first, k_length, k_sums * SCALE,
@@ -214,11 +178,11 @@ def sum_over_queries(
 @triton.jit
 def _queries(
     i, q_base, d_base, lse, shifts, bias_base, mask_base, q_ids, seed, row, k, v, keys, real, start, end, ids,
-    q_length, bias_q, mask_q, k_sums, v_sums, d_query,
+    q_length, k_length, bias_q, mask_q, k_sums, v_sums, d_query,
     Q_STRIDE: tl.constexpr, D_STRIDE: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_K: tl.constexpr, MASK: tl.constexpr,
-    MASK_K: tl.constexpr, DROP: tl.constexpr, THRESHOLD: tl.constexpr, EDGE: tl.constexpr, ATOMIC: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr,
+    MASK_UNIT: tl.constexpr, DROP: tl.constexpr, THRESHOLD: tl.constexpr, EDGE: tl.constexpr, ATOMIC: tl.constexpr,
     PRECISION: tl.constexpr, Q_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of queries."""
@@ -238,8 +202,8 @@ def _queries(
         state = row_state(seed, row, queries)
     logits, slope = _logits(
         tl.dot(k, q.T, input_precision=PRECISION), keys, queries, real, there, start, end, ids, q_ids, bias_base,
-        mask_base, bias_q, mask_q, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, BIAS, BIAS_K, MASK, MASK_K, EDGE, True,
-        False,
+        mask_base, k_length, bias_q, mask_q, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, BIAS, BIAS_UNIT, MASK,
+        MASK_UNIT, EDGE, True, False,
     )  # fmt: skip
     weights = tl.exp2(logits - top[None, :])
     d_weights = tl.dot(v, d.T, input_precision=PRECISION)
@@ -270,8 +234,8 @@ def sum_into_bias(
     d_bias,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS_Q: tl.constexpr, BIAS_K: tl.constexpr, MASK: tl.constexpr,
-    MASK_K: tl.constexpr, K_UNIT: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, DROP: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS_Q: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr,
+    MASK_UNIT: tl.constexpr, DROP: tl.constexpr,
     THRESHOLD: tl.constexpr, PRECISION: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -281,9 +245,7 @@ def sum_into_bias(
     A program starts with a query block, a key block and a head, and goes on by the ``*_step`` over whatever has the
     same place in ``d_bias``: other batches, heads, and blocks along an axis of size 1.
     """
-    # Numbers that come at run time come divided by what they are multiples of, for the compiler to see that they are:
-    # planes are loaded many elements at a time then, and else one by one.
-    k_length, bias_q, mask_q = k_length * K_UNIT, bias_q * BIAS_UNIT, mask_q * MASK_UNIT
+    bias_q, mask_q = multiple(bias_q, BIAS_UNIT), multiple(mask_q, MASK_UNIT)
     q_start = tl.program_id(0) % q_step
     k_start, row = tl.program_id(0) // q_step % k_step, tl.program_id(0) // q_step // k_step
     batch_start, head_start = row // head_step, row % head_step
@@ -295,16 +257,16 @@ def sum_into_bias(
                     sums += _tile_slopes(
                         batch, head, i, j, query, key, value, d_out, lse, shifts, bias, mask, q_ids, k_ids, row_start,
                         row_end, seed, q_length, k_length, bias_b, bias_h, bias_q, mask_b, mask_h, mask_q,
-                        HEADS, GROUP, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, BIAS_K,
-                        MASK, MASK_K, BIAS_UNIT, MASK_UNIT, DROP, THRESHOLD, PRECISION, Q_BLOCK, K_BLOCK,
+                        HEADS, GROUP, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS,
+                        BIAS_UNIT, MASK, MASK_UNIT, DROP, THRESHOLD, PRECISION, Q_BLOCK, K_BLOCK,
                     )  # fmt: skip
     place = d_bias + batch_start.to(tl.int64) * d_bias_b + head_start.to(tl.int64) * d_bias_h
     queries = q_start * Q_BLOCK + tl.arange(0, Q_BLOCK)
     keys = k_start * K_BLOCK + tl.arange(0, K_BLOCK)
-    if BIAS_Q and BIAS_K:
+    if BIAS_Q and BIAS_UNIT > 0:
         at = place + queries.to(tl.int64)[:, None] * d_bias_q + keys[None, :]
         tl.store(at, sums, mask=(queries < q_length)[:, None] & (keys < k_length)[None, :])
-    elif BIAS_K:
+    elif BIAS_UNIT > 0:
         tl.store(place + keys, tl.sum(sums, 0), mask=keys < k_length)
     elif BIAS_Q:
         tl.store(place + queries.to(tl.int64) * d_bias_q, tl.sum(sums, 1), mask=queries < q_length)
@@ -318,8 +280,8 @@ def _tile_slopes(
     q_length, k_length, bias_b, bias_h, bias_q, mask_b, mask_h, mask_q,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS_K: tl.constexpr, MASK: tl.constexpr, MASK_K: tl.constexpr,
-    BIAS_UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, DROP: tl.constexpr, THRESHOLD: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr, MASK_UNIT: tl.constexpr,
+    DROP: tl.constexpr, THRESHOLD: tl.constexpr,
     PRECISION: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the logits of one tile, wherever it lies."""
@@ -353,27 +315,27 @@ def _tile_slopes(
         state = row_state(seed, row64, queries)
     return _slopes(
         q, k, v, d, queries, keys, real, there, top, shift, start, end, ids, k_ids + batch64 * k_length, state,
-        bias + (batch64 * bias_b + head64 * bias_h) * BIAS_UNIT,
-        mask + (batch64 * mask_b + head64 * mask_h) * MASK_UNIT, bias_q, mask_q,
-        SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, True, BIAS_K, MASK, MASK_K, DROP, THRESHOLD, True, True, False,
-        PRECISION,
+        bias + multiple(batch64 * bias_b + head64 * bias_h, BIAS_UNIT),
+        mask + multiple(batch64 * mask_b + head64 * mask_h, MASK_UNIT), k_length, bias_q, mask_q,
+        SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, True, BIAS_UNIT, MASK, MASK_UNIT, DROP, THRESHOLD, True, True,
+        False, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit
 def _slopes(
-    q, k, v, d, queries, keys, real, there, top, shift, start, end, ids, k_ids, state, bias_base, mask_base, bias_q,
-    mask_q,
+    q, k, v, d, queries, keys, real, there, top, shift, start, end, ids, k_ids, state, bias_base, mask_base, k_length,
+    bias_q, mask_q,
     SCALE: tl.constexpr, CAP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr,
-    SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_K: tl.constexpr, MASK: tl.constexpr, MASK_K: tl.constexpr,
+    SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr, MASK_UNIT: tl.constexpr,
     DROP: tl.constexpr, THRESHOLD: tl.constexpr, EDGE: tl.constexpr, OF_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the logits of a tile (queries, keys), before the soft cap, or behind it ``OF_BIAS``."""
     logits, slope = _logits(
         tl.dot(q, k.T, input_precision=PRECISION), queries, keys, real, there, start, end, ids, k_ids, bias_base,
-        mask_base, bias_q, mask_q, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, BIAS, BIAS_K, MASK, MASK_K, EDGE, False,
-        EVEN_K,
+        mask_base, k_length, bias_q, mask_q, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, BIAS, BIAS_UNIT, MASK,
+        MASK_UNIT, EDGE, False, EVEN_K,
     )  # fmt: skip
     weights = tl.exp2(logits - top[:, None])
     d_weights = tl.dot(d, v.T, input_precision=PRECISION)
@@ -388,9 +350,10 @@ def _slopes(
 
 @triton.jit
 def _logits(
-    products, rows, columns, row_real, column_real, start, end, ids, other_ids, bias_base, mask_base, bias_q, mask_q,
+    products, rows, columns, row_real, column_real, start, end, ids, other_ids, bias_base, mask_base, k_length,
+    bias_q, mask_q,
     SCALE: tl.constexpr, CAP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr,
-    SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_K: tl.constexpr, MASK: tl.constexpr, MASK_K: tl.constexpr,
+    SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr, MASK_UNIT: tl.constexpr,
     EDGE: tl.constexpr, TURNED: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """Logits in units of log2, and what the soft cap bends their slope by.
@@ -406,9 +369,9 @@ def _logits(
         logits = products * (SCALE * LOG2E)
     if BIAS:
         if TURNED:
-            logits += added(plane(bias_base, columns, rows, column_real, row_real, bias_q, BIAS_K)).T
+            logits += added(plane(bias_base, columns, rows, column_real, k_length, bias_q, BIAS_UNIT)).T
         else:
-            logits += added(plane(bias_base, rows, columns, row_real, column_real, bias_q, BIAS_K))
+            logits += added(plane(bias_base, rows, columns, row_real, k_length, bias_q, BIAS_UNIT))
     if EDGE:
         # What is no query has no weight, by its log-sum-exp; and what is no key, as a row, is not stored.
         seen = tl.full([1, 1], True, tl.int1)
@@ -426,9 +389,9 @@ def _logits(
             seen = seen & (ids[:, None] == other[None, :]) & (other > 0)[None, :]
         if MASK:
             if TURNED:
-                shown = plane(mask_base, columns, rows, column_real, row_real, mask_q, MASK_K).T
+                shown = plane(mask_base, columns, rows, column_real, k_length, mask_q, MASK_UNIT).T
             else:
-                shown = plane(mask_base, rows, columns, row_real, column_real, mask_q, MASK_K)
+                shown = plane(mask_base, rows, columns, row_real, k_length, mask_q, MASK_UNIT)
             seen = seen & (shown != 0)
         logits = tl.where(seen, logits, -float("inf"))
     return logits, slope

@@ -10,15 +10,13 @@ from ejkernel_triton._tile import (
     LOG2E,
     LOWEST,
     added,
-    band_blocks,
-    both,
     edge,
-    interval_blocks,
+    in_sight,
     kept,
     load_rows,
+    multiple,
     plane,
     row_state,
-    segment_blocks,
     store_rows,
     tanh,
 )
@@ -31,17 +29,14 @@ def attend(
     out, lse,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_K: tl.constexpr, MASK: tl.constexpr,
-    MASK_K: tl.constexpr, K_UNIT: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK_UNIT: tl.constexpr,
-    SINKS: tl.constexpr, SINK_WIDTH: tl.constexpr, DROP: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr,
+    MASK_UNIT: tl.constexpr, SINKS: tl.constexpr, SINK_WIDTH: tl.constexpr, DROP: tl.constexpr,
     THRESHOLD: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(batch, length, heads, dim) in and out; the log-sum-exp is (batch, heads, length)."""
-    # Numbers that come at run time come divided by what they are multiples of, for the compiler to see that they are:
-    # planes are loaded many elements at a time then, and else one by one.
-    k_length, bias_q, mask_q = k_length * K_UNIT, bias_q * BIAS_UNIT, mask_q * MASK_UNIT
+    bias_q, mask_q = multiple(bias_q, BIAS_UNIT), multiple(mask_q, MASK_UNIT)
     # One axis for all programs, since the others end at 65,535. The last block of queries sees most under a causal
     # mask: the longest work starts first.
     blocks = tl.cdiv(q_length, Q_BLOCK)
@@ -57,26 +52,10 @@ def attend(
     v_base = value + batch64 * k_length * (HEADS // GROUP * V_DIM) + kv_head * V_DIM
     q = load_rows(q_base, q_first, q_length, HEADS * DIM, Q_BLOCK, DIM, WIDTH, not EVEN_Q)
 
-    # Which blocks of keys: first..whole and whole_end..end at the edges, whole..whole_end without a look at any mask.
-    start, end = queries, queries
-    if PACKED:
-        start = tl.load(row_start + queries, mask=real, other=0)
-        end = tl.load(row_end + queries, mask=real, other=0)
-        first, whole, whole_end, last = interval_blocks(start, end, real, k_length, K_BLOCK)
-    else:
-        shift = k_length - q_length
-        q_last = tl.minimum(q_first + Q_BLOCK, q_length) - 1
-        first, whole, whole_end, last = band_blocks(q_first, q_last, shift, k_length, BEFORE, AFTER, K_BLOCK)
-        start, end = queries + (shift - BEFORE), queries + (shift + AFTER + 1)
-    ids = queries
-    if SEGMENTS:
-        ids = tl.load(q_ids + batch64 * q_length + queries, mask=real, other=0)
-        near, near_whole, near_whole_end, near_last = segment_blocks(
-            ids, real, k_extremes + batch64 * 3 * k_blocks, k_blocks, SEGMENTS
-        )
-        first, whole, whole_end, last = both(first, whole, whole_end, last, near, near_whole, near_whole_end, near_last)
-    if MASK:
-        whole_end = whole
+    start, end, ids, first, whole, whole_end, last = in_sight(
+        q_first, queries, real, row_start, row_end, q_ids + batch64 * q_length, k_extremes + batch64 * 3 * k_blocks,
+        q_length, k_length, k_blocks, BEFORE, AFTER, PACKED, SEGMENTS, MASK, Q_BLOCK, K_BLOCK,
+    )  # fmt: skip
 
     # The state of the online softmax. Sinks are logits without a value: in the sum before the first block, so once.
     top = tl.full([Q_BLOCK], LOWEST, tl.float32)
@@ -91,8 +70,8 @@ def attend(
     state = queries.to(tl.uint32)
     if DROP > 0:
         state = row_state(seed, row, queries)
-    bias_base = bias + (batch64 * bias_b + head.to(tl.int64) * bias_h) * BIAS_UNIT
-    mask_base = mask + (batch64 * mask_b + head.to(tl.int64) * mask_h) * MASK_UNIT
+    bias_base = bias + multiple(batch64 * bias_b + head.to(tl.int64) * bias_h, BIAS_UNIT)
+    mask_base = mask + multiple(batch64 * mask_b + head.to(tl.int64) * mask_h, MASK_UNIT)
     k_ids += batch64 * k_length
 
     EDGES: tl.constexpr = PACKED or SEGMENTS or MASK or BEFORE >= 0 or AFTER >= 0 or not EVEN_K
@@ -103,7 +82,8 @@ def attend(
                 j, (j < whole) | (j >= whole_end), q, k_base, v_base, bias_base, mask_base, k_ids, queries, real, ids,
                 start, end, state, q_length, k_length, bias_q, mask_q, top, total, sums,
                 HEADS // GROUP * DIM, HEADS // GROUP * V_DIM, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, BEFORE, AFTER,
-                PACKED, SEGMENTS, BIAS, BIAS_K, MASK, MASK_K, DROP, THRESHOLD, not EVEN_K, EVEN_K, PRECISION, K_BLOCK,
+                PACKED, SEGMENTS, BIAS, BIAS_UNIT, MASK, MASK_UNIT, DROP, THRESHOLD, not EVEN_K, EVEN_K, PRECISION,
+                K_BLOCK,
             )  # fmt: skip
     else:
         for j in range(whole, whole_end):
@@ -111,7 +91,7 @@ def attend(
                 j, False, q, k_base, v_base, bias_base, mask_base, k_ids, queries, real, ids, start, end, state,
                 q_length, k_length, bias_q, mask_q, top, total, sums,
                 HEADS // GROUP * DIM, HEADS // GROUP * V_DIM, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, BEFORE, AFTER,
-                PACKED, SEGMENTS, BIAS, BIAS_K, MASK, MASK_K, DROP, THRESHOLD, False, EVEN_K, PRECISION, K_BLOCK,
+                PACKED, SEGMENTS, BIAS, BIAS_UNIT, MASK, MASK_UNIT, DROP, THRESHOLD, False, EVEN_K, PRECISION, K_BLOCK,
             )  # fmt: skip
         if EDGES:
             for t in range(first, last - (whole_end - whole)):
@@ -119,7 +99,8 @@ def attend(
                     edge(t, whole, whole_end), True, q, k_base, v_base, bias_base, mask_base, k_ids, queries, real, ids,
                     start, end, state, q_length, k_length, bias_q, mask_q, top, total, sums,
                     HEADS // GROUP * DIM, HEADS // GROUP * V_DIM, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, BEFORE, AFTER,
-                    PACKED, SEGMENTS, BIAS, BIAS_K, MASK, MASK_K, DROP, THRESHOLD, True, EVEN_K, PRECISION, K_BLOCK,
+                    PACKED, SEGMENTS, BIAS, BIAS_UNIT, MASK, MASK_UNIT, DROP, THRESHOLD, True, EVEN_K, PRECISION,
+                    K_BLOCK,
                 )  # fmt: skip
 
     # A row that saw nothing has a total of 0: its output is 0, and its log-sum-exp -inf.
@@ -136,8 +117,8 @@ def _step(
     k_length, bias_q, mask_q, top, total, sums,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_K: tl.constexpr, MASK: tl.constexpr,
-    MASK_K: tl.constexpr, DROP: tl.constexpr, THRESHOLD: tl.constexpr, CHECKED: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr,
+    MASK_UNIT: tl.constexpr, DROP: tl.constexpr, THRESHOLD: tl.constexpr, CHECKED: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of keys, of which some may be ``hidden``: known when this is compiled, or when it runs."""
@@ -152,7 +133,7 @@ def _step(
     elif BIAS or SCALE <= 1e-30:
         logits = logits * (SCALE * LOG2E)
     if BIAS:
-        logits += added(plane(bias_base, queries, keys, real, keys < k_length, bias_q, BIAS_K))
+        logits += added(plane(bias_base, queries, keys, real, k_length, bias_q, BIAS_UNIT))
     if hidden:
         seen = tl.full([1, 1], True, tl.int1)
         if not EVEN_K:
@@ -165,7 +146,7 @@ def _step(
             other = tl.load(k_ids + keys, mask=keys < k_length, other=0)
             seen = seen & (ids[:, None] == other[None, :]) & (other > 0)[None, :]
         if MASK:
-            seen = seen & (plane(mask_base, queries, keys, real, keys < k_length, mask_q, MASK_K) != 0)
+            seen = seen & (plane(mask_base, queries, keys, real, k_length, mask_q, MASK_UNIT) != 0)
         logits = tl.where(seen, logits, -float("inf"))
     new_top = tl.maximum(top, tl.max(logits, 1) * UNIT)
     shrink = tl.exp2(top - new_top)

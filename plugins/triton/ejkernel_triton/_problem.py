@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel_core import Invocation
 from ejkernel_ops.attention.dropout import threshold
 from ejkernel_ops.attention.tokens import band, tokens
 
 Arguments = Mapping[str, Any]
 
 NO_INT = jnp.iinfo(jnp.int32).max
+#: What has an element for each query and key.
+PLANES = ("bias", "attention_mask")
+#: The elements that a thread loads at once, where they are bytes.
+MOST_AT_ONCE = 16
 
 
 def width(dim: int) -> int:
@@ -41,7 +46,7 @@ def constants(a: Arguments) -> dict[str, Any]:
     _, _, heads, dim = a["query"].shape
     v_dim, group = a["value"].shape[3], heads // a["key"].shape[2]
     before, after = sides(a)
-    bias, mask, drop = a["bias"], a["attention_mask"], a["dropout_prob"]
+    drop = a["dropout_prob"]
     return {
         "HEADS": heads,
         "GROUP": group,
@@ -54,9 +59,7 @@ def constants(a: Arguments) -> dict[str, Any]:
         "BEFORE": before,
         "AFTER": after,
         "PACKED": a["cum_seqlens_q"] is not None,
-        "BIAS_K": int(bias is not None and bias.shape[3] > 1),
-        "MASK": mask is not None,
-        "MASK_K": int(mask is not None and mask.shape[3] > 1),
+        "MASK": a["attention_mask"] is not None,
         **_units(a),
         "DROP": float(drop),
         "THRESHOLD": threshold(drop) if drop else 0,
@@ -74,24 +77,45 @@ def _precision(a: Arguments) -> str:
     return "tf32x3" if a["query"].dtype == jnp.float32 and a["logits_soft_cap"] is None else "ieee"
 
 
+def aligned(inv: Invocation) -> Invocation:
+    """The same call with rows of bias and mask that begin where a thread can load many elements at once.
+
+    Loads of one element each took five times as long as the copy and all the rest.
+    """
+    planes = {name: inv[name] for name in PLANES}
+    return inv.with_arrays({name: _aligned(x) for name, x in planes.items() if x is not None})
+
+
+def _aligned(plane: jax.Array) -> jax.Array:
+    keys = plane.shape[3]
+    if keys == 1 or keys % 8 == 0:
+        return plane
+    return jnp.pad(plane, ((0, 0), (0, 0), (0, 0), (0, -keys % MOST_AT_ONCE)))
+
+
 def _units(a: Arguments) -> dict[str, int]:
-    """What lengths of keys and strides of planes are multiples of, up to what a thread loads at once."""
-    planes = {name: a[name] is not None and a[name].shape[3] > 1 for name in ("bias", "attention_mask")}
-    unit = math.gcd(a["key"].shape[1], 16) if any(planes.values()) else 1
-    bias, mask = (unit if whole else 1 for whole in planes.values())
-    return {"K_UNIT": unit, "BIAS_UNIT": bias, "MASK_UNIT": mask}
+    """What the lengths of rows of planes are multiples of, as far as it matters; 0 where a row has one element."""
+    bias, mask = (
+        0 if a[name] is None or a[name].shape[3] == 1 else math.gcd(a[name].shape[3], MOST_AT_ONCE) for name in PLANES
+    )
+    return {"BIAS_UNIT": bias, "MASK_UNIT": mask}
 
 
 def numbers(a: Arguments) -> tuple[int, ...]:
-    """The lengths, each divided by its unit as `_units` has it, and likewise the strides of planes."""
+    """The lengths, and the strides of planes: each of these divided by its unit as `_units` has it."""
     units = _units(a)
     bias, mask = strides(a["bias"]), strides(a["attention_mask"])
     return (
         a["query"].shape[1],
-        a["key"].shape[1] // units["K_UNIT"],
-        *(stride // units["BIAS_UNIT"] for stride in bias),
-        *(stride // units["MASK_UNIT"] for stride in mask),
+        a["key"].shape[1],
+        *(stride // max(1, units["BIAS_UNIT"]) for stride in bias),
+        *(stride // max(1, units["MASK_UNIT"]) for stride in mask),
     )
+
+
+def operands(a: Arguments, arrays: Iterable[jax.Array | None]) -> list[jax.Array]:
+    """What a call does not have is not read: any pointer will do in its place."""
+    return [a["query"] if array is None else array for array in arrays]
 
 
 def evenness(a: Arguments, q_block: int, k_block: int) -> dict[str, bool]:

@@ -117,6 +117,39 @@ def both(first, whole, whole_end, end, first_2, whole_2, whole_end_2, end_2):
 
 
 @triton.jit
+def in_sight(
+    first_token, tokens, real, starts, ends, ids, extremes, length, other_length, other_blocks,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr, SEGMENTS: tl.constexpr, MASK: tl.constexpr,
+    BLOCK: tl.constexpr, OTHER_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What a block of tokens of one side sees of the other: each token's interval there, and its segment; then blocks.
+
+    ``first`` to ``whole`` and ``whole_end`` to ``last`` are at the edges; ``whole`` to ``whole_end`` need no look at
+    any mask.
+    """
+    start, end = tokens, tokens
+    if PACKED:
+        start = tl.load(starts + tokens, mask=real, other=0)
+        end = tl.load(ends + tokens, mask=real, other=0)
+        first, whole, whole_end, last = interval_blocks(start, end, real, other_length, OTHER_BLOCK)
+    else:
+        shift = other_length - length
+        last_token = tl.minimum(first_token + BLOCK, length) - 1
+        first, whole, whole_end, last = band_blocks(
+            first_token, last_token, shift, other_length, BEFORE, AFTER, OTHER_BLOCK
+        )
+        start, end = tokens + (shift - BEFORE), tokens + (shift + AFTER + 1)
+    segment = tokens
+    if SEGMENTS:
+        segment = tl.load(ids + tokens, mask=real, other=0)
+        near, near_whole, near_whole_end, near_last = segment_blocks(segment, real, extremes, other_blocks, SEGMENTS)
+        first, whole, whole_end, last = both(first, whole, whole_end, last, near, near_whole, near_whole_end, near_last)
+    if MASK:
+        whole_end = whole
+    return start, end, segment, first, whole, whole_end, last
+
+
+@triton.jit
 def edge(t, whole, whole_end):
     """The t-th block of a range that leaves its whole blocks out."""
     return tl.where(t < whole, t, t + (whole_end - whole))
@@ -145,10 +178,24 @@ def added(bias):
 
 
 @triton.jit
-def plane(base, rows, columns, row_real, column_real, row_stride, column_stride):
-    """A tile of a bias or mask; an axis of stride 0 is broadcast."""
-    place = base + rows.to(tl.int64)[:, None] * row_stride + columns.to(tl.int64)[None, :] * column_stride
-    return tl.load(place, mask=row_real[:, None] & column_real[None, :], other=0)
+def plane(base, queries, keys, real, k_length, q_stride, UNIT: tl.constexpr):
+    """A tile of a bias or mask, whose rows are multiples of ``UNIT`` long; 0 where a row is one element for all keys.
+
+    A thread loads several elements at once where the compiler sees that all of them are there, side by side.
+    """
+    place = base + queries.to(tl.int64)[:, None] * q_stride
+    if UNIT > 0:
+        there = keys < tl.cdiv(k_length, UNIT) * UNIT
+        return tl.load(place + keys[None, :], mask=real[:, None] & there[None, :], other=0)
+    return tl.broadcast_to(tl.load(place, mask=real[:, None], other=0), [queries.shape[0], keys.shape[0]])
+
+
+@triton.jit
+def multiple(number, UNIT: tl.constexpr):
+    """Strides come divided by what they are multiples of: of a number at run time the compiler knows nothing."""
+    if UNIT > 0:
+        number *= UNIT
+    return number
 
 
 @triton.jit

@@ -47,6 +47,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     """The output and the log-sum-exp of every row."""
     from ejkernel_triton._forward import attend
 
+    inv = _problem.aligned(inv)
     query, value = inv["query"], inv["value"]
     batch, q_length, heads, _ = query.shape
     k_length = value.shape[1]
@@ -68,8 +69,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     )
     out, lse = _jax_triton.call(
         attend,
-        # What a call does not have is not read: any pointer will do in its place.
-        [query if array is None else array for array in arrays],
+        _problem.operands(inv, arrays),
         outputs,
         scalars=(*_problem.numbers(inv), k_blocks),
         grid=(_problem.blocks(q_length, cfg.q_block) * batch * heads,),

@@ -66,7 +66,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
     found = {name: jnp.zeros_like(inv[name]) for name in wrt}
     if 0 in inv["query"].shape or (inv["d_out"] is None and inv["d_lse"] is None):
         return tuple(found.values())
-    rows = _Rows.of(inv)
+    inv, rows = _problem.aligned(inv), _Rows.of(inv)
     if "softmax_aux" in wrt:
         found["softmax_aux"] = _sinks(inv, rows)
     if 0 in inv["key"].shape:  # the sinks are all there is
@@ -167,16 +167,10 @@ def _launch(
     zeroed: Sequence[int] = (),
     **more: Any,
 ) -> tuple[jax.Array, ...]:
-    arrays = (
-        *(inv["query"], inv["key"], inv["value"], rows.d_out, rows.top, rows.shift, inv["bias"]),
-        *(inv["attention_mask"], inv["q_segment_ids"], inv["kv_segment_ids"], extremes),
-        *intervals,
-        inv["dropout_seed"],
-    )
+    arrays = (*_shared(inv, rows), extremes, *intervals, inv["dropout_seed"])
     return _jax_triton.call(
         kernel,
-        # What a call does not have is not read: any pointer will do in its place.
-        [inv["query"] if array is None else array for array in arrays],
+        _problem.operands(inv, arrays),
         outputs,
         scalars=(*_problem.numbers(inv), count),
         grid=grid,
@@ -197,28 +191,33 @@ def _launch(
     )
 
 
+def _shared(inv: Invocation, rows: _Rows) -> tuple[jax.Array | None, ...]:
+    """What every pass begins with."""
+    return (
+        *(inv["query"], inv["key"], inv["value"], rows.d_out, rows.top, rows.shift),
+        *(inv["bias"], inv["attention_mask"], inv["q_segment_ids"], inv["kv_segment_ids"]),
+    )
+
+
 def _bias(inv: Invocation, rows: _Rows, cut: Pass) -> jax.Array:
     from ejkernel_triton._backward import sum_into_bias
 
     bias = inv["bias"]
     batch, q_length, heads, _ = inv["query"].shape
     k_length = inv["key"].shape[1]
-    b, h, q, k = bias.shape
-    if q == 1 or k == 1:
+    b, h, q, _ = bias.shape
+    of_q, of_k = int(q > 1), int(bias.shape[3] > 1)
+    k = k_length if of_k else 1  # of the gradient; the rows of the bias may be longer
+    if not (of_q and of_k):
         # Few programs would have all the work: a part a head is made, and added up behind.
         b, h = batch, heads
-    of_q, of_k = int(bias.shape[2] > 1), int(bias.shape[3] > 1)
     q_blocks, k_blocks = _problem.blocks(q_length, cut.q_block), _problem.blocks(k_length, cut.k_block)
-    arrays = (
-        *(inv["query"], inv["key"], inv["value"], rows.d_out, rows.top, rows.shift, bias, inv["attention_mask"]),
-        *(inv["q_segment_ids"], inv["kv_segment_ids"]),
-        *(_problem.intervals(inv)[:2] if inv["cum_seqlens_q"] is not None else (None, None)),
-        inv["dropout_seed"],
-    )
+    intervals = _problem.intervals(inv)[:2] if inv["cum_seqlens_q"] is not None else (None, None)
+    arrays = (*_shared(inv, rows), *intervals, inv["dropout_seed"])
     constants = {**_problem.constants(inv), "SEGMENTS": int(inv["q_segment_ids"] is not None)}
     (found,) = _jax_triton.call(
         sum_into_bias,
-        [inv["query"] if array is None else array for array in arrays],
+        _problem.operands(inv, arrays),
         (jax.ShapeDtypeStruct((b, h, q, k), jnp.float32),),
         scalars=(
             *_problem.numbers(inv),

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import ejkernel_core
 from ejkernel_triton import _jax_triton
 from ejkernel_triton.testing import __main__ as command
+from ejkernel_triton.testing import compiled_for
 from ejkernel_triton.testing.__main__ import Case, cases
 
 if _jax_triton.missing():
@@ -61,6 +65,21 @@ def test_the_heuristics_shapes_fit_and_spill_nothing(case: Case) -> None:
 @pytest.mark.parametrize("case", [case for case in cases((H200,)) if case not in QUICK], ids=str)
 def test_every_shape_fits_and_spills_nothing(case: Case) -> None:
     check(case)
+
+
+@pytest.mark.parametrize("name", ["bias", "attention_mask"])
+def test_an_odd_length_loads_planes_as_an_even_one_does(name: str) -> None:
+    def loads(length: int) -> tuple[int, ...]:
+        array = jax.ShapeDtypeStruct((1, length, 4, 128), jnp.bfloat16)
+        plane = jax.ShapeDtypeStruct((1, 4, length, length), jnp.bfloat16 if name == "bias" else jnp.bool_)
+        given = {"query": array, "key": array, "value": array, name: plane}
+        (found,) = compiled_for(
+            H200, lambda a: ejkernel_core.call("flash_attention", **a, causal=True, backend="triton"), given
+        )
+        return tuple(map(found.count, ("ld.global.b8", "ld.global.b16", "cp.async.ca", "cp.async.cg")))
+
+    assert loads(1023) == loads(1024)
+    assert loads(1024)[:2] == (0, 0)  # no element alone
 
 
 def test_what_may_be_spilled_is_offered() -> None:

@@ -166,7 +166,6 @@ def test_a_function_with_the_kernels_is_exported() -> None:
 
 
 def test_what_is_exported_can_be_kept() -> None:
-    pytest.importorskip("flatbuffers")
     made = exported()
     again = jax.export.deserialize(made.serialize())
     assert again.mlir_module() == made.mlir_module()
