@@ -27,18 +27,9 @@ MOVE = 1e-3
 def values(registry: Registry, kernel: str, case: Case, roundings: float = 1.0) -> None:
     """Every result is the reference's, to the precision of its dtype, infinite where it is, and nowhere NaN.
 
-    >>> from ejkernel_core import Kernel
-    >>> class Double(Kernel):
-    ...     def run(self, x, *, cfg):
-    ...         return 2 * x
-    ...     def heuristic_cfg(self, inv):
-    ...         return None
-    >>> registry, double = Registry(plugins=""), Double()
-    >>> registry.register(double) is double
-    True
-    >>> reference = registry.register(double.plugin.run, "Double.reference")
-    >>> case = Case("ones", "Double", lambda draw: {"x": np.ones(8)}, wrt=("x",))
-    >>> values(registry, "Double.run", case)
+    >>> from ejkernel_core.testing._example import double
+    >>> registry, kernel, case = double()
+    >>> values(registry, kernel, case)
     """
     _prove("values", registry, kernel, case, "result", roundings)
 
@@ -46,18 +37,9 @@ def values(registry: Registry, kernel: str, case: Case, roundings: float = 1.0) 
 def gradients(registry: Registry, kernel: str, case: Case, roundings: float = 1.0) -> None:
     """Every gradient, of a random weighted sum of all results, is the reference's.
 
-    >>> from ejkernel_core import Kernel
-    >>> class Double(Kernel):
-    ...     def run(self, x, *, cfg):
-    ...         return 2 * x
-    ...     def heuristic_cfg(self, inv):
-    ...         return None
-    >>> registry, double = Registry(plugins=""), Double()
-    >>> registry.register(double) is double
-    True
-    >>> reference = registry.register(double.plugin.run, "Double.reference")
-    >>> case = Case("ones", "Double", lambda draw: {"x": np.ones(8)}, wrt=("x",))
-    >>> gradients(registry, "Double.run", case)
+    >>> from ejkernel_core.testing._example import double
+    >>> registry, kernel, case = double()
+    >>> gradients(registry, kernel, case)
     """
     _prove("gradients", registry, kernel, case, "gradient", roundings)
 
@@ -65,18 +47,9 @@ def gradients(registry: Registry, kernel: str, case: Case, roundings: float = 1.
 def accumulation(registry: Registry, kernel: str, case: Case, roundings: float = 1.0) -> None:
     """Sums over long axes are as exact as those of the reference, which adds up in float32.
 
-    >>> from ejkernel_core import Kernel
-    >>> class Double(Kernel):
-    ...     def run(self, x, *, cfg):
-    ...         return 2 * x
-    ...     def heuristic_cfg(self, inv):
-    ...         return None
-    >>> registry, double = Registry(plugins=""), Double()
-    >>> registry.register(double) is double
-    True
-    >>> reference = registry.register(double.plugin.run, "Double.reference")
-    >>> case = Case("ones", "Double", lambda draw: {"x": np.ones(8)}, wrt=("x",))
-    >>> accumulation(registry, "Double.run", case)
+    >>> from ejkernel_core.testing._example import double
+    >>> registry, kernel, case = double()
+    >>> accumulation(registry, kernel, case)
     """
     _prove("accumulation", registry, kernel, case, "result", roundings)
     _prove("accumulation", registry, kernel, case, "gradient", roundings)
@@ -85,18 +58,9 @@ def accumulation(registry: Registry, kernel: str, case: Case, roundings: float =
 def rows(registry: Registry, kernel: str, case: Case) -> None:
     """Where the reference says exactly nothing (0, or -inf), the kernel does: what sees nothing, and padding.
 
-    >>> from ejkernel_core import Kernel
-    >>> class Double(Kernel):
-    ...     def run(self, x, *, cfg):
-    ...         return 2 * x
-    ...     def heuristic_cfg(self, inv):
-    ...         return None
-    >>> registry, double = Registry(plugins=""), Double()
-    >>> registry.register(double) is double
-    True
-    >>> reference = registry.register(double.plugin.run, "Double.reference")
-    >>> case = Case("ones", "Double", lambda draw: {"x": np.ones(8)}, wrt=("x",))
-    >>> rows(registry, "Double.run", case)
+    >>> from ejkernel_core.testing._example import double
+    >>> registry, kernel, case = double()
+    >>> rows(registry, kernel, case)
     """
     own, exact = _both(registry, kernel, case)
     for name, wanted in exact.items():
@@ -112,19 +76,10 @@ def rows(registry: Registry, kernel: str, case: Case) -> None:
 def sensitivity(registry: Registry, kernel: str, case: Case, variation: Case) -> None:
     """An argument that is given, or changed, moves results and gradients as it moves the reference's.
 
-    >>> from ejkernel_core import Kernel
-    >>> class Double(Kernel):
-    ...     def run(self, x, *, cfg):
-    ...         return 2 * x
-    ...     def heuristic_cfg(self, inv):
-    ...         return None
-    >>> registry, double = Registry(plugins=""), Double()
-    >>> registry.register(double) is double
-    True
-    >>> reference = registry.register(double.plugin.run, "Double.reference")
-    >>> case = Case("ones", "Double", lambda draw: {"x": np.ones(8)}, wrt=("x",))
+    >>> from ejkernel_core.testing._example import double
+    >>> registry, kernel, case = double()
     >>> changed = Case("twos", "Double", lambda draw: {"x": np.full(8, 2.0)}, wrt=("x",))
-    >>> sensitivity(registry, "Double.run", case, changed)
+    >>> sensitivity(registry, kernel, case, changed)
     """
     before, exact_before = _both(registry, kernel, case)
     after, exact_after = _both(registry, kernel, variation)
@@ -146,18 +101,9 @@ def refusals(
 ) -> bool:
     """The kernel refuses what it is declared to refuse, with a reason, and nothing else. True where it runs.
 
-    >>> from ejkernel_core import Kernel
-    >>> class Double(Kernel):
-    ...     def run(self, x, *, cfg):
-    ...         return 2 * x
-    ...     def heuristic_cfg(self, inv):
-    ...         return None
-    >>> registry, double = Registry(plugins=""), Double()
-    >>> registry.register(double) is double
-    True
-    >>> reference = registry.register(double.plugin.run, "Double.reference")
-    >>> case = Case("ones", "Double", lambda draw: {"x": np.ones(8)}, wrt=("x",))
-    >>> refusals(registry, "Double.run", case)
+    >>> from ejkernel_core.testing._example import double
+    >>> registry, kernel, case = double()
+    >>> refusals(registry, kernel, case)
     True
     """
     backend = kernel.rpartition(".")[2]

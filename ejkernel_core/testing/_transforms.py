@@ -237,18 +237,9 @@ TRANSFORMS: dict[str, Callable[[Subject], None]] = {
 def transforms(registry: Registry, kernel: str, case: Case, name: str) -> None:
     """The call under one of TRANSFORMS equals plain calls.
 
-    >>> from ejkernel_core import Kernel
-    >>> class Double(Kernel):
-    ...     def run(self, x, *, cfg):
-    ...         return 2 * x
-    ...     def heuristic_cfg(self, inv):
-    ...         return None
-    >>> registry, double = Registry(plugins=""), Double()
-    >>> registry.register(double) is double
-    True
-    >>> reference = registry.register(double.plugin.run, "Double.reference")
-    >>> case = Case("ones", "Double", lambda draw: {"x": np.ones(8)}, wrt=("x",))
-    >>> transforms(registry, "Double.run", case, "jit")
+    >>> from ejkernel_core.testing._example import double
+    >>> registry, kernel, case = double()
+    >>> transforms(registry, kernel, case, "jit")
     """
     with jax.enable_x64(case.dtype == "float64"):
         TRANSFORMS[name](Subject(registry, kernel, case, f"transforms: {name}"))
