@@ -147,6 +147,8 @@ def _ask(kernel: LoadedKernel, inv: Invocation, backend: str | None, cfg: Any) -
         return None, verdict(
             "left out", f"the given cfg is a {type(cfg).__module__}.{type(cfg).__qualname__}, not its Config"
         )
+    if getattr(cfg, "interpret", False):
+        return None, verdict("able")  # the heuristic knows nothing of such a platform, and is not needed
     if kernel.rank(inv.platform) is None:
         return None, verdict("refused", f"it runs on {', '.join(kernel.platforms or ())}; this is {inv.platform}")
     try:

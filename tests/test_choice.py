@@ -18,6 +18,7 @@ from ejkernel_core import (
     ConfigCache,
     Invocation,
     NoConfig,
+    NoKernel,
     Operation,
     Provenance,
     Record,
@@ -123,6 +124,30 @@ def used(registry: Registry, **options: Any) -> int:
 
 def origin(registry: Registry, **options: Any) -> str:
     return registry.plan("scale", X, **options).origin
+
+
+def test_a_configuration_that_interprets_is_obeyed_on_any_platform():
+    @attrs.frozen
+    class Config:
+        interpret: bool = False
+
+    @hookimpl
+    def heuristic_cfg(inv):
+        raise Unsupported("it is for an abacus")
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        return inv["x"] * 7 + inv["shift"]
+
+    registry = Registry(plugins="")
+    registry.register(operation())
+    hooks = {"heuristic_cfg": heuristic_cfg, "run_backend": run_backend}
+    registry.register(SimpleNamespace(Config=Config, PLATFORMS={"abacus": 9}, **hooks), "scale.bead")
+    np.testing.assert_allclose(registry.call("scale", X, cfg=Config(interpret=True)), X * 7)
+    with pytest.raises(NoKernel, match="it runs on abacus; this is cpu"):
+        registry.call("scale", X, cfg=Config())
+    with pytest.raises(NoKernel, match="it runs on abacus; this is cpu"):
+        registry.call("scale", X)
 
 
 # -- the order -------------------------------------------------------------------------------------------------------
