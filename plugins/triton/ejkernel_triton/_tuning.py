@@ -41,6 +41,20 @@ HOPPER: dict[str, Table] = {
         256: ((128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)),
     },
 }
+#: The same for Blackwell, but for what spills there: nobody has measured it.
+BLACKWELL: dict[str, Table] = {
+    "forward": {
+        64: HOPPER["forward"][64],
+        128: ((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3)),
+        256: ((128, 32, 8, 2), (64, 32, 8, 1)),
+    },
+    "keys": HOPPER["keys"],
+    "queries": {
+        64: HOPPER["queries"][64],
+        128: ((128, 32, 8, 3), (64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
+        256: HOPPER["queries"][256],
+    },
+}
 #: Compute capability 8, whose matrix instructions take their operands from registers.
 AMPERE: dict[str, Table] = {
     "forward": {
@@ -68,7 +82,7 @@ FLOAT32: dict[str, Table] = {
     },
     "keys": {
         64: ((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
-        128: ((32, 16, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
+        128: ((32, 16, 8, 1), (16, 16, 4, 1)),
         256: ((16, 16, 8, 1),),
     },
     "queries": {
@@ -140,7 +154,7 @@ def _with_fewer_stages(inv: Invocation, which: str, shape: Shape, limit: int) ->
 def _tables(inv: Invocation) -> dict[str, Table]:
     if inv["query"].dtype.itemsize == 4:
         return FLOAT32
-    return HOPPER if reads_shared_memory(inv) else AMPERE
+    return {9: HOPPER, 10: BLACKWELL}.get((inv.compute_capability or (0,))[0], AMPERE)
 
 
 def is_narrow(inv: Invocation) -> bool:

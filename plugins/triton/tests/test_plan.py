@@ -183,7 +183,7 @@ FORWARD = {
     (H200, 128): (128, 128, 8, 3),
     (H200, 192): (128, 64, 8, 2),
     (H200, 256): (128, 64, 8, 2),
-    ("NVIDIA GB200", 128): (128, 128, 8, 3),
+    ("NVIDIA GB200", 128): (128, 64, 8, 3),
     ("NVIDIA A100-SXM4-80GB", 64): (128, 64, 8, 3),
     ("NVIDIA A100-SXM4-80GB", 128): (128, 64, 8, 3),
 }
@@ -380,7 +380,12 @@ def test_atomics_give_the_same(registry: Any, solved: dict[str, Any], wrt: tuple
 
 # -- every shape --------------------------------------------------------------------------------------------------
 
-TABLES = {"hopper": _tuning.HOPPER, "ampere": _tuning.AMPERE, "float32": _tuning.FLOAT32}
+TABLES = {
+    "hopper": _tuning.HOPPER,
+    "blackwell": _tuning.BLACKWELL,
+    "ampere": _tuning.AMPERE,
+    "float32": _tuning.FLOAT32,
+}
 SHAPES = [
     pytest.param(
         which,
