@@ -2,14 +2,14 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PLUGINS := ops xla cache packed triton bench
+PLUGINS := ops xla cache packed triton pallas_tpu bench
 
 # A second `make` installs nothing: the stamp is newer than everything that says what to install.
 STAMP := $(VENV)/.installed
 PROJECTS := pyproject.toml $(PLUGINS:%=plugins/%/pyproject.toml)
 EDITABLE := -e '.[dev]' $(PLUGINS:%=-e plugins/%)
 
-.PHONY: run test test-long lint types wheels clean
+.PHONY: run test test-long tpu-check tpu-estimates lint types wheels clean
 
 run: $(STAMP)
 	$(BIN)/python -m ejkernel_bench run
@@ -21,6 +21,20 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -q -m "long and not gpu" -n 2
+
+# By the real compiler of TPUs, in an environment of its own: it is large, and comes under terms of its own.
+TPU := build/tpu
+
+tpu-check: $(TPU)/.installed
+	$(TPU)/bin/python -m ejkernel_pallas_tpu.testing fits sharded
+
+tpu-estimates: $(TPU)/.installed
+	$(TPU)/bin/python -m ejkernel_pallas_tpu.testing estimates
+
+$(TPU)/.installed: $(PROJECTS)
+	$(PYTHON) -m venv $(TPU)
+	$(TPU)/bin/python -m pip install -q "jax[tpu]" -e . -e plugins/ops -e plugins/pallas_tpu
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

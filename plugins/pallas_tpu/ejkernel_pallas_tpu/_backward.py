@@ -15,7 +15,7 @@ from ejkernel_pallas_tpu._operands import Operand, by_queries, operands, statist
 from ejkernel_pallas_tpu._pallas import Launch, Output, ids
 from ejkernel_pallas_tpu._problem import Arguments, Problem
 from ejkernel_pallas_tpu._rows import Rows
-from ejkernel_pallas_tpu._sight import Sight
+from ejkernel_pallas_tpu._sight import FIRST, LAST, Sight, is_set, passing, staying
 from ejkernel_pallas_tpu._tile import inner, slopes
 from ejkernel_pallas_tpu._walk import visit
 
@@ -37,14 +37,15 @@ def all_operands(a: Arguments, p: Problem, rows: Rows) -> dict[str, Operand]:
 def over_keys(a: Arguments, p: Problem, rows: Rows, sight: Sight) -> Launch:
     """The launch that makes the gradient of queries."""
 
-    def at(b: Any, h: Any, i: Any, t: Any, table: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
-        return b, h, i, sight.place(table, b, i, t)
+    def at(b: Any, h: Any, t: Any, table: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
+        word = sight.word(table, b, t)
+        return b, h, staying(word), passing(word)
 
     return Launch(
         name="flash_attention_bwd_queries",
         kernel=lambda table, seed, refs: _sum_over_keys(p, sight, table, seed, refs),
-        grid=(p.batch, p.heads, p.q_count, sight.steps),
-        semantics=("parallel", "parallel", "parallel", "arbitrary"),
+        grid=(p.batch, p.heads, sight.steps),
+        semantics=("parallel", "parallel", "arbitrary"),
         at=at,
         operands=all_operands(a, p, rows),
         outputs={
@@ -60,10 +61,11 @@ def over_keys(a: Arguments, p: Problem, rows: Rows, sight: Sight) -> Launch:
 
 
 def _sum_over_keys(p: Problem, sight: Sight, table: Any, seed: Any, refs: Any) -> None:
-    b, h, i, step = ids(4)
-    state = seed[0]
+    b, h, step = ids(3)
+    word, state = sight.word(table, b, step), seed[0]
+    i = staying(word)
 
-    @pl.when(step == 0)
+    @pl.when(is_set(word, FIRST))
     def _() -> None:
         refs.sums[...] = jnp.zeros((p.q_block, p.dim), jnp.float32)
 
@@ -71,9 +73,9 @@ def _sum_over_keys(p: Problem, sight: Sight, table: Any, seed: Any, refs: Any) -
         _, of_product, _ = slopes(p, refs, state, b * p.heads + h, i, j, masked, turned=False)
         refs.sums[...] += inner(of_product, refs.key[...])
 
-    visit(sight, table, b, i, step, meet)
+    visit(sight, word, meet)
 
-    @pl.when(step == sight.steps - 1)
+    @pl.when(is_set(word, LAST))
     def _() -> None:
         refs.d_query[...] = (refs.sums[...] * p.scale).astype(refs.d_query.dtype)
 
@@ -85,8 +87,9 @@ def over_queries(a: Arguments, p: Problem, rows: Rows, sight: Sight) -> Launch:
     """The launch that makes the gradients of keys and values."""
     group = p.group
 
-    def at(b: Any, h: Any, j: Any, g: Any, t: Any, table: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
-        return b, h * group + g, sight.place(table, b, j, t), j
+    def at(b: Any, h: Any, t: Any, g: Any, table: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
+        word = sight.word(table, b, t)
+        return b, h * group + g, passing(word), staying(word)
 
     def output(dim: int) -> Output:
         return Output(
@@ -99,8 +102,8 @@ def over_queries(a: Arguments, p: Problem, rows: Rows, sight: Sight) -> Launch:
     return Launch(
         name="flash_attention_bwd_keys",
         kernel=lambda table, seed, refs: _sum_over_queries(p, sight, table, seed, refs),
-        grid=(p.batch, p.kv_heads, p.k_count, group, sight.steps),
-        semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary"),
+        grid=(p.batch, p.kv_heads, sight.steps, group),
+        semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
         at=at,
         operands=all_operands(a, p, rows),
         outputs={"d_key": output(p.dim), "d_value": output(p.v_dim)},
@@ -109,11 +112,12 @@ def over_queries(a: Arguments, p: Problem, rows: Rows, sight: Sight) -> Launch:
 
 
 def _sum_over_queries(p: Problem, sight: Sight, table: Any, seed: Any, refs: Any) -> None:
-    b, kv_head, j, member, step = ids(5)
-    state = seed[0]
+    b, kv_head, step, member = ids(4)
+    word, state = sight.word(table, b, step), seed[0]
+    j = staying(word)
     head = b * p.heads + kv_head * p.group + member
 
-    @pl.when(jnp.logical_and(member == 0, step == 0))
+    @pl.when(jnp.logical_and(member == 0, is_set(word, FIRST)))
     def _() -> None:
         refs.k_sums[...] = jnp.zeros((p.k_block, p.dim), jnp.float32)
         refs.v_sums[...] = jnp.zeros((p.k_block, p.v_dim), jnp.float32)
@@ -123,9 +127,9 @@ def _sum_over_queries(p: Problem, sight: Sight, table: Any, seed: Any, refs: Any
         refs.v_sums[...] += inner(weights, refs.d_out[...])
         refs.k_sums[...] += inner(of_product, refs.query[...])
 
-    visit(sight, table, b, j, step, meet)
+    visit(sight, word, meet)
 
-    @pl.when(jnp.logical_and(member == p.group - 1, step == sight.steps - 1))
+    @pl.when(jnp.logical_and(member == p.group - 1, is_set(word, LAST)))
     def _() -> None:
         refs.d_key[...] = (refs.k_sums[...] * p.scale).astype(refs.d_key.dtype)
         refs.d_value[...] = refs.v_sums[...].astype(refs.d_value.dtype)

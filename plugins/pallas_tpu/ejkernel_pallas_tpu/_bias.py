@@ -11,11 +11,11 @@ from ejkernel_pallas_tpu._backward import all_operands
 from ejkernel_pallas_tpu._pallas import Launch, Output, ids
 from ejkernel_pallas_tpu._problem import Arguments, Problem
 from ejkernel_pallas_tpu._rows import Rows
-from ejkernel_pallas_tpu._sight import Sight
+from ejkernel_pallas_tpu._sight import Plane
 from ejkernel_pallas_tpu._tile import shape, slopes
 
 
-def into_bias(a: Arguments, p: Problem, rows: Rows, sight: Sight) -> Launch:
+def into_bias(a: Arguments, p: Problem, rows: Rows, plane: Plane) -> Launch:
     """The launch that makes it: (batch, heads, queries, keys), an axis that it was broadcast over being 1.
 
     That of one number for all keys comes as a row of queries, and that of a single number as a row of keys. The grid
@@ -34,8 +34,7 @@ def into_bias(a: Arguments, p: Problem, rows: Rows, sight: Sight) -> Launch:
     def at(*places: Any) -> tuple[Any, Any, Any, Any]:
         # What nobody sees is not fetched: the nearest block that somebody sees stays in its place.
         b, h, i, j = output_at(*places)
-        table = places[4]
-        return b, h, i, sight.place(table, b, i, j - table[sight.base(b, i)])
+        return b, h, i, plane.word(places[4], b, i, j) >> 1
 
     def place(b: Any, h: Any, i: Any, j: Any) -> tuple[Any, ...]:
         at = [where if own else 0 for where, own in zip((b, h, i, j), apart, strict=True)]
@@ -46,7 +45,7 @@ def into_bias(a: Arguments, p: Problem, rows: Rows, sight: Sight) -> Launch:
     tile = {"full": (p.q_block, p.k_block), "keys": (1, p.k_block), "queries": (1, p.q_block)}[str(p.bias)]
     return Launch(
         name="flash_attention_bwd_bias",
-        kernel=lambda table, seed, refs: _sum_into_bias(p, sight, apart, order, table, seed, refs),
+        kernel=lambda table, seed, refs: _sum_into_bias(p, plane, apart, order, table, seed, refs),
         grid=tuple(counts[axis] for axis in order),
         semantics=tuple("parallel" if apart[axis] else "arbitrary" for axis in order),
         at=at,
@@ -65,7 +64,7 @@ def into_bias(a: Arguments, p: Problem, rows: Rows, sight: Sight) -> Launch:
 
 
 def _sum_into_bias(
-    p: Problem, sight: Sight, apart: tuple[bool, ...], order: list[int], table: Any, seed: Any, refs: Any
+    p: Problem, plane: Plane, apart: tuple[bool, ...], order: list[int], table: Any, seed: Any, refs: Any
 ) -> None:
     places, counts = ids(4), (p.batch, p.heads, p.q_count, p.k_count)
     b, h, i, j = (places[order.index(axis)] for axis in range(4))
@@ -74,8 +73,7 @@ def _sum_into_bias(
     for axis, where in zip(range(4), (b, h, i, j), strict=True):
         if not apart[axis]:
             first, last = jnp.logical_and(first, where == 0), jnp.logical_and(last, where == counts[axis] - 1)
-    step = j - table[sight.base(b, i)]
-    here = jnp.logical_and(step >= 0, step < table[sight.base(b, i) + 1])
+    here = (plane.word(table, b, i, j) & 1) != 0
 
     @pl.when(first)
     def _() -> None:

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from ejkernel_pallas_tpu._operands import operands, sinks
 from ejkernel_pallas_tpu._pallas import Launch, Output, ids
 from ejkernel_pallas_tpu._problem import LANES, LOG2E, LOWEST, Arguments, Problem
-from ejkernel_pallas_tpu._sight import Sight
+from ejkernel_pallas_tpu._sight import FIRST, LAST, Sight, is_set, passing, staying
 from ejkernel_pallas_tpu._tile import inner, kept, logits, row, wide
 from ejkernel_pallas_tpu._walk import visit
 
@@ -19,8 +19,9 @@ from ejkernel_pallas_tpu._walk import visit
 def forward(a: Arguments, p: Problem, sight: Sight) -> Launch:
     """The launch that makes the output and the log-sum-exps."""
 
-    def at(b: Any, h: Any, i: Any, t: Any, table: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
-        return b, h, i, sight.place(table, b, i, t)
+    def at(b: Any, h: Any, t: Any, table: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
+        word = sight.word(table, b, t)
+        return b, h, staying(word), passing(word)
 
     made = operands(a, p)
     if p.sinks:
@@ -29,8 +30,8 @@ def forward(a: Arguments, p: Problem, sight: Sight) -> Launch:
     return Launch(
         name="flash_attention",
         kernel=lambda table, seed, refs: _attend(p, sight, table, seed, refs),
-        grid=(p.batch, p.heads, p.q_count, sight.steps),
-        semantics=("parallel", "parallel", "parallel", "arbitrary"),
+        grid=(p.batch, p.heads, sight.steps),
+        semantics=("parallel", "parallel", "arbitrary"),
         at=at,
         operands=made,
         outputs={
@@ -52,10 +53,11 @@ def forward(a: Arguments, p: Problem, sight: Sight) -> Launch:
 
 
 def _attend(p: Problem, sight: Sight, table: Any, seed: Any, refs: Any) -> None:
-    b, h, i, step = ids(4)
-    state = seed[0]
+    b, h, step = ids(3)
+    word, state = sight.word(table, b, step), seed[0]
+    i = staying(word)
 
-    @pl.when(step == 0)
+    @pl.when(is_set(word, FIRST))
     def _() -> None:
         # Sinks are logits without a value: in the sum before the first block, so once.
         if p.sinks:
@@ -79,9 +81,9 @@ def _attend(p: Problem, sight: Sight, table: Any, seed: Any, refs: Any) -> None:
             weights = jnp.where(kept(p, state, b * p.heads + h, i, j), weights, 0.0)
         refs.sums[...] = refs.sums[...] * wide(shrink, p.v_dim) + inner(weights, refs.value[...])
 
-    visit(sight, table, b, i, step, meet)
+    visit(sight, word, meet)
 
-    @pl.when(step == sight.steps - 1)
+    @pl.when(is_set(word, LAST))
     def _() -> None:
         # A row that saw nothing has a total of 0: its output is 0, and its log-sum-exp -inf.
         total = refs.total[...]

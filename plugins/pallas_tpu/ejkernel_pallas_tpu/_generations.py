@@ -15,15 +15,15 @@ class Generation:
     #: The vector memory of a core, and how much of it a kernel asks for: the rest is XLA's, for what lies around it.
     vmem: int
     budget: int
-    #: The rows and columns of a matrix unit.
-    unit: int
+    #: How many cores share a kernel, by the axes of its grid that are parallel.
+    cores: int
 
 
-V4 = Generation("v4", 16 * MIB, 15 * MIB, 128)
-V5E = Generation("v5e", 128 * MIB, 64 * MIB, 128)
-V5P = Generation("v5p", 64 * MIB, 48 * MIB, 128)
-V6E = Generation("v6e", 128 * MIB, 64 * MIB, 256)
-V7X = Generation("v7x", 64 * MIB, 48 * MIB, 256)
+V4 = Generation("v4", 16 * MIB, 15 * MIB, 2)
+V5E = Generation("v5e", 128 * MIB, 100 * MIB, 1)
+V5P = Generation("v5p", 64 * MIB, 56 * MIB, 2)
+V6E = Generation("v6e", 128 * MIB, 100 * MIB, 1)
+V7X = Generation("v7x", 64 * MIB, 56 * MIB, 1)
 
 #: By the name that JAX gives a device: the newer libraries and the older ones do not call all of them the same.
 KINDS = {

@@ -39,5 +39,5 @@ def of_sinks(a: Arguments, of: Rows) -> jax.Array:
     """The gradient of (heads, n) sinks: each is one more weight of every row, with no value and so no d_weight."""
     sinks = a["softmax_aux"].astype(jnp.float32) * LOG2E
     # One sink of each head at a time, for memory's sake.
-    each = jax.lax.map(lambda sink: -(jnp.exp2(sink[:, None] - of.top) * of.shift).sum((0, 2)), sinks.T)
+    each: jax.Array = jax.lax.map(lambda sink: -(jnp.exp2(sink[:, None] - of.top) * of.shift).sum((0, 2)), sinks.T)
     return each.T

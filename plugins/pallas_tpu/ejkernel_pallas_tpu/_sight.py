@@ -13,30 +13,50 @@ from ejkernel_ops.attention.tokens import tokens
 from ejkernel_pallas_tpu._problem import Arguments, Problem
 
 NO_INT = np.iinfo(np.int32).max
+#: A step's word: the block that stays in the highest 14 bits, the other in the next 14, and what is to be done.
+FIRST, LAST, SEEN, WHOLE = 1, 2, 4, 8
+MOST_BLOCKS = 2**14
 
 
 @attrs.frozen(eq=False)
 class Sight:
-    """A row of four numbers for every block that stays, and what is known of all of them while tracing."""
+    """The steps of a pass in order, a word for each, and what is known of all of them while tracing."""
 
-    #: (rows, blocks, 4), flat: the first block of the other side, how many, and where among them the run starts and
-    #: ends of which every pair sees each other.
+    #: (rows * steps): one row for each batch entry, or one for all.
     table: jax.Array
-    #: 1 where the batch does not matter.
     rows: int
-    blocks: int
-    #: The most blocks that any block meets: the length of the grid's last axis.
     steps: int
-    #: Whether tiles have to look at masks: "never", "always", or "sometimes", where the run of whole blocks says.
+    #: Whether tiles have to look at masks: "never", "always", or "sometimes", where the step says.
     masked: str
 
-    def place(self, table: Any, row: Any, block: Any, step: Any) -> Any:
-        """The block of the other side to be there in this step: behind the last one, the last one stays."""
-        base = self.base(row, block)
-        return table[base] + jnp.clip(step, 0, jnp.maximum(table[base + 1] - 1, 0))
+    def word(self, table: Any, row: Any, step: Any) -> Any:
+        return table[(row if self.rows > 1 else 0) * self.steps + step]
 
-    def base(self, row: Any, block: Any) -> Any:
-        return ((row if self.rows > 1 else 0) * self.blocks + block) * 4
+
+def staying(word: Any) -> Any:
+    """The block that stays, for the steps from FIRST to LAST."""
+    return jax.lax.shift_right_logical(word, jnp.int32(18))
+
+
+def passing(word: Any) -> Any:
+    """The block of the other side that goes by; where nothing is SEEN any more, the last one stays."""
+    return jax.lax.shift_right_logical(word, jnp.int32(4)) & (MOST_BLOCKS - 1)
+
+
+def is_set(word: Any, bit: int) -> Any:
+    return (word & bit) != 0
+
+
+@attrs.frozen(eq=False)
+class Plane:
+    """A word for every pair of a query block and a key block: whether they meet, and which key block is to be there."""
+
+    table: jax.Array
+    rows: int
+    counts: tuple[int, int]
+
+    def word(self, table: Any, row: Any, i: Any, j: Any) -> Any:
+        return table[((row if self.rows > 1 else 0) * self.counts[0] + i) * self.counts[1] + j]
 
 
 @attrs.frozen(eq=False)
@@ -53,8 +73,16 @@ class Meetings:
         return _sight(self.meets, self.whole, self.bound, self.never_whole)
 
     def from_keys(self) -> Sight:
-        turned = (x.swapaxes(1, 2) for x in (self.meets, self.whole, self.bound))
-        return _sight(*turned, self.never_whole)
+        meets, whole, bound = (x.swapaxes(1, 2) for x in (self.meets, self.whole, self.bound))
+        return _sight(meets, whole, bound, self.never_whole)
+
+    def everywhere(self) -> Plane:
+        """Where nobody meets, the last block that somebody met stays, or the first that somebody will."""
+        meets = jnp.asarray(self.meets)
+        rows, *counts = meets.shape
+        last = jax.lax.cummax(jnp.where(meets, np.arange(counts[1]), -1), axis=2)
+        nearest = jnp.where(last < 0, meets.argmax(2)[:, :, None], last)
+        return Plane((nearest * 2 + meets).astype(jnp.int32).reshape(-1), rows, (counts[0], counts[1]))
 
 
 def meetings(a: Arguments, p: Problem) -> Meetings:
@@ -74,13 +102,14 @@ def meetings(a: Arguments, p: Problem) -> Meetings:
 
 def intervals(a: Arguments, p: Problem) -> tuple[Any, Any]:
     """Which keys each query may see by its place, start and end: NumPy arrays, unless sequences are packed."""
+    xp: Any = jnp if p.packed else np
     if p.packed:
         where, bounds = tokens(a), a["cum_seqlens_k"]
         ids, place = where.groups[0][0][0], where.q_position[0]
-        start, end, xp = bounds[ids - 1], bounds[ids], jnp
+        start, end = bounds[ids - 1], bounds[ids]
         start, end = (jnp.where(ids > 0, x, 0).astype(jnp.int32) for x in (start, end))
     else:
-        place, xp = np.arange(p.q_length, dtype=np.int32) + np.int32(p.shift), np
+        place = np.arange(p.q_length, dtype=np.int32) + np.int32(p.shift)
         start, end = np.zeros(p.q_length, np.int32), np.full(p.q_length, p.k_length, np.int32)
     if p.before is not None:
         start = xp.maximum(start, place - p.before)
@@ -90,7 +119,7 @@ def intervals(a: Arguments, p: Problem) -> tuple[Any, Any]:
 
 
 def _by_interval(p: Problem, start: Any, end: Any) -> tuple[Any, Any]:
-    xp = np if isinstance(start, np.ndarray) else jnp
+    xp: Any = np if isinstance(start, np.ndarray) else jnp
     missing = p.q_count * p.q_block - p.q_length
     # Queries that only fill the last block up see nothing, and do not keep a tile from being whole.
     seeing = xp.pad(start < end, (0, missing)).reshape(p.q_count, p.q_block)
@@ -124,26 +153,23 @@ def _shown(mask: jax.Array, p: Problem) -> jax.Array:
 
 
 def _sight(meets: Any, whole: Any, bound: np.ndarray, never_whole: bool) -> Sight:
+    """As many steps for each block as it may need, and one where it meets nobody: somebody has to write its output."""
     static = isinstance(meets, np.ndarray) and isinstance(whole, np.ndarray)
-    xp = np if static else jnp
-    rows, blocks, count = meets.shape
-    index = np.arange(count)
-    first, end = meets.argmax(2), count - meets[:, :, ::-1].argmax(2)
-    end = xp.where(meets.any(2), end, first)
-    whole = whole & meets
-    run = xp.where(whole.any(2), whole.argmax(2), first)
-    broken = ~whole & (index >= run[:, :, None])
-    run_end = xp.where(broken.any(2), broken.argmax(2), count)
-    run_end = xp.where(whole.any(2), run_end, run)
-    table = xp.stack([first, end - first, run, run_end], 2).astype(np.int32)
-    most = table[:, :, 1] if static else _longest(bound)
+    xp: Any = np if static else jnp
+    lengths = np.maximum(bound.sum(2).max(0), 1)
+    block = np.repeat(np.arange(len(lengths)), lengths)
+    step = np.concatenate([np.arange(length) for length in lengths])
+    count = meets.sum(2)[:, block]
+    order = xp.argsort(~meets, axis=2, stable=True)
+    other = order[:, block, :]
+    other = xp.take_along_axis(other, xp.clip(step, 0, xp.maximum(count - 1, 0))[:, :, None], 2)[:, :, 0]
+    seen, clean = step < count, xp.take_along_axis(whole[:, block, :], other[:, :, None], 2)[:, :, 0]
+    ends = FIRST * (step == 0) + LAST * (step == lengths[block] - 1)
+    # As unsigned numbers, of which the highest block may have the highest bit.
+    table = (block << 18).astype(np.uint32) + (other << 4).astype(np.uint32)
+    table = table + (ends + SEEN * seen + WHOLE * clean).astype(np.uint32)
+    words = table.view(np.int32) if static else jax.lax.bitcast_convert_type(table, jnp.int32)
     masked = "always" if never_whole else "sometimes"
     if static:
-        inside = int((table[:, :, 3] - table[:, :, 2]).sum())
-        masked = "never" if inside == int(table[:, :, 1].sum()) else "sometimes" if inside else "always"
-    return Sight(jnp.asarray(table).reshape(-1), rows, blocks, max(1, int(most.max())), masked)
-
-
-def _longest(bound: np.ndarray) -> np.ndarray:
-    count = bound.shape[2]
-    return np.where(bound.any(2), count - bound[:, :, ::-1].argmax(2) - bound.argmax(2), 0)
+        masked = "never" if clean[seen].all() else "sometimes" if clean.any() else "always"
+    return Sight(jnp.asarray(words).reshape(-1), len(meets), len(block), masked)

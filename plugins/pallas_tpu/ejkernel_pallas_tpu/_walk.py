@@ -1,4 +1,4 @@
-"""How a kernel walks over the blocks that its table names."""
+"""What a kernel does in a step, by its word."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas_tpu._sight import Sight
+from ejkernel_pallas_tpu._sight import SEEN, WHOLE, Sight, is_set, passing
 
 
-def visit(sight: Sight, table: Any, row: Any, block: Any, step: Any, work: Callable[[Any, bool], None]) -> None:
-    """Do ``work(other block, masked)`` if this step has a block: whole tiles are told not to look at masks."""
-    base = sight.base(row, block)
-    other = table[base] + step
-    here = step < table[base + 1]
+def visit(sight: Sight, word: Any, work: Callable[[Any, bool], None]) -> None:
+    """Do ``work(other block, masked)`` if this step has one: whole tiles are told not to look at masks."""
+    other, seen = passing(word), is_set(word, SEEN)
     if sight.masked != "sometimes":
-        pl.when(here)(lambda: work(other, sight.masked == "always"))
+        pl.when(seen)(lambda: work(other, sight.masked == "always"))
         return
-    whole = jnp.logical_and(other >= table[base + 2], other < table[base + 3])
-    pl.when(jnp.logical_and(here, whole))(lambda: work(other, False))
-    pl.when(jnp.logical_and(here, jnp.logical_not(whole)))(lambda: work(other, True))
+    whole = is_set(word, WHOLE)
+    pl.when(jnp.logical_and(seen, whole))(lambda: work(other, False))
+    pl.when(jnp.logical_and(seen, jnp.logical_not(whole)))(lambda: work(other, True))

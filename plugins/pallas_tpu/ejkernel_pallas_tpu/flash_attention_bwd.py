@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import jax
 import jax.numpy as jnp
-from attrs.validators import in_, instance_of
+from attrs.validators import in_, instance_of, optional
 
 from ejkernel_core import Invocation, hookimpl
 from ejkernel_pallas_tpu import _tuning
@@ -28,8 +28,10 @@ class Pass:
 
 @attrs.frozen
 class Config:
-    """The pass for queries, that for keys and values, and that for a bias."""
+    """One pass for queries, keys and values, or one for queries and one for keys and values; and that for a bias."""
 
+    #: None: in two passes, of which each computes the weights anew.
+    fused: Pass | None = attrs.field(default=None, validator=optional(instance_of(Pass)))
     queries: Pass = attrs.field(default=Pass(), validator=instance_of(Pass))
     keys: Pass = attrs.field(default=Pass(), validator=instance_of(Pass))
     bias: Pass = attrs.field(default=Pass(256, 256), validator=instance_of(Pass))
@@ -41,7 +43,8 @@ class Config:
 def heuristic_cfg(inv: Invocation) -> Config:
     """The blocks for this generation of TPUs."""
     check(inv)
-    return Config(*(Pass(*_tuning.fitting(inv, which)[0]) for which in ("queries", "keys", "bias")))
+    queries, keys, bias = (Pass(*_tuning.fitting(inv, which)[0]) for which in ("queries", "keys", "bias"))
+    return Config(next(iter(_fused(inv)), None), queries, keys, bias)
 
 
 @hookimpl
@@ -49,8 +52,19 @@ def config_space(inv: Invocation) -> Iterable[Config]:
     """Every pass cut in every way that fits, one pass at a time: what is best for one is so for all."""
     first = heuristic_cfg(inv)
     yield first
+    if first.fused is not None:
+        yield from (attrs.evolve(first, fused=fused) for fused in _fused(inv)[1:])
+        first = attrs.evolve(first, fused=None)
+        yield first
     yield from (attrs.evolve(first, queries=Pass(*shape)) for shape in _tuning.fitting(inv, "queries")[1:])
     yield from (attrs.evolve(first, keys=Pass(*shape)) for shape in _tuning.fitting(inv, "keys")[1:])
+
+
+def _fused(inv: Invocation) -> list[Pass]:
+    """How the passes may be cut if they are one: not at all where there is but one of them."""
+    if "query" not in inv["wrt"] or not {"key", "value"} & {*inv["wrt"]}:
+        return []
+    return [Pass(*shape) for shape in _tuning.fitting(inv, "fused")]
 
 
 @hookimpl
@@ -80,31 +94,39 @@ def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, ..
 def _by_kernels(inv: Invocation, cfg: Config, of: Any, interpret: Any) -> dict[str, jax.Array]:
     from ejkernel_pallas_tpu._backward import over_keys, over_queries
     from ejkernel_pallas_tpu._bias import into_bias
+    from ejkernel_pallas_tpu._fused import fused
+    from ejkernel_pallas_tpu._sight import Meetings
 
     q_length, k_length = inv["query"].shape[1], inv["key"].shape[1]
     found: dict[str, jax.Array] = {}
-    if "query" in inv["wrt"]:
-        (d_query,) = _launched(over_keys, inv, cfg.queries, of, interpret)
+    if cfg.fused is not None and _fused(inv):
+        launched = _launched(fused, inv, cfg.fused, of, interpret, Meetings.from_queries)
+        lengths = (q_length, k_length, k_length)
+        found = {
+            name: jnp.swapaxes(x, 1, 2)[:, :length]
+            for name, x, length in zip(("query", "key", "value"), launched, lengths, strict=True)
+        }
+    elif "query" in inv["wrt"]:
+        (d_query,) = _launched(over_keys, inv, cfg.queries, of, interpret, Meetings.from_queries)
         found["query"] = jnp.swapaxes(d_query, 1, 2)[:, :q_length]
-    if "key" in inv["wrt"] or "value" in inv["wrt"]:
-        d_key, d_value = _launched(over_queries, inv, cfg.keys, of, interpret, by_keys=True)
+    if "key" not in found and {"key", "value"} & {*inv["wrt"]}:
+        d_key, d_value = _launched(over_queries, inv, cfg.keys, of, interpret, Meetings.from_keys)
         found["key"], found["value"] = (jnp.swapaxes(x, 1, 2)[:, :k_length] for x in (d_key, d_value))
     if "bias" in inv["wrt"]:
-        (d_bias,) = _launched(into_bias, inv, cfg.bias, of, interpret)
+        (d_bias,) = _launched(into_bias, inv, cfg.bias, of, interpret, Meetings.everywhere)
         found["bias"] = _of_its_shape(d_bias, inv["bias"].shape, q_length, k_length)
     return found
 
 
 def _launched(
-    make: Callable[..., Any], inv: Invocation, cut: Pass, of: Any, interpret: Any, by_keys: bool = False
+    make: Callable[..., Any], inv: Invocation, cut: Pass, of: Any, interpret: Any, walk: Callable[[Any], Any]
 ) -> list[jax.Array]:
     from ejkernel_pallas_tpu._operands import seed
     from ejkernel_pallas_tpu._problem import problem
     from ejkernel_pallas_tpu._sight import meetings
 
     p = problem(inv, cut.q_block, cut.k_block)
-    met = meetings(inv, p)
-    sight = met.from_keys() if by_keys else met.from_queries()
+    sight = walk(meetings(inv, p))
     return list(make(inv, p, of, sight)(sight.table, seed(inv), interpret, _tuning.vmem(inv)))
 
 

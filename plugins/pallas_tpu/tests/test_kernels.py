@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import attrs
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel_core import hookimpl
 from ejkernel_core.testing import Case, KernelProofs
 from ejkernel_pallas_tpu import flash_attention, flash_attention_bwd
 from ejkernel_pallas_tpu.testing import interpreted_registry
 
 KERNELS = {"flash_attention.pallas_tpu": flash_attention, "flash_attention_bwd.pallas_tpu": flash_attention_bwd}
+VALUES = {"checks": frozenset({"values"}), "variations": ()}
 #: What goes through the interpreter of a whole TPU: between them, every pass and every kind of operand.
 WATCHED = (
     "gqa-strides-in-the-backward",
@@ -26,6 +29,8 @@ WATCHED = (
     "packed-padding-tokens",
     "everything",
 )
+#: The others are for the long sweep.
+AT_ONCE = ("dropout-in-the-backward", "packed-padding-tokens", "everything")
 
 
 class TestFlashAttention(KernelProofs):
@@ -37,20 +42,37 @@ class TestFlashAttention(KernelProofs):
     def cases(self) -> Sequence[Case]:
         """Most of the grid, and what takes long, are for the long sweep."""
         grid = (case for case in super().cases() if case.name.startswith("grid"))
-        late = {case.name for place, case in enumerate(grid) if place % 24 > 3}
+        late = {case.name for place, case in enumerate(grid) if place % 48 > 3}
         slow = late | {"sums-over-8192-squared"}
         return [attrs.evolve(case, long=case.long or case.name in slow) for case in super().cases()]
+
+
+@hookimpl
+def in_two_passes(inv):
+    return attrs.evolve(flash_attention_bwd.heuristic_cfg(inv), fused=None)
+
+
+PARTED = KERNELS | {
+    "flash_attention_bwd.pallas_tpu": SimpleNamespace(**(vars(flash_attention_bwd) | {"heuristic_cfg": in_two_passes}))
+}
+
+
+class TestInTwoPasses(TestFlashAttention):
+    """The backward as it is where vector memory does not hold the sums for all keys."""
+
+    registry = interpreted_registry(PARTED)
+
+    def cases(self) -> Sequence[Case]:
+        cases = [case for case in super().cases() if case.name.startswith("grid") or case.name in WATCHED]
+        return [attrs.evolve(case, long=case.long or case.name not in AT_ONCE, **VALUES) for case in cases]
 
 
 class TestFlashAttentionWatched(TestFlashAttention):
     registry = interpreted_registry(KERNELS, races=True)
 
     def cases(self) -> Sequence[Case]:
-        """Three of them at once, the others in the long sweep."""
         cases = [case for case in super().cases() if case.name in WATCHED]
-        at_once = ("dropout-in-the-backward", "packed-padding-tokens", "everything")
-        checks = frozenset({"values"})
-        return [attrs.evolve(c, checks=checks, variations=(), long=c.name not in at_once) for c in cases]
+        return [attrs.evolve(case, long=case.name not in AT_ONCE, **VALUES) for case in cases]
 
     @pytest.fixture(autouse=True)
     def afresh(self):
@@ -58,3 +80,11 @@ class TestFlashAttentionWatched(TestFlashAttention):
         pltpu.reset_tpu_interpret_mode_state()
         yield
         pltpu.reset_tpu_interpret_mode_state()
+
+
+class TestInTwoPassesWatched(TestFlashAttentionWatched):
+    registry = interpreted_registry(PARTED, races=True)
+
+    def cases(self) -> Sequence[Case]:
+        cases = (case for case in super().cases() if case.name in ("everything", "window-over-many-blocks"))
+        return [attrs.evolve(case, long=case.name != "everything") for case in cases]

@@ -9,7 +9,7 @@ import pytest
 
 from ejkernel_ops.attention.tokens import band, tokens, visible
 from ejkernel_pallas_tpu._problem import problem
-from ejkernel_pallas_tpu._sight import meetings
+from ejkernel_pallas_tpu._sight import FIRST, LAST, SEEN, WHOLE, is_set, meetings, passing, staying
 
 
 def arguments(q_length=700, k_length=900, batch=1, **given):
@@ -68,25 +68,59 @@ def test_all_that_is_seen_is_fetched_and_little_else(name, blocks, by_keys):
     every = (seen | ~real[..., None, None]).all((2, 4))
     if by_keys:
         some, every = some.swapaxes(1, 2), every.swapaxes(1, 2)
-    table = np.asarray(sight.table).reshape(sight.rows, sight.blocks, 4)
     for batch in range(len(some)):
-        for block in range(sight.blocks):
-            first, count, whole, whole_end = table[batch if sight.rows > 1 else 0, block]
-            needed = np.flatnonzero(some[batch, block])
-            fetched = range(first, first + count)
+        word = words(sight, batch)
+        block, other = staying(word), passing(word)
+        for b in range(some.shape[1]):
+            here = (block == b) & is_set(word, SEEN)
+            needed, fetched = np.flatnonzero(some[batch, b]), np.asarray(other[here])
             assert {*needed} <= {*fetched}
-            assert count <= sight.steps
-            assert every[batch, block, whole:whole_end].all()
-            if len(needed) and name not in ("segments", "packed"):  # of those, a hull
-                assert (first, first + count) == (needed[0], needed[-1] + 1)
+            assert len({*fetched}) == len(fetched)
+            assert every[batch, b, np.asarray(other[here & is_set(word, WHOLE)])].all()
+            if name not in ("segments", "packed"):  # of those, the span between the lowest and the highest
+                assert [*needed] == [*fetched]
             if sight.masked == "never":
-                assert every[batch, block, list(fetched)].all()
+                assert every[batch, b, fetched].all()
+
+
+def words(sight, batch):
+    return sight.table.reshape(sight.rows, sight.steps)[batch if sight.rows > 1 else 0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_block_has_a_first_and_a_last_step(name):
+    a = CASES[name]
+    word = words(meetings(a, problem(a, 128, 128)).from_queries(), 0)
+    block = np.asarray(staying(word))
+    assert [*block] == sorted(block)
+    assert {*block} == {*range(6 if a["query"].shape[1] == 700 else -(-a["query"].shape[1] // 128))}
+    changes = np.r_[True, block[1:] != block[:-1]]
+    assert [*np.asarray(is_set(word, FIRST))] == [*changes]
+    assert [*np.asarray(is_set(word, LAST))] == [*changes[1:], True]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plane_says_who_meets(name):
+    """In the order of rows, what is to be there changes only where somebody is met."""
+    a = CASES[name]
+    p = problem(a, 128, 128)
+    plane = meetings(a, p).everywhere()
+    some = tiles(a, p).any((2, 4))
+    for batch in range(plane.rows):
+        for i in range(p.q_count):
+            word = np.asarray([plane.word(plane.table, batch, i, j) for j in range(p.k_count)])
+            met = (word & 1).astype(bool)
+            assert (met | ~some[batch, i]).all()
+            assert [*(word >> 1)[met]] == [*np.flatnonzero(met)]
+            changed = np.flatnonzero((word >> 1)[1:] != (word >> 1)[:-1]) + 1
+            assert met[changed].all()
 
 
 def test_a_window_makes_a_short_grid():
     a = CASES["narrow window"]
-    assert meetings(a, problem(a, 128, 128)).from_queries().steps == 2
-    assert meetings(a, problem(a, 128, 128)).from_keys().steps == 2
+    # Of 16 blocks, the first sees itself, and the others the one before them, too.
+    assert meetings(a, problem(a, 128, 128)).from_queries().steps == 31
+    assert meetings(a, problem(a, 128, 128)).from_keys().steps == 31
 
 
 def test_nothing_to_mask_is_known_while_tracing():
@@ -94,12 +128,18 @@ def test_nothing_to_mask_is_known_while_tracing():
     assert meetings(a, problem(a, 256, 256)).from_queries().masked == "never"
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_behind_the_last_block_the_last_one_stays(name):
-    a = CASES[name]
+def test_causality_makes_a_triangle():
+    a = arguments(1024, 1024, causal=True)
     sight = meetings(a, problem(a, 128, 128)).from_queries()
-    table = np.asarray(sight.table).reshape(sight.rows, sight.blocks, 4)
-    for block in range(sight.blocks):
-        first, count = table[0, block, :2]
-        places = [int(sight.place(sight.table, 0, block, step)) for step in range(sight.steps)]
-        assert places == [first + min(step, max(count - 1, 0)) for step in range(sight.steps)]
+    assert sight.steps == 36
+    assert [(int(staying(w)), int(passing(w))) for w in sight.table[:4]] == [(0, 0), (1, 0), (1, 1), (2, 0)]
+
+
+def test_where_nothing_is_seen_any_more_the_last_block_stays():
+    a = CASES["segments"]
+    for sight in (meetings(a, problem(a, 128, 128)).from_queries(), meetings(a, problem(a, 128, 128)).from_keys()):
+        for batch in range(2):
+            word = words(sight, batch)
+            after = ~np.asarray(is_set(word, SEEN) | is_set(word, FIRST))
+            assert after.any()
+            assert (np.asarray(passing(word))[1:] == np.asarray(passing(word))[:-1])[after[1:]].all()
