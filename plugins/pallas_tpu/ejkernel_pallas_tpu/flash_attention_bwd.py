@@ -61,10 +61,12 @@ def config_space(inv: Invocation) -> Iterable[Config]:
 
 
 def _fused(inv: Invocation) -> list[Pass]:
-    """How the passes may be cut if they are one: not at all where there is but one of them."""
-    if "query" not in inv["wrt"] or not {"key", "value"} & {*inv["wrt"]}:
-        return []
-    return [Pass(*shape) for shape in _tuning.fitting(inv, "fused")]
+    """How the passes may be cut if they are one."""
+    return [Pass(*shape) for shape in _tuning.fitting(inv, "fused")] if _has_both_passes(inv) else []
+
+
+def _has_both_passes(inv: Invocation) -> bool:
+    return "query" in inv["wrt"] and not {"key", "value"}.isdisjoint(inv["wrt"])
 
 
 @hookimpl
@@ -99,7 +101,7 @@ def _by_kernels(inv: Invocation, cfg: Config, of: Any, interpret: Any) -> dict[s
 
     q_length, k_length = inv["query"].shape[1], inv["key"].shape[1]
     found: dict[str, jax.Array] = {}
-    if cfg.fused is not None and _fused(inv):
+    if cfg.fused is not None and _has_both_passes(inv):
         launched = _launched(fused, inv, cfg.fused, of, interpret, Meetings.from_queries)
         lengths = (q_length, k_length, k_length)
         found = {

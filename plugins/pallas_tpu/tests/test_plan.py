@@ -130,6 +130,23 @@ def test_a_configuration_that_asks_for_the_interpreter_gets_it():
     assert jnp.allclose(lse, right_lse, atol=1e-5)
 
 
+def test_a_call_may_be_interpreted_where_no_tpu_is():
+    query, key, value = jax.random.normal(jax.random.key(1), (3, 1, 200, 2, 16))
+    interpreted = Config(128, 128, interpret=True)
+    out, lse = core.call(FORWARD, query, key, value, causal=True, return_lse=True, cfg=interpreted)
+    right = core.call(FORWARD, query, key, value, causal=True, return_lse=True, backend="reference")
+    assert jnp.allclose(out, right[0], atol=1e-5)
+    d_out = jax.random.normal(jax.random.key(2), out.shape)
+    arrays = {"query": query, "key": key, "value": value, "out": out, "lse": lse, "d_out": d_out}
+    options = {"causal": True, "wrt": ("query", "key", "value")}
+    wanted = core.call(BACKWARD, **arrays, **options, backend="reference")
+    for fused in (None, flash_attention_bwd.Pass(128, 128)):
+        small = flash_attention_bwd.Pass(128, 128)
+        cfg = flash_attention_bwd.Config(fused, queries=small, keys=small, interpret=True)
+        found = core.call(BACKWARD, **arrays, **options, cfg=cfg)
+        assert all(jnp.allclose(x, y, atol=1e-5) for x, y in zip(found, wanted, strict=True))
+
+
 def test_every_block_that_is_offered_is_right():
     query, key = jax.random.normal(jax.random.key(0), (2, 1, 300, 1, 16))
     registry = interpreted_registry({"flash_attention.pallas_tpu": flash_attention})
