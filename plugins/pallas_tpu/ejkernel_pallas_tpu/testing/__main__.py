@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from . import _estimates, _fits, _sharded
 from ._compiler import TOPOLOGIES, Compiler
+from ._schedule import CHIPS
 
 MIB = 2**20
 BARS = {"forward": 1.05, "forward + backward": 1.10}
@@ -75,7 +76,7 @@ def main(given: Sequence[str] | None = None) -> int:
         wrong = sum(
             PARTS[part](compiler, generation)
             for part in asked.parts or ("fits", "sharded")
-            for generation in asked.generation or TOPOLOGIES
+            for generation in asked.generation or (CHIPS if part == "estimates" else TOPOLOGIES)
         )
     finally:
         compiler.stop()
