@@ -174,3 +174,14 @@ def test_gradients(row: Mapping[str, Any]) -> None:
         assert np.isfinite(gradients[name]).all(), name
     slope = sum(float(np.sum(gradients[name] * step[name])) for name in moving)
     assert slope == pytest.approx((moved(1) - moved(-1)) / 2, rel=1e-6, abs=1e-12)
+
+
+def test_no_mask_of_all_pairs_is_a_constant_of_the_program() -> None:
+    array = jax.ShapeDtypeStruct((1, 2048, 1, 8), "float32")
+
+    def attention(query: Any, key: Any, value: Any) -> Any:
+        options = {"causal": True, "sliding_window": (100, 0), "backend": "reference"}
+        return ejkernel_core.call("flash_attention", query, key, value, **options).sum()
+
+    for function in (attention, jax.grad(attention, (0, 1, 2))):
+        assert len(jax.jit(function).lower(array, array, array).as_text()) < 2048 * 2048 / 8

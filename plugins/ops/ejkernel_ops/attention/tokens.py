@@ -62,7 +62,8 @@ def visible(
     q_position: Any, k_position: Any, groups: tuple[Ids, ...], left: int | None, right: int | None
 ) -> jax.Array | None:
     """Which queries see which keys, (rows, queries, keys); None where everything sees everything."""
-    distance = k_position[:, None, :] - q_position[:, :, None]
+    # In JAX: what NumPy knows while tracing would be a constant of the program, as large as all pairs of tokens.
+    distance = jnp.asarray(k_position)[:, None, :] - jnp.asarray(q_position)[:, :, None]
     conditions = [(q_ids[:, :, None] == k_ids[:, None, :]) & (q_ids[:, :, None] > 0) for q_ids, k_ids in groups]
     if left is not None:
         conditions.append(distance >= -left)
@@ -73,7 +74,7 @@ def visible(
     seen = conditions[0]
     for condition in conditions[1:]:
         seen = seen & condition
-    return jnp.asarray(seen)
+    return seen
 
 
 def _sequence_ids(cum_seqlens: jax.Array, length: int) -> jax.Array:
