@@ -81,13 +81,9 @@ def tune(
     winner = contest.run()
     report(progress(finished=True))
     entries = _entries(entrants, winner)
-    notes = (
-        [f"checked against {contest.checked_against}"]
-        if contest.checked_against and not contest.notes
-        else contest.notes
-    )
+    checked = [f"checked against {contest.checked_against}"] if contest.checked_against else []
     records = () if winner is None else records_of(entries, _provenance(inv, entries))
-    return Tuned(inv.tuning_keys, str(inv), entries, records, time.monotonic() - started, tuple(notes))
+    return Tuned(inv.tuning_keys, str(inv), entries, records, time.monotonic() - started, (*checked, *contest.notes))
 
 
 def made(inv: Invocation) -> dict[str, jax.Array]:

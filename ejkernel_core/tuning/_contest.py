@@ -94,7 +94,7 @@ class Contest:
     report: Callable[[], None]
     num_warmup: int
     num_iters: int
-    #: Whose results the others were compared with, and what is still to be said.
+    #: Whose results the others were compared with, and why not the reference's; what is still to be said.
     checked_against: str = ""
     notes: list[str] = attrs.field(factory=list)
     _wanted: Any = None
@@ -159,9 +159,14 @@ class Contest:
             try:
                 with settings.entered():
                     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.inputs.values()]
-                    done.put((entrant, jax.jit(self._function(entrant)).lower(*avals).compile()))
+                    done.put((entrant, self._compiled(entrant, avals)))
             except BaseException as fault:  # whatever a configuration does, it is only this one that is out
                 done.put((entrant, fault))
+
+    def _compiled(self, entrant: Entrant, avals: Sequence[Any]) -> Callable[..., Any]:
+        # XLA's own tuning of products would take the reference's largest arrays longer than all else here.
+        options = {"xla_gpu_autotune_level": 0} if entrant.kernel is self.reference else {}
+        return jax.jit(self._function(entrant)).lower(*avals).compile(compiler_options=options)
 
     def _function(self, entrant: Entrant) -> Callable[..., Any]:
         def run(*arrays: Any) -> tuple[Any, ...]:
@@ -198,22 +203,24 @@ class Contest:
         self._wanted, self.checked_against = found, first.kernel.name
         if self.reference is None or self.reference.backend == first.backend:
             return
-        # It mostly takes part, and is compiled then.
-        taking_part = (e for e in self.entrants if e.kernel is self.reference and e.compiled is not None)
+        # It mostly takes part, and has been compiled then; or could not be.
+        taking_part = (e for e in self.entrants if e.kernel is self.reference and not e.is_settled)
         stand_in = next(taking_part, Entrant(self.reference, None))
-        wanted = self._attempt(stand_in, "running", lambda: self._reference_results(stand_in), 2 * SHARE)
+        wanted = None
+        if stand_in.reason is None:
+            wanted = self._attempt(stand_in, "running", lambda: self._reference_results(stand_in), 2 * SHARE)
         if wanted is not None:
             self._wanted, self.checked_against = wanted, self.reference.name
         else:
             self._is_unreferenced = True
-            self.notes.append(f"checked against {first.kernel.name}, because {self.reference.name}: {stand_in.reason}")
+            self.checked_against += f", because {self.reference.name}: {stand_in.reason}"
 
     def _reference_results(self, stand_in: Entrant) -> Any:
         if stand_in.compiled is not None:
             return self._results(stand_in)
         stand_in.cfg = stand_in.kernel.heuristic_cfg(self.inv)
         avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.inputs.values()]
-        stand_in.compiled = jax.jit(self._function(stand_in)).lower(*avals).compile()
+        stand_in.compiled = self._compiled(stand_in, avals)
         too_large = _too_large(stand_in.compiled, Settings.of(self.inv).device)
         if too_large:
             raise Unsupported(too_large)
@@ -259,7 +266,9 @@ class Contest:
         entrant.samples += self._attempt(entrant, "measuring", work) or []
 
     def _attempt(self, entrant: Entrant, doing: str, work: Callable[[], Any], share: float = SHARE) -> Any:
-        """What ``work`` returns; None, and the entrant is out, where it fails or takes longer than there is."""
+        """What ``work`` returns; None where it fails or takes longer than there is. Then the entrant is out; but if it
+        was measured before, its being late ends the contest: the device is busy with what was left behind.
+        """
         left = self.deadline - time.monotonic()
         if left <= 0:
             if not entrant.samples:
@@ -268,7 +277,12 @@ class Contest:
         try:
             return in_thread(work, left * share, Settings.of(self.inv))
         except StillRunningError:
-            entrant.reason = f"{OUT_OF_TIME}: still {doing} after {left * share:.2g} s; left behind in a thread"
+            late = f"still {doing} after {left * share:.2g} s; left behind in a thread"
+            if entrant.samples:
+                self.deadline = time.monotonic()
+                self.notes.append(f"ended early: {entrant.backend} {entrant.cfg} was {late}")
+            else:
+                entrant.reason = f"{OUT_OF_TIME}: {late}"
         except Exception as fault:  # as above
             entrant.reason = _told(doing, fault)
         return None

@@ -129,6 +129,7 @@ def _profiled(fn: Callable[..., Any], args: Sequence[Any], calls: int) -> list[f
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         options.host_tracer_level = 0
+        options.enable_hlo_proto = False  # the texts of all programs that are loaded would be written every time
         with _one_at_a_time:
             try:
                 jax.profiler.start_trace(folder, profiler_options=options)
