@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel_pallas_tpu._operands import Operand, by_queries, operands, statistics
-from ejkernel_pallas_tpu._pallas import Launch, Output, ids
+from ejkernel_pallas_tpu._pallas import Launch, Output, ids, output_by_queries
 from ejkernel_pallas_tpu._problem import Arguments, Problem
 from ejkernel_pallas_tpu._rows import Rows
 from ejkernel_pallas_tpu._sight import FIRST, LAST, Sight, is_set, passing, staying
@@ -48,14 +48,7 @@ def over_keys(a: Arguments, p: Problem, rows: Rows, sight: Sight) -> Launch:
         semantics=("parallel", "parallel", "arbitrary"),
         at=at,
         operands=all_operands(a, p, rows),
-        outputs={
-            "d_query": Output(
-                (p.batch, p.heads, p.q_count * p.q_block, p.dim),
-                jnp.dtype(p.dtype),
-                (None, None, p.q_block, p.dim),
-                lambda b, h, i, j: (b, h, i, 0),
-            )
-        },
+        outputs={"d_query": output_by_queries(p, p.dim)},
         scratch={"sums": (p.q_block, p.dim)},
     )
 

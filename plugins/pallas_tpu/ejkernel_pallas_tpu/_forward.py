@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel_pallas_tpu._operands import operands, sinks
-from ejkernel_pallas_tpu._pallas import Launch, Output, ids
+from ejkernel_pallas_tpu._pallas import Launch, Output, ids, output_by_queries
 from ejkernel_pallas_tpu._problem import LANES, LOG2E, LOWEST, Arguments, Problem
 from ejkernel_pallas_tpu._sight import FIRST, LAST, Sight, is_set, passing, staying
 from ejkernel_pallas_tpu._tile import inner, kept, logits, row, wide
@@ -26,7 +26,6 @@ def forward(a: Arguments, p: Problem, sight: Sight) -> Launch:
     made = operands(a, p)
     if p.sinks:
         made["sinks"] = sinks(a["softmax_aux"])
-    length = p.q_count * p.q_block
     return Launch(
         name="flash_attention",
         kernel=lambda table, seed, refs: _attend(p, sight, table, seed, refs),
@@ -35,14 +34,9 @@ def forward(a: Arguments, p: Problem, sight: Sight) -> Launch:
         at=at,
         operands=made,
         outputs={
-            "out": Output(
-                (p.batch, p.heads, length, p.v_dim),
-                jnp.dtype(p.dtype),
-                (None, None, p.q_block, p.v_dim),
-                lambda b, h, i, j: (b, h, i, 0),
-            ),
+            "out": output_by_queries(p, p.v_dim),
             "lse": Output(
-                (p.batch, p.heads, 1, length),
+                (p.batch, p.heads, 1, p.q_count * p.q_block),
                 jnp.dtype(jnp.float32),
                 (None, None, 1, p.q_block),
                 lambda b, h, i, j: (b, h, 0, i),

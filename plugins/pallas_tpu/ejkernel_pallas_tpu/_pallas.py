@@ -8,10 +8,12 @@ from typing import Any
 
 import attrs
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel_pallas_tpu._operands import At, Block, Operand, arrays, specs
+from ejkernel_pallas_tpu._problem import Problem
 
 #: Older versions have the second name.
 CompilerParams: Any = getattr(pltpu, "CompilerParams", None) or getattr(pltpu, "TPUCompilerParams", None)
@@ -28,6 +30,16 @@ class Output:
 
     def spec(self, at: At) -> pl.BlockSpec:
         return pl.BlockSpec(self.block, lambda *ids: self.place(*at(*ids)))
+
+
+def output_by_queries(p: Problem, dim: int) -> Output:
+    """(batch, heads, length, dim), a block of queries at a time."""
+    return Output(
+        (p.batch, p.heads, p.q_count * p.q_block, dim),
+        jnp.dtype(p.dtype),
+        (None, None, p.q_block, dim),
+        lambda b, h, i, j: (b, h, i, 0),
+    )
 
 
 @attrs.frozen(eq=False)

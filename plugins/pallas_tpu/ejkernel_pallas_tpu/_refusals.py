@@ -24,6 +24,11 @@ def check(inv: Invocation) -> None:
         )
     if generation(inv.device_kind) is None:
         raise Unsupported(f"the Pallas TPU kernels know {', '.join(KINDS)}; not {inv.device_kind}")
+    check_arguments(inv)
+
+
+def check_arguments(inv: Invocation) -> None:
+    """Raise where these arguments are not for these kernels, interpreted or not."""
     query, value = inv["query"], inv["value"]
     if str(query.dtype) not in DTYPES:
         raise Unsupported(

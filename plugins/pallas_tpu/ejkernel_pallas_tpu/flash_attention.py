@@ -12,7 +12,7 @@ from attrs.validators import in_, instance_of
 
 from ejkernel_core import Invocation, hookimpl
 from ejkernel_pallas_tpu import _tuning
-from ejkernel_pallas_tpu._refusals import check
+from ejkernel_pallas_tpu._refusals import check, check_arguments
 
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"tpu": 50}
@@ -56,6 +56,7 @@ def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, ja
     from ejkernel_pallas_tpu._problem import problem
     from ejkernel_pallas_tpu._sight import meetings
 
+    check_arguments(inv)  # an explicit configuration comes here unasked
     (batch, q_length, heads, _), v_dim = inv["query"].shape, inv["value"].shape[3]
     if 0 in (batch, q_length):
         return (

@@ -12,7 +12,7 @@ from attrs.validators import in_, instance_of, optional
 
 from ejkernel_core import Invocation, hookimpl
 from ejkernel_pallas_tpu import _tuning
-from ejkernel_pallas_tpu._refusals import check
+from ejkernel_pallas_tpu._refusals import check, check_arguments
 
 PLATFORMS = {"tpu": 50}
 COMPILERS = ("jaxlib",)
@@ -79,6 +79,7 @@ def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, ..
     """The same, ``interpret`` being Pallas' own word."""
     from ejkernel_pallas_tpu._rows import of_sinks, rows
 
+    check_arguments(inv)  # an explicit configuration comes here unasked
     wrt = inv["wrt"]
     if 0 in inv["query"].shape[:2] or (inv["d_out"] is None and inv["d_lse"] is None):
         return tuple(jnp.zeros_like(inv[name]) for name in wrt)

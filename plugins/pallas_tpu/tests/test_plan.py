@@ -147,6 +147,14 @@ def test_a_call_may_be_interpreted_where_no_tpu_is():
         assert all(jnp.allclose(x, y, atol=1e-5) for x, y in zip(found, wanted, strict=True))
 
 
+def test_an_interpreted_call_is_refused_what_the_kernels_do_not_do():
+    half = invocation(dtype="float16")
+    wide = invocation(dim=640)
+    for inv, reason in ((half, "not float16"), (wide, "head dims up to 512, not 640")):
+        with pytest.raises(core.Unsupported, match=reason):
+            flash_attention.run_backend(inv, Config(interpret=True))
+
+
 def test_every_block_that_is_offered_is_right():
     query, key = jax.random.normal(jax.random.key(0), (2, 1, 300, 1, 16))
     registry = interpreted_registry({"flash_attention.pallas_tpu": flash_attention})
