@@ -13,12 +13,10 @@ from attrs.validators import in_, instance_of
 from ejkernel_core import Invocation, hookimpl
 from ejkernel_triton import _jax_triton, _problem, _tuning
 from ejkernel_triton._refusals import check
+from ejkernel_triton._rows import Rows, of_sinks
 
 PLATFORMS = {"gpu": 50}
 COMPILERS = ("triton", "jax-triton")
-
-LOG2E = 1.4426950408889634
-LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 @attrs.frozen
@@ -66,13 +64,13 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
     found = {name: jnp.zeros_like(inv[name]) for name in wrt}
     if 0 in inv["query"].shape or (inv["d_out"] is None and inv["d_lse"] is None):
         return tuple(found.values())
-    inv, rows = _problem.aligned(inv), _Rows.of(inv)
+    inv, rows = _problem.aligned(inv), Rows.of(inv)
     if "softmax_aux" in wrt:
-        found["softmax_aux"] = _sinks(inv, rows)
+        found["softmax_aux"] = of_sinks(inv, rows)
     if 0 in inv["key"].shape:  # the sinks are all there is
         return tuple(found[name].astype(inv[name].dtype) for name in wrt)
     if "query" in wrt and not cfg.atomics:
-        found["query"] = _query(inv, rows, cfg.queries)
+        found["query"] = of_queries(inv, rows, cfg.queries)
     if "key" in wrt or "value" in wrt or ("query" in wrt and cfg.atomics):
         found |= zip(("key", "value", "query"), _over_queries(inv, rows, cfg.keys, cfg.atomics), strict=False)
     if "bias" in wrt:
@@ -80,33 +78,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
     return tuple(found[name].astype(inv[name].dtype) for name in wrt)
 
 
-@attrs.frozen(eq=False)
-class _Rows:
-    """What every row brings to the passes."""
-
-    d_out: jax.Array
-    #: The log-sum-exp in units of log2; inf where a row saw nothing, so that its weights are 0.
-    top: jax.Array
-    #: The gradient of a logit is weight * (d_weight - shift): the softmax's own part of it, the sum of
-    #: weight * d_weight over the row, is out . d_out, with dropout too; the log-sum-exp's own gradient comes off it.
-    shift: jax.Array
-
-    @classmethod
-    def of(cls, inv: Invocation) -> _Rows:
-        lse, d_out, d_lse = inv["lse"], inv["d_out"], inv["d_lse"]
-        nothing = lse == -jnp.inf
-        shift = jnp.zeros(lse.shape, jnp.float32)
-        if d_out is not None:
-            shift = (d_out.astype(jnp.float32) * inv["out"].astype(jnp.float32)).sum(-1).transpose(0, 2, 1)
-        if d_lse is not None:
-            # Whatever arrives at a row whose log-sum-exp is -inf, and be it NaN, moves nothing.
-            shift = shift - jnp.where(nothing, 0, d_lse)
-        d_out = jnp.zeros_like(inv["out"]) if d_out is None else d_out
-        top = jnp.where(nothing, jnp.inf, jnp.maximum(lse * LOG2E, LOWEST / 2))
-        return cls(d_out.astype(inv["out"].dtype), top, shift)
-
-
-def _query(inv: Invocation, rows: _Rows, cut: Pass) -> jax.Array:
+def of_queries(inv: Invocation, rows: Rows, cut: Pass) -> jax.Array:
     from ejkernel_triton._backward import sum_over_keys
 
     query = inv["query"]
@@ -127,7 +99,7 @@ def _query(inv: Invocation, rows: _Rows, cut: Pass) -> jax.Array:
     return found[0]
 
 
-def _over_queries(inv: Invocation, rows: _Rows, cut: Pass, atomics: bool) -> tuple[jax.Array, ...]:
+def _over_queries(inv: Invocation, rows: Rows, cut: Pass, atomics: bool) -> tuple[jax.Array, ...]:
     """The gradients of keys and values, and by atomics of queries."""
     from ejkernel_triton._backward import sum_over_queries
 
@@ -157,7 +129,7 @@ def _over_queries(inv: Invocation, rows: _Rows, cut: Pass, atomics: bool) -> tup
 def _launch(
     kernel: Any,
     inv: Invocation,
-    rows: _Rows,
+    rows: Rows,
     cut: Pass,
     extremes: Any,
     count: int,
@@ -191,7 +163,7 @@ def _launch(
     )
 
 
-def _shared(inv: Invocation, rows: _Rows) -> tuple[jax.Array | None, ...]:
+def _shared(inv: Invocation, rows: Rows) -> tuple[jax.Array | None, ...]:
     """What every pass begins with."""
     return (
         *(inv["query"], inv["key"], inv["value"], rows.d_out, rows.top, rows.shift),
@@ -199,7 +171,7 @@ def _shared(inv: Invocation, rows: _Rows) -> tuple[jax.Array | None, ...]:
     )
 
 
-def _bias(inv: Invocation, rows: _Rows, cut: Pass) -> jax.Array:
+def _bias(inv: Invocation, rows: Rows, cut: Pass) -> jax.Array:
     from ejkernel_triton._backward import sum_into_bias
 
     bias = inv["bias"]
@@ -233,10 +205,3 @@ def _bias(inv: Invocation, rows: _Rows, cut: Pass) -> jax.Array:
     )
     over = tuple(axis for axis in (0, 1) if found.shape[axis] != bias.shape[axis])
     return found.sum(over, keepdims=True)
-
-
-def _sinks(inv: Invocation, rows: _Rows) -> jax.Array:
-    # A sink is one more weight of every row, with no value and so no d_weight: one sink at a time, for memory's sake.
-    sinks = inv["softmax_aux"].astype(jnp.float32) * LOG2E
-    each = jax.lax.map(lambda sink: -(jnp.exp2(sink[:, None] - rows.top) * rows.shift).sum((0, 2)), sinks.T)
-    return each.T
