@@ -8,6 +8,7 @@ all           -                   importing it deletes TRITON_CACHE_DIR from the
 0.4           triton 3.6          a name is missing in Triton's driver: jax-triton takes CUDA for not available
 0.4.0, 0.4.1  jax 0.12 and later  its rule for dead code takes two arguments where JAX passes three
 to 0.4.1      all                 warp-specialised kernels are launched with fewer threads than Triton compiled them for
+to 0.4.1      all                 Gluon kernels go through the passes for Triton, which rewrite them, or fail
 all           no CUDA plugin      lowering for CUDA needs classes of the plugin: `_portable` has them in plain Python
 ============  ==================  =====================================================================================
 
@@ -16,6 +17,7 @@ Nothing is imported before a kernel is called. ``missing`` asks the metadata of 
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import os
@@ -138,6 +140,7 @@ def _load() -> ModuleType:
                 _admit_cuda(library)
             if (0, 4) <= version() <= _LAST_SEEN:
                 _keep_what_is_called(library)
+                _leave_gluon_as_it_is(library)
             _loaded = jax_triton
         return _loaded
 
@@ -256,6 +259,25 @@ def _keep_what_is_called(library: Any) -> None:
 def _keep(used_outs: Any, *more: Any) -> tuple[list[bool], Any]:
     equation = more[-1]
     return [True] * len(equation.invars), equation
+
+
+def _leave_gluon_as_it_is(library: Any) -> None:
+    """A Gluon kernel says itself what lies where and what runs beside what: Triton's compiler has passes of its own for
+    it, which change nothing of that.
+    """
+    compile_in_place = library.compile_ttir_inplace
+    if isinstance(compile_in_place, functools.partial):
+        return
+    library.compile_ttir_inplace = functools.partial(_compiled, compile_in_place)
+
+
+def _compiled(compile_in_place: Any, module: Any, backend: Any, *rest: Any) -> Any:
+    # What Triton's own kernels get from their first pass, Gluon's have from the beginning.
+    if module.get_int_attr("ttg.num-warps") is not None:
+        backend = copy.copy(backend)
+        backend.make_ttir = lambda module, *rest: module
+        backend.make_ttgir = backend.gluon_to_ttgir
+    return compile_in_place(module, backend, *rest)
 
 
 def _capability(pair: tuple[int, int]) -> int:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel_triton import _jax_triton, _portable
+from ejkernel_triton.testing import compiled_for
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -397,3 +398,35 @@ def test_what_the_portable_way_cannot_do_is_told():
         _portable.create_scalar_parameter(1, "i8")
     with pytest.raises(RuntimeError, match="takes jaxlib's CUDA plugin"):
         _portable.get_serialized_metadata(b"")
+
+
+def _turned_round_and_back():
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+
+    @gluon.jit
+    def kernel(x, out):
+        along: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+        across: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
+        rows = gl.arange(0, 64, gl.SliceLayout(1, along))[:, None]
+        at = rows * 64 + gl.arange(0, 64, gl.SliceLayout(0, along))[None, :]
+        tile = gl.convert_layout(gl.load(x + at), across) * 2.0
+        gl.store(out + at, gl.convert_layout(tile, along))
+
+    return kernel
+
+
+@pytest.mark.skipif(not NEW, reason="Gluon kernels need jax-triton 0.4")
+def test_what_a_gluon_kernel_says_of_layouts_is_not_rewritten():
+    tile = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+    def call(x):
+        return _jax_triton.call(
+            _turned_round_and_back(), [x], [tile], grid=(1,), constants={}, num_warps=4, num_stages=1,
+            compute_capability=(9, 0),
+        )  # fmt: skip
+
+    (kernel,) = compiled_for("NVIDIA H200", call, tile)
+    # Through shared memory and back: Triton's passes see that this is for nothing.
+    assert kernel.shared_memory >= 64 * 64 * 4
+    assert kernel.count("st.shared") > 0
