@@ -48,10 +48,7 @@ def select_config(inv: Invocation, candidates: Sequence[Candidate], scope: Scope
 
 @hookspec
 def config_selected(inv: Invocation, choice: Choice) -> None:
-    """Remember what was measured for this call: ``choice.record``. Optional. Nothing else is ever told.
-
-    Of a contest everybody is told the winner, and then the best of each backend that is slower.
-    """
+    """Remember what was measured for this call: ``choice.record``. Optional. Nothing else is ever told."""
 
 
 @hookspec(firstresult=True)

@@ -23,7 +23,7 @@ from ejkernel_core._registry import Registry
 from ._autotune import SEED, check_tunable, tune
 from ._contest import Settings, in_thread
 from ._result import Tuned, TuningResult
-from ._tuner import announce, remembered
+from ._tuner import announce, choice_of
 
 DIRECTIONS = ("forward", "backward", "both")
 
@@ -162,7 +162,7 @@ def _contest(
     report = functools.partial(announce, registry.policies(scope))
     tuned = tune(inv, candidates, budget_s, inputs, configs, report, calls=calls)
     if remember and tuned.records:
-        remembered(inv, tuned, scope)
+        registry.learn(inv, choice_of(tuned), scope)
     return TuningResult((tuned,))
 
 

@@ -40,6 +40,8 @@ SHARE = 0.25
 TURNS = 4
 #: A configuration has to beat the heuristic's by this much: otherwise there is no reason to leave it.
 MARGIN = 0.02
+#: How many times as long as it takes a measurement may last before it is a hang; and what a profile takes beside.
+PATIENCE, PROFILE_S = 10.0, 3.0
 #: How the reasons begin that say nothing about the configuration.
 OUT_OF_TIME = "out of time"
 #: The part of the budget in which everything has to be compiled.
@@ -159,16 +161,9 @@ class Contest:
             try:
                 with settings.entered():
                     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.inputs.values()]
-                    done.put((entrant, self._compiled(entrant, avals)))
+                    done.put((entrant, jax.jit(self._function(entrant)).lower(*avals).compile()))
             except BaseException as fault:  # whatever a configuration does, it is only this one that is out
                 done.put((entrant, fault))
-
-    def _compiled(self, entrant: Entrant, avals: Sequence[Any]) -> Callable[..., Any]:
-        # XLA's own tuning of products would take the reference's largest arrays longer than all else here.
-        options: Any = None
-        if self.inv.platform == "gpu" and entrant.kernel is self.reference:
-            options = {"xla_gpu_autotune_level": "0"}
-        return jax.jit(self._function(entrant)).lower(*avals).compile(options)
 
     def _function(self, entrant: Entrant) -> Callable[..., Any]:
         def run(*arrays: Any) -> tuple[Any, ...]:
@@ -206,8 +201,9 @@ class Contest:
         if self.reference is None or self.reference.backend == first.backend:
             return
         # It mostly takes part, and has been compiled then; or could not be.
-        taking_part = (e for e in self.entrants if e.kernel is self.reference and not e.is_settled)
-        stand_in = next(taking_part, Entrant(self.reference, None))
+        taking_part = [e for e in self.entrants if e.kernel is self.reference and not e.is_settled]
+        ready = [e for e in taking_part if e.compiled is not None and e.reason is None]
+        stand_in = (ready or taking_part or [Entrant(self.reference, None)])[0]
         wanted = None
         if stand_in.reason is None:
             wanted = self._attempt(stand_in, "running", lambda: self._reference_results(stand_in), 2 * SHARE)
@@ -222,7 +218,7 @@ class Contest:
             return self._results(stand_in)
         stand_in.cfg = stand_in.kernel.heuristic_cfg(self.inv)
         avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.inputs.values()]
-        stand_in.compiled = self._compiled(stand_in, avals)
+        stand_in.compiled = jax.jit(self._function(stand_in)).lower(*avals).compile()
         too_large = _too_large(stand_in.compiled, Settings.of(self.inv).device)
         if too_large:
             raise Unsupported(too_large)
@@ -265,11 +261,15 @@ class Contest:
                 entrant.batch = _timing.batch_size(compiled, arrays)
             return [_timing.seconds(compiled, arrays, entrant.batch) * 1e3 for _ in range(calls)]
 
-        entrant.samples += self._attempt(entrant, "measuring", work) or []
+        takes = calls * max(1, entrant.batch) * entrant.milliseconds * 1e-3 if entrant.samples else 0.0
+        entrant.samples += self._attempt(entrant, "measuring", work, takes=takes) or []
 
-    def _attempt(self, entrant: Entrant, doing: str, work: Callable[[], Any], share: float = SHARE) -> Any:
-        """What ``work`` returns; None where it fails or takes longer than there is. Then the entrant is out; but if it
-        was measured before, its being late ends the contest: the device is busy with what was left behind.
+    def _attempt(
+        self, entrant: Entrant, doing: str, work: Callable[[], Any], share: float = SHARE, takes: float = 0.0
+    ) -> Any:
+        """What ``work`` returns; None where it fails or takes longer than there is. Then the entrant is out; but not if
+        it ``takes`` about as many seconds as there are, by what was measured before: then the contest is over, because
+        the device is busy with what was left behind.
         """
         left = self.deadline - time.monotonic()
         if left <= 0:
@@ -280,7 +280,7 @@ class Contest:
             return in_thread(work, left * share, Settings.of(self.inv))
         except StillRunningError:
             late = f"still {doing} after {left * share:.2g} s; left behind in a thread"
-            if entrant.samples:
+            if takes and left * share < PATIENCE * takes + (PROFILE_S if self.inv.platform == "gpu" else 0.0):
                 self.deadline = time.monotonic()
                 self.notes.append(f"ended early: {entrant.backend} {entrant.cfg} was {late}")
             else:
@@ -350,12 +350,12 @@ def in_thread(work: Callable[[], Any], seconds: float | None, settings: Settings
 #: Threads that were not waited for. A thread that comes back from XLA while Python ends takes the process down, so the
 #: end waits for them: for a while, because what hangs for ever does not come back.
 _left_behind: list[threading.Thread] = []
-PATIENCE_S = 10.0
+LAST_WAIT_S = 10.0
 
 
 @atexit.register
 def _wait_for_left_behind() -> None:
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + LAST_WAIT_S
     for thread in _left_behind:
         thread.join(max(0.0, until - time.monotonic()))
 

@@ -83,9 +83,13 @@ class Tuner:
             announce(chain, Progress(inv, (), 0.0, policy.budget_s, finished=True))  # nobody need wait for it
             raise
         if not tuned.records:
+            # What was found out is nothing to go on from.
+            announce(chain, Progress(inv, (), 0.0, policy.budget_s, finished=True))
             raise Unsupported(f"nothing could be measured:\n{tuned}")
         # Everybody is told before the others go on: whoever comes next finds it.
-        return attrs.evolve(remembered(inv, tuned, scope), measured=False)
+        choice = choice_of(tuned)
+        inv.registry.learn(inv, choice, scope)
+        return attrs.evolve(choice, measured=False)
 
 
 def _earlier(chain: pluggy.PluginManager, inv: Invocation, scope: Scope) -> Earlier:
@@ -103,15 +107,10 @@ def _found_meanwhile(inv: Invocation, candidates: Sequence[Candidate], scope: Sc
     return choice if choice.record is not None else None
 
 
-def remembered(inv: Invocation, tuned: Tuned, scope: Scope) -> Choice:
-    """The winner of a contest that has one, after everybody was told of it, and then of the best of other backends:
-    who names one of these need not measure it again.
-    """
-    assert inv.registry is not None
-    choices = [Choice(r.backend or "", r.cfg, "autotuned", tuned.keys[0], r, measured=True) for r in tuned.records]
-    for choice in choices:
-        inv.registry.learn(inv, choice, scope)
-    return choices[0]
+def choice_of(tuned: Tuned) -> Choice:
+    """The winner of a contest that has one, as a policy says it."""
+    record = tuned.records[0]
+    return Choice(record.backend or "", record.cfg, "autotuned", tuned.keys[0], record, measured=True)
 
 
 class _Flight:

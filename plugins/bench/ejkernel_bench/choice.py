@@ -5,13 +5,13 @@ Two contenders that come to the same kernels with the same configurations are on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
 from ejkernel_core import policy_override
 
-from ._contenders import PASSES, compiled
+from ._contenders import PASSES, Results, compiled
 from ._problem import Problem, plans, through_core
 from ._report import Bar, Report, Table
 from ._timing import in_bursts
@@ -35,17 +35,14 @@ def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
 def compare(problems: Sequence[Problem], backends: Sequence[str], rounds: int) -> Report:
     """One row a problem and pass: the choice's time, and that of each backend with its own tuned configuration."""
     rows, bars = [], []
-    with nothing_remembered(), policy_override(autotune=True, budget_s=BUDGET_S):
+    with policy_override(autotune=True, budget_s=BUDGET_S):
         for problem in problems:
             arrays, extras = problem.arrays(), problem.extras()
             who: dict[str, str | None] = {"chosen": None, **{backend: backend for backend in backends}}
+            tuned = {label: _tuned(problem, backend, arrays, extras) for label, backend in who.items()}
             for name in PASSES:
-                programs, runs = {}, {}
-                for label, backend in who.items():
-                    run = compiled(through_core(problem, backend), name, arrays, extras)
-                    jax.block_until_ready(run())  # whoever is first is tuned here, and so has a plan
-                    programs[label] = _program(problem, backend, name)
-                    runs[programs[label]] = run
+                programs = {label: passes[name][0] for label, passes in tuned.items()}
+                runs = dict(passes[name] for passes in tuned.values())
                 times = in_bursts(runs, rounds, SECONDS)
                 seconds = {label: times[program].median for label, program in programs.items()}
                 ratio = seconds["chosen"] / min(seconds[backend] for backend in backends)
@@ -54,6 +51,19 @@ def compare(problems: Sequence[Problem], backends: Sequence[str], rounds: int) -
                 bars.append(Bar(f"{problem}, {name}: chosen / best", ratio, BAR, "times"))
     columns = ("", *who, "chosen / best", "chosen")
     return Report("choice", [Table(f"milliseconds, medians of {rounds} rounds in turn", columns, rows)], bars)
+
+
+def _tuned(
+    problem: Problem, backend: str | None, arrays: tuple[jax.Array, ...], extras: Mapping[str, jax.Array]
+) -> dict[str, tuple[str, Callable[[], Results]]]:
+    """For each pass which kernels run, and one run of them: tuned alone, whatever others have found."""
+    found = {}
+    with nothing_remembered():
+        for name in PASSES:
+            run = compiled(through_core(problem, backend), name, arrays, extras)
+            jax.block_until_ready(run())  # it is tuned here, and so has a plan
+            found[name] = _program(problem, backend, name), run
+    return found
 
 
 def _program(problem: Problem, backend: str | None, name: str) -> str:

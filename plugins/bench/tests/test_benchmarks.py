@@ -447,7 +447,8 @@ def test_a_choice_is_measured_against_what_it_is_made_from(monkeypatch):
     for row, bar in zip(table.rows, report.bars, strict=True):
         assert row[4] == bar.measured == pytest.approx(row[1] / min(row[2:4]))
         assert row[5].startswith(("flash_attention.xla Config(", "flash_attention.reference Config("))
-        assert row[1] in row[2:4] or " and " in row[5]  # the same program is not measured twice
+        if row[0].endswith(", forward"):
+            assert row[1] in row[2:4]  # the same program is not measured twice
     assert len(tuning.ejkernel_core.registry.memory) == 0
 
 

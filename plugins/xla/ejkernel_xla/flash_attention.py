@@ -35,12 +35,12 @@ def heuristic_cfg(inv: Invocation) -> Config:
 
 @hookimpl
 def config_space(inv: Invocation) -> Iterable[Config]:
-    """CuDNN where it is exact, else the heuristic's blocks with their neighbours."""
+    """CuDNN where it is exact, and the heuristic's blocks; with their neighbours where these may win."""
     first = blocks(inv, inv.platform, cpu=(512, 256))
-    if inv.platform == "gpu" and _cudnn.refusal(inv) is None:
-        # Blocks are several times slower, and take longest to compile: one is enough to see it where it is not so.
-        return [Config("cudnn"), Config("blockwise", *first)]
-    return [Config("blockwise", *pair) for pair in nearby(inv, first)]
+    if inv.platform != "gpu" or _cudnn.refusal(inv) is not None:
+        return [Config("blockwise", *pair) for pair in nearby(inv, first)]
+    pairs = [first] if inv["query"].shape[1] >= _cudnn.LONG else nearby(inv, first)
+    return [Config("cudnn"), *(Config("blockwise", *pair) for pair in pairs)]
 
 
 @hookimpl
