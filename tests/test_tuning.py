@@ -332,6 +332,13 @@ def test_where_nobody_can_be_measured_the_heuristic_is_taken() -> None:
     assert any("nothing could be measured" in verdict.reason for verdict in plan.verdicts)
 
 
+def test_of_a_contest_without_a_winner_nothing_is_kept() -> None:
+    fresh, heard = registry(heuristic="fast", reference=False), []
+    fresh.register(listener(heard), "listener")
+    tuned_call(fresh, budget_s=1e-6)
+    assert (heard[-1].finished, heard[-1].entries) == (True, ())
+
+
 def test_a_wrong_heuristic_does_not_win_either() -> None:
     tuned = contest(registry("fast", heuristic="wrong"))
     assert tuned.best.cfg == Config("fast")

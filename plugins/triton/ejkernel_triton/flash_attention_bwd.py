@@ -79,6 +79,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
 
 
 def of_queries(inv: Invocation, rows: Rows, cut: Pass) -> jax.Array:
+    """The gradient of queries."""
     from ejkernel_triton._backward import sum_over_keys
 
     query = inv["query"]

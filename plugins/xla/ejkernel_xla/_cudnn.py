@@ -8,14 +8,16 @@ use of it is in `_library`, which refuses what it does not recognise.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel_core import Invocation
 from ejkernel_ops.attention.tokens import band
+from ejkernel_xla._blocks import nearby
 
 Forward = Callable[..., tuple[jax.Array, jax.Array]]
 Backward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
@@ -28,8 +30,19 @@ NO_FEATURE = {
     "softmax_aux": "sink logits",
     "logits_soft_cap": "a soft cap",
 }
-#: From so many queries on, blocks in plain XLA were 11 to 21 times slower on an H200, and take longest to compile.
+#: From so many queries on, blocks in plain XLA were 8 to 21 times slower on an H200, and take longest to compile.
 LONG = 4096
+
+
+def beside_blocks(inv: Invocation, first: tuple[int, int]) -> Iterator[tuple[Any, ...]]:
+    """What is worth measuring, as the arguments of a configuration: cuDNN where it is exact; blocks, of which the
+    neighbours of the first can win where cuDNN is not, or queries are few.
+    """
+    exact = inv.platform == "gpu" and refusal(inv) is None
+    if exact:
+        yield ("cudnn",)
+    for pair in [first] if exact and inv["query"].shape[1] >= LONG else nearby(inv, first):
+        yield ("blockwise", *pair)
 
 
 def refusal(arguments: Mapping[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ from attrs.validators import ge, in_, instance_of
 
 from ejkernel_core import Invocation, Unsupported, hookimpl
 from ejkernel_xla import _blockwise_bwd, _cudnn
-from ejkernel_xla._blocks import blocks, nearby
+from ejkernel_xla._blocks import blocks
 
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"cpu": 10, "gpu": 10, "tpu": 10}
@@ -36,11 +36,7 @@ def heuristic_cfg(inv: Invocation) -> Config:
 @hookimpl
 def config_space(inv: Invocation) -> Iterable[Config]:
     """CuDNN where it is exact, and the heuristic's blocks; with their neighbours where these may win."""
-    first = blocks(inv, inv.platform, cpu=(1024, 128))
-    if inv.platform != "gpu" or _cudnn.refusal(inv) is not None:
-        return [Config("blockwise", *pair) for pair in nearby(inv, first)]
-    pairs = [first] if inv["query"].shape[1] >= _cudnn.LONG else nearby(inv, first)
-    return [Config("cudnn"), *(Config("blockwise", *pair) for pair in pairs)]
+    return [Config(*how) for how in _cudnn.beside_blocks(inv, blocks(inv, inv.platform, cpu=(1024, 128)))]
 
 
 @hookimpl

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,6 +132,20 @@ def test_the_space_has_the_heuristic_and_its_neighbours(module: Any) -> None:
     for bad in ({"q_block": 0}, {"kv_block": 2.5}, {"implementation": "fast"}):
         with pytest.raises((ValueError, TypeError)):
             module.Config(**bad)
+
+
+@pytest.mark.parametrize("module", [flash_attention, flash_attention_bwd])
+def test_beside_an_exact_cudnn_few_blocks_are_offered_for_long_calls(module: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(_cudnn, "refusal", lambda arguments: None)
+
+    def space(length: int) -> list[str]:
+        arrays = {n: jax.ShapeDtypeStruct((1, length, 8, 64), jnp.bfloat16) for n in ("query", "key", "value")}
+        inv = attrs.evolve(invocation(**arrays), platform="gpu")
+        assert module.heuristic_cfg(inv) == module.Config("cudnn")
+        return [cfg.implementation for cfg in module.config_space(inv)]
+
+    assert space(4096) == ["cudnn", "blockwise"]
+    assert space(4095)[:3] == ["cudnn", "blockwise", "blockwise"]
 
 
 def test_blocks_follow_the_window_and_the_heads() -> None:
