@@ -59,6 +59,8 @@ def _differentiable(asked: Request) -> Any:
         moving = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
         if not wanted or all(ct is None for ct in moving):
             return (None,) * len(arrays)
+        # JAX gave the dict back in the order of its keys. In that of the arguments it has the key that tuning stored.
+        wanted = {name: wanted[name] for name in asked.arrays if name in wanted}
         gradients = _gradients(asked, arrays, results, moving, wanted)
         typed = {name: sharded_like(gradient, wanted[name]) for name, gradient in gradients.items()}
         return tuple(typed.get(name) for name in asked.arrays)

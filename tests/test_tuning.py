@@ -658,6 +658,13 @@ def test_autotune_measures_both_directions_and_is_remembered(attention: Any) -> 
         _ = result.cfg
 
 
+def test_what_autotune_stored_for_gradients_is_what_they_look_for(attention: Any) -> None:
+    autotune("flash_attention", *attention, direction="both", num_iters=3)
+    with ejkernel_core.policy_override(mode="error_on_miss"):
+        loss = jax.jit(lambda *arrays: ejkernel_core.call("flash_attention", *arrays).sum())
+        jax.grad(loss, argnums=(0, 1, 2))(*attention)
+
+
 def test_autotune_narrows_as_it_is_told(attention: Any) -> None:
     usual = ejkernel_core.plan("flash_attention", *attention).cfg
     configs = [attrs.evolve(usual, q_block=16), attrs.evolve(usual, kv_block=16)]
