@@ -41,7 +41,7 @@ def beside_blocks(inv: Invocation, first: tuple[int, int]) -> Iterator[tuple[Any
     exact = inv.platform == "gpu" and refusal(inv) is None
     if exact:
         yield ("cudnn",)
-    for pair in [first] if exact and inv["query"].shape[1] >= LONG else nearby(inv, first):
+    for pair in [first] if exact and inv["query"].shape[1] >= LONG else nearby(inv, inv.platform, first):
         yield ("blockwise", *pair)
 
 

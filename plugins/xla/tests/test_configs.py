@@ -157,4 +157,6 @@ def test_blocks_follow_the_window_and_the_heads() -> None:
     assert of(64) == (128, 256)
     assert of(1, sliding_window=(255, 0), causal=True) == (128, 128)
     short = invocation(**{n: jax.ShapeDtypeStruct((1, 20, 1, 64), jnp.float32) for n in ("query", "key", "value")})
-    assert list(nearby(short, (512, 256))) == [(512, 256)]
+    assert list(nearby(short, "cpu", (512, 256))) == [(512, 256)]
+    long = invocation(**{n: jax.ShapeDtypeStruct((1, 8192, 1, 64), jnp.float32) for n in ("query", "key", "value")})
+    assert list(nearby(long, "gpu", (1024, 1024))) == [(1024, 1024), (2048, 2048), (512, 512)]
