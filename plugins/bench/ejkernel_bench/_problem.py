@@ -133,16 +133,11 @@ def with_gradients(attention: Attention) -> Attention:
     return both
 
 
-def plans(problem: Problem, backend: str | None) -> list[Any]:
-    """What the core does about the problem, forward and backward."""
+def chosen(problem: Problem, backend: str | None) -> str:
+    """The kernels that the core takes for the problem, forward and backward."""
     packed = problem.sequences is not None
     arrays, extras = jax.eval_shape(problem.arrays)[:3], jax.eval_shape(problem.extras)
     given = [jax.ShapeDtypeStruct(x.shape[1:] if packed else x.shape, x.dtype) for x in arrays]
     explanation = ejkernel_core.explain("flash_attention", *given, backend=backend, **problem.options, **extras)
     both = (explanation.plan, explanation.backward and explanation.backward.plan)
-    return [plan for plan in both if plan]
-
-
-def chosen(problem: Problem, backend: str | None) -> str:
-    """The kernels that the core takes for the problem, forward and backward."""
-    return " and ".join(plan.kernel.name for plan in plans(problem, backend))
+    return " and ".join(plan.kernel.name for plan in both if plan)

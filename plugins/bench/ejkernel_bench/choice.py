@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from ejkernel_core import policy_override
+from ejkernel_core import NoKernel, policy_override, registry
 
 from ._contenders import PASSES, Results, compiled
-from ._problem import Problem, plans, through_core
+from ._problem import Problem, through_core
 from ._report import Bar, Report, Table
 from ._timing import in_bursts
 from .flash_attention import ANCHORS, MORE, SECONDS
@@ -26,14 +26,14 @@ BAR = 1.03
 
 
 def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
-    """On a GPU; ``backend`` stands for the two that are compared there."""
+    """On a GPU; ``backend`` stands for those that are compared there."""
     if jax.default_backend() != "gpu":
         return Report("choice", (), text="choice: there is no GPU here, and nothing was measured")
     return compare([*ANCHORS, *MORE], (backend,) if backend else BACKENDS, rounds)
 
 
 def compare(problems: Sequence[Problem], backends: Sequence[str], rounds: int) -> Report:
-    """One row a problem and pass: the choice's time, and that of each backend with its own tuned configuration."""
+    """One row a problem and pass: the choice's time, and that of each backend that takes it, tuned alone."""
     rows, bars = [], []
     with policy_override(autotune=True, budget_s=BUDGET_S):
         for problem in problems:
@@ -41,12 +41,12 @@ def compare(problems: Sequence[Problem], backends: Sequence[str], rounds: int) -
             who: dict[str, str | None] = {"chosen": None, **{backend: backend for backend in backends}}
             tuned = {label: _tuned(problem, backend, arrays, extras) for label, backend in who.items()}
             for name in PASSES:
-                programs = {label: passes[name][0] for label, passes in tuned.items()}
-                runs = dict(passes[name] for passes in tuned.values())
+                programs = {label: passes[name][0] for label, passes in tuned.items() if name in passes}
+                runs = dict(passes[name] for passes in tuned.values() if name in passes)
                 times = in_bursts(runs, rounds, SECONDS)
                 seconds = {label: times[program].median for label, program in programs.items()}
-                ratio = seconds["chosen"] / min(seconds[backend] for backend in backends)
-                medians = [1e3 * seconds[label] for label in who]
+                ratio = seconds["chosen"] / min(seconds[backend] for backend in backends if backend in seconds)
+                medians = [1e3 * seconds[label] if label in seconds else "-" for label in who]
                 rows.append((f"{problem}, {name}", *medians, ratio, programs["chosen"]))
                 bars.append(Bar(f"{problem}, {name}: chosen / best", ratio, BAR, "times"))
     columns = ("", *who, "chosen / best", "chosen")
@@ -56,17 +56,16 @@ def compare(problems: Sequence[Problem], backends: Sequence[str], rounds: int) -
 def _tuned(
     problem: Problem, backend: str | None, arrays: tuple[jax.Array, ...], extras: Mapping[str, jax.Array]
 ) -> dict[str, tuple[str, Callable[[], Results]]]:
-    """For each pass which kernels run, and one run of them: tuned alone, whatever others have found."""
+    """For each pass that is not refused which kernels run, and one run of them: tuned alone, whatever others found."""
     found = {}
     with nothing_remembered():
         for name in PASSES:
             run = compiled(through_core(problem, backend), name, arrays, extras)
-            jax.block_until_ready(run())  # it is tuned here, and so has a plan
-            found[name] = _program(problem, backend, name), run
+            try:
+                jax.block_until_ready(run())  # it is tuned here
+            except NoKernel:
+                continue
+            # All that is remembered are its own calls.
+            best = {key.op: records[0] for key, records in registry.memory.items()}
+            found[name] = " and ".join(f"{op}.{record.backend} {record.cfg}" for op, record in best.items()), run
     return found
-
-
-def _program(problem: Problem, backend: str | None, name: str) -> str:
-    """Which kernels run, with which configurations."""
-    run = plans(problem, backend)[: 1 if name == "forward" else 2]
-    return " and ".join(f"{plan.kernel.name} {plan.cfg}" for plan in run)

@@ -28,6 +28,7 @@ from ejkernel_bench import (
 from ejkernel_bench._peers import Peer
 from ejkernel_bench._problem import Problem, through_core, with_gradients
 from ejkernel_bench._timing import Times
+from ejkernel_core import policy_override, registry
 
 TINY = Problem(1, 64, 2, 16)
 #: One of each kind that `flash_attention` measures.
@@ -169,7 +170,7 @@ def test_tuning_is_measured_against_the_heuristic_and_in_a_second_process(monkey
     assert [bar.unit for bar in report.bars] == ["times", "s", "s"]
     assert [row[1] for row in report.tables[1].rows] == ["disk"]
     assert report.text.startswith("flash_attention(query=float32[1,64,2,16]")
-    assert len(tuning.ejkernel_core.registry.memory) == 0
+    assert len(registry.memory) == 0
 
 
 def test_the_call_is_measured_against_the_same_kernel():
@@ -441,15 +442,25 @@ def test_shapes_are_drawn_of_every_kind():
 def test_a_choice_is_measured_against_what_it_is_made_from(monkeypatch):
     monkeypatch.setattr(choice, "SECONDS", 1e-4)
     monkeypatch.setattr(choice, "BUDGET_S", 10.0)
-    report = choice.compare([TINY, KINDS[8]], ("xla", "reference"), rounds=1)
+    elsewhere = "triton" if jax.default_backend() == "cpu" else "pallas_tpu"
+    report = choice.compare([TINY, KINDS[6], KINDS[8]], ("xla", "reference", elsewhere), rounds=1)
     (table,) = report.tables
-    assert table.columns == ("", "chosen", "xla", "reference", "chosen / best", "chosen")
+    assert table.columns == ("", "chosen", "xla", "reference", elsewhere, "chosen / best", "chosen")
     for row, bar in zip(table.rows, report.bars, strict=True):
-        assert row[4] == bar.measured == pytest.approx(row[1] / min(row[2:4]))
-        assert row[5].startswith(("flash_attention.xla Config(", "flash_attention.reference Config("))
+        assert row[4] == "-"  # it takes no part, because it refuses
+        assert row[5] == bar.measured == pytest.approx(row[1] / min(row[2:4]))
+        assert row[6].startswith(("flash_attention.xla Config(", "flash_attention.reference Config("))
         if row[0].endswith(", forward"):
             assert row[1] in row[2:4]  # the same program is not measured twice
-    assert len(tuning.ejkernel_core.registry.memory) == 0
+    assert len(registry.memory) == 0
+
+
+def test_a_program_is_told_by_the_calls_that_it_makes():
+    biased = KINDS[6]  # the bias is given, and has no gradient here
+    with policy_override(autotune=True, budget_s=10.0):
+        found = choice._tuned(biased, None, biased.arrays(), biased.extras())
+    ops = [[part.split(".")[0] for part in told.split(" and ")] for told, _ in found.values()]
+    assert ops == [["flash_attention"], ["flash_attention", "flash_attention_bwd"]]
 
 
 @pytest.mark.parametrize("benchmark", [shapes, choice])
