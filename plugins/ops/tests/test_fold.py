@@ -107,7 +107,7 @@ def close(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize("position", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_vmap_gives_what_a_loop_gives(name: str, position: int) -> None:
     mapped, shared, options, forward_shape, backward_shape = CASES[name]
     registry, seen, seen_bwd = make()

@@ -47,7 +47,10 @@ def arguments(options: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-@pytest.mark.parametrize("blocks", [(16, 16), (8, 32), (32, 24), (61, 75)])
+@pytest.mark.parametrize(
+    "blocks",
+    [(16, 16), pytest.param((8, 32), marks=pytest.mark.long), (32, 24), pytest.param((61, 75), marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_every_block_size_gives_the_same(name: str, blocks: tuple[int, int]) -> None:
     given = arguments(CASES[name])

@@ -51,10 +51,12 @@ def forward_cases() -> tuple[Case, ...]:
 
 
 def grid() -> Iterator[Case]:
-    """Every pair of choices in float32; every row in each other dtype, of which a part is not for the long sweep."""
+    """Every pair of choices in float32; every row in each other dtype. Some are not for the long sweep alone: every
+    other row in float32, and of the other dtypes each a sixth.
+    """
     for number, row in enumerate(pairwise(FACTORS, possible)):
         for place, dtype in enumerate(("float32", "bfloat16", "float16", "float64")):
-            long = place > 0 and number % 6 != 2 * (place - 1)
+            long = number % 6 != 2 * (place - 1) if place else number % 2 == 1
             yield case(f"grid{number:02}-{dtype}-{_label(row)}", partial(grid_arguments, row), dtype=dtype, long=long)
 
 
@@ -218,19 +220,22 @@ def _float32_beside_bfloat16(draw: int) -> Arguments:
 
 
 def subjects() -> Iterator[Case]:
-    looped = {"values", "jit", "vmap", "vmap_with_shared", "grad_of_vmap", "checkpoint", "scan"}
+    looped = {"values", "jit", "vmap", "grad_of_vmap"}
     folded = {"values", *(name for name in TRANSFORMS if "vmap" in name)}
     yield case("everything", _everything, checks=looped)
+    yield case("everything-in-loops", _everything, checks={"vmap_with_shared", "checkpoint", "scan"}, long=True)
     yield case("all-that-folds", _all_that_folds, checks=folded)
     yield case("with-dropout", _with_dropout, checks={"values", "vmap_of_grad"})
-    yield case("with-packing", _with_packing, checks={"values", "vmap_with_shared", "vmap_of_grad"})
+    yield case("with-packing", _with_packing, checks={"values", "vmap_of_grad"})
+    yield case("with-packing-and-shared-arrays", _with_packing, checks={"vmap_with_shared"}, long=True)
     yield case(
         "sharded",
         _sharded,
         checks={"values", "shard_map"},
         batched=("query", "key", "value", "q_segment_ids", "kv_segment_ids"),
     )
-    yield case("tiny", _tiny, checks={"values", "jacrev_of_jacrev", "forward_mode"})
+    yield case("tiny", _tiny, checks={"values", "forward_mode"})
+    yield case("tiny-of-second-order", _tiny, checks={"jacrev_of_jacrev"}, long=True)
     yield _varied("one-at-a-time", lambda d: qkv(d, 2, 24, 30, 4, 2, 16) | {"return_lse": True}, VARIATIONS)
     yield _varied("one-at-a-time-packed", lambda d: packed(qkv(d, 1, 24, 30, 4, 2, 16), d), PACKED_VARIATIONS)
 
@@ -345,7 +350,7 @@ def accumulations() -> Iterator[Case]:
         arguments = partial(qkv, batch=1, q_length=q_length, k_length=k_length, heads=1, group=1, head_dim=32)
         yield case(f"sums-over-8192-{name}", arguments, dtype="bfloat16", checks={"accumulation"})
     square = case("sums-over-8192-squared", partial(arguments, k_length=8192, head_dim=16), dtype="bfloat16")
-    yield attrs.evolve(square, wrt=(), checks=frozenset({"accumulation"}))
+    yield attrs.evolve(square, wrt=(), checks=frozenset({"accumulation"}), long=True)
 
 
 # -- what cases are made of ----------------------------------------------------------------------------------------
