@@ -191,17 +191,21 @@ class Contest:
                 continue
             entrant.reason = verdict[0]
             if entrant.reason is None:
-                self._measure_first(entrant)
-                self._drop_slower(HOPELESS)
+                self._measure(entrant, 1)
             self.report()
+        self._measure_hopeless_again()
+        self._drop_slower(HOPELESS)
+        self.report()
 
-    def _measure_first(self, entrant: Entrant) -> None:
-        """Once; and once more if that was hopeless: what was left behind in a thread may have had the device."""
-        self._measure(entrant, 1)
-        others = [other.milliseconds for other in self.alive() if other is not entrant]
-        if entrant.samples and entrant.milliseconds > HOPELESS * min(others, default=math.inf):
-            self._measure(entrant, 1)
-            entrant.samples = [min(entrant.samples)]
+    def _measure_hopeless_again(self) -> None:
+        """After all others: what was left behind in a thread may have had the device, and is perhaps done by now."""
+        best = min((entrant.milliseconds for entrant in self.alive()), default=math.inf)
+        for entrant in self.alive():
+            first = entrant.samples
+            if first and not entrant.is_settled and entrant.milliseconds > HOPELESS * best:
+                entrant.samples = []  # as if for the first time: whoever is late is out, and the contest goes on
+                self._measure(entrant, 1)
+                entrant.samples = [min(first + entrant.samples)]
 
     def _settle_reference(self, first: Entrant, found: Any) -> None:
         """The reference's results; those of the first entrant where the reference cannot give any."""
