@@ -225,14 +225,18 @@ def test_a_narrow_window_is_cut_into_many_small_programs() -> None:
 
 
 def test_the_forward_of_soft_caps_and_packed_sequences_is_cut_small() -> None:
-    total, bounds = jax.ShapeDtypeStruct((4096, 4, 128), "bfloat16"), jax.ShapeDtypeStruct((9,), "int32")
-    packed = ejkernel_core.invocation(
-        "flash_attention", total, total, total, cum_seqlens_q=bounds, cum_seqlens_k=bounds, causal=True
-    )
-    packed = attrs.evolve(packed, platform="gpu", device_kind=H200, compute_capability=(9, 0))
-    for inv in (packed, invocation(logits_soft_cap=30.0)):
+    def packed(tokens: int) -> Invocation:
+        """Eight sequences."""
+        array, bounds = jax.ShapeDtypeStruct((tokens, 4, 128), "bfloat16"), jax.ShapeDtypeStruct((9,), "int32")
+        given = {"cum_seqlens_q": bounds, "cum_seqlens_k": bounds, "causal": True}
+        inv = ejkernel_core.invocation("flash_attention", array, array, array, **given)
+        return attrs.evolve(inv, platform="gpu", device_kind=H200, compute_capability=(9, 0))
+
+    for inv in (packed(16384), invocation(logits_soft_cap=30.0)):
         assert flash_attention.heuristic_cfg(inv) == flash_attention.Config(64, 64, 4, 3)
         assert flash_attention_bwd.heuristic_cfg(inv).queries == Pass(128, 64, 8, 3)
+    # Long ones are like any other call.
+    assert flash_attention.heuristic_cfg(packed(16392)) == flash_attention.Config(128, 128, 8, 3)
 
 
 def test_float32_is_cut_smaller() -> None:

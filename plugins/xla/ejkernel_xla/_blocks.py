@@ -27,12 +27,12 @@ def blocks(arguments: Mapping[str, Any], platform: str, cpu: tuple[int, int]) ->
 
 
 def nearby(arguments: Mapping[str, Any], platform: str, first: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """What is worth measuring around a first guess: half and double the size, either way. Other devices than CPUs get
-    both ways at once: there each takes seconds to compile, and was the faster the larger it was.
+    """What is worth measuring around a first guess: half and double the size, either way. On a GPU both ways at
+    once: there each takes seconds to compile, and was the faster the larger it was.
     """
     longest = arguments["query"].shape[1], arguments["key"].shape[1]
     seen = set()
-    either = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1)) if platform == "cpu" else ()
+    either = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1)) if platform != "gpu" else ()
     for q_shift, kv_shift in ((0, 0), (1, 1), (-1, -1), *either):
         pair = _shifted(first[0], q_shift), _shifted(first[1], kv_shift)
         effective = min(pair[0], longest[0]), min(pair[1], longest[1])  # longer than the sequence is no other block

@@ -163,3 +163,4 @@ def test_blocks_follow_the_window_and_the_heads() -> None:
     assert list(nearby(short, "cpu", (512, 256))) == [(512, 256)]
     long = invocation(**{n: jax.ShapeDtypeStruct((1, 8192, 1, 64), jnp.float32) for n in ("query", "key", "value")})
     assert list(nearby(long, "gpu", (1024, 1024))) == [(1024, 1024), (2048, 2048), (512, 512)]
+    assert len(set(nearby(long, "cpu", (1024, 1024)))) == 9
