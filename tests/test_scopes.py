@@ -180,6 +180,15 @@ def test_the_backward_pass_has_the_scope_of_its_forward() -> None:
     assert ("flash_attention_bwd", 0) not in seen
 
 
+def test_an_overlay_with_the_key_that_explain_tells_decides_the_backward() -> None:
+    arrays = [jax.random.normal(k, (1, 24, 2, 8)) for k in jax.random.split(jax.random.key(0), 3)]
+    backward = ejkernel_core.explain("flash_attention", *arrays).backward.plan
+    impossible = attrs.evolve(backward.cfg, implementation="cudnn")
+    loss = jax.grad(lambda *a: ejkernel_core.call("flash_attention", *a).sum(), (0, 1, 2))
+    with overlay_cache({backward.invocation.key: impossible}), pytest.raises(ejkernel_core.Unsupported, match="cuDNN"):
+        loss(*arrays)
+
+
 def test_a_call_under_vmap_is_inside_the_scope(times: Counted) -> None:
     rows = jnp.stack([X, X + 1])
     with overlay_cache({times.key(): Config(5), times.key(rows): Config(6)}):
