@@ -201,8 +201,8 @@ class Contest:
         """After all others: what was left behind in a thread may have had the device, and is perhaps done by now."""
         best = min((entrant.milliseconds for entrant in self.alive()), default=math.inf)
         for entrant in self.alive():
-            first = entrant.samples
-            if first and not entrant.is_settled and entrant.milliseconds > HOPELESS * best:
+            first, is_over = entrant.samples, time.monotonic() >= self.deadline
+            if first and not (is_over or entrant.is_settled) and entrant.milliseconds > HOPELESS * best:
                 entrant.samples = []  # as if for the first time: whoever is late is out, and the contest goes on
                 self._measure(entrant, 1)
                 entrant.samples = [min(first + entrant.samples)]

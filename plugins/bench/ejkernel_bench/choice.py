@@ -42,11 +42,11 @@ def compare(problems: Sequence[Problem], backends: Sequence[str], rounds: int) -
             tuned = {label: _tuned(problem, backend, arrays, extras) for label, backend in who.items()}
             for name in PASSES:
                 programs = {label: passes[name][0] for label, passes in tuned.items() if name in passes}
+                if len(programs) < 2:
+                    continue  # there is nothing to compare
                 runs = dict(passes[name] for passes in tuned.values() if name in passes)
                 times = in_bursts(runs, rounds, SECONDS)
                 seconds = {label: times[program].median for label, program in programs.items()}
-                if len(seconds) < 2:
-                    continue  # there is nothing to compare it with
                 ratio = seconds["chosen"] / min(seconds[backend] for backend in backends if backend in seconds)
                 medians = [1e3 * seconds[label] if label in seconds else "-" for label in who]
                 rows.append((f"{problem}, {name}", *medians, ratio, programs["chosen"]))
