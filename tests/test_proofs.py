@@ -7,6 +7,7 @@ from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -252,11 +253,25 @@ PASSED = [
 ]
 
 
-def check(kernel: str, name: str, case: str) -> None:
+#: Proofs of kernels that take nothing else are in 16 bits.
+CAUGHT_IN_16_BITS = [
+    ("ignores_window", "sensitivity sliding_window", "one-at-a-time"),
+    ("drops_bias", "sensitivity bias", "one-at-a-time"),
+    ("lse_without_sinks", "sensitivity softmax_aux", "one-at-a-time"),
+    ("wrong_under_vmap", "transforms: vmap", "all-that-folds"),
+    ("wrong_under_vmap", "transforms: vmap_of_grad", "all-that-folds"),
+]
+
+
+def check(kernel: str, name: str, case: str, dtype: str | None = None) -> None:
     word, _, rest = name.partition(" ")
-    arguments: tuple[Any, ...] = (REGISTRY, f"flash_attention.{kernel}", CASES[case])
+    proved = CASES[case]
+    if dtype is not None:
+        variations = tuple(attrs.evolve(one, dtype=dtype) for one in proved.variations)
+        proved = attrs.evolve(proved, dtype=dtype, variations=variations)
+    arguments: tuple[Any, ...] = (REGISTRY, f"flash_attention.{kernel}", proved)
     if word == "sensitivity":
-        testing.sensitivity(*arguments, next(v for v in CASES[case].variations if v.name == rest))
+        testing.sensitivity(*arguments, next(v for v in proved.variations if v.name == rest))
     elif word == "transforms:":
         testing.transforms(*arguments, rest)
     else:
@@ -273,6 +288,15 @@ def test_wrong_kernel_is_caught_by_name(kernel: str, name: str, case: str) -> No
 @pytest.mark.parametrize(("kernel", "name", "case"), PASSED, ids=None)
 def test_wrong_kernel_passes_where_its_fault_does_not_show(kernel: str, name: str, case: str) -> None:
     check(kernel, name, case)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("kernel", "name", "case"), CAUGHT_IN_16_BITS, ids=None)
+def test_wrong_kernel_is_caught_in_16_bits(kernel: str, name: str, case: str, dtype: str) -> None:
+    start = name if name.startswith("transforms") else name.split()[0]
+    with pytest.raises(AssertionError, match=f"^{start}: flash_attention.{kernel} on {case}"):
+        check(kernel, name, case, dtype)
+    check("right", name, case, dtype)
 
 
 class TestRightKernel(testing.KernelProofs):

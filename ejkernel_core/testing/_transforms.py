@@ -16,7 +16,7 @@ from ejkernel_core._errors import NotDifferentiable
 from ejkernel_core._registry import Registry
 
 from ._case import Case
-from ._checks import TOLERANCE, compare
+from ._checks import TOLERANCE, compare, unit
 from ._outcome import REFERENCE, Arrays, Results, called, inputs, pulled, weights
 
 DRAWS = 3
@@ -54,7 +54,7 @@ class Subject:
     def same(self, got: Any, wanted: Any) -> None:
         pairs = zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
         for (path, mine), theirs in pairs:
-            name, allowed = jax.tree_util.keystr(path), TOLERANCE[self.case.dtype]
+            name, allowed = jax.tree_util.keystr(path), TOLERANCE.get(self.case.dtype) or unit(self.case.dtype)
             compare(self.check, self.kernel, self.case, name, np.asarray(mine), np.asarray(theirs), allowed)
 
 
