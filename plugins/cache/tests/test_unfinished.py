@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 import jax.numpy as jnp
+import pytest
 
 from ejkernel_cache import PersistentCache, default_cache, policy
 from ejkernel_cache._unfinished import _locked
@@ -109,6 +110,7 @@ def test_one_of_two_processes_measures_and_the_other_reads_it(tmp_path: Path, fo
     assert list((folder / ".tuning").iterdir()) == []
 
 
+@pytest.mark.long
 def test_what_was_measured_before_a_kill_is_not_measured_again(tmp_path: Path, folder: Path) -> None:
     killed = start(tmp_path, 600.0)
     kept = folder / ".tuning"

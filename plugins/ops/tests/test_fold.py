@@ -131,7 +131,7 @@ def test_vmap_gives_what_a_loop_gives(name: str, position: int) -> None:
     assert seen_bwd.shapes == [backward_shape]
 
 
-@pytest.mark.parametrize("mapped_bounds", [True, False])
+@pytest.mark.parametrize("mapped_bounds", [pytest.param(True, marks=pytest.mark.long), False])
 def test_packed_rows_become_one_long_row(mapped_bounds: bool) -> None:
     registry, seen, seen_bwd = make()
     arrays = [normal(0, SIZE, 9, 4, 8), normal(1, SIZE, 9, 2, 8), normal(2, SIZE, 9, 2, 6)]
