@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ejkernel_core
+from ejkernel_core import Plan
 
 Attention = Callable[..., Any]
 
@@ -135,9 +136,14 @@ def with_gradients(attention: Attention) -> Attention:
 
 def chosen(problem: Problem, backend: str | None) -> str:
     """The kernels that the core takes for the problem, forward and backward."""
+    return " and ".join(plan.kernel.name for plan in plans(problem, backend))
+
+
+def plans(problem: Problem, backend: str | None) -> list[Plan]:
+    """What the core would do with the problem: forward and, where somebody does it, backward."""
     packed = problem.sequences is not None
     arrays, extras = jax.eval_shape(problem.arrays)[:3], jax.eval_shape(problem.extras)
     given = [jax.ShapeDtypeStruct(x.shape[1:] if packed else x.shape, x.dtype) for x in arrays]
     explanation = ejkernel_core.explain("flash_attention", *given, backend=backend, **problem.options, **extras)
     both = (explanation.plan, explanation.backward and explanation.backward.plan)
-    return " and ".join(plan.kernel.name for plan in both if plan)
+    return [plan for plan in both if plan]

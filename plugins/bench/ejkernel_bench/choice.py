@@ -18,7 +18,7 @@ from ._timing import in_bursts
 from .flash_attention import ANCHORS, MORE, SECONDS
 from .tuning import nothing_remembered
 
-BACKENDS = ("triton", "xla")
+BACKENDS = ("triton", "gluon_sm90", "xla")
 ROUNDS = 7
 BUDGET_S = 60.0
 #: How much slower than the best of them a choice may be.

@@ -9,6 +9,7 @@ all           -                   importing it deletes TRITON_CACHE_DIR from the
 0.4.0, 0.4.1  jax 0.12 and later  its rule for dead code takes two arguments where JAX passes three
 to 0.4.1      all                 warp-specialised kernels are launched with fewer threads than Triton compiled them for
 to 0.4.1      all                 Gluon kernels go through the passes for Triton, which rewrite them, or fail
+to 0.4.1      triton 3.6          a word is missing that it wants of every array that is described for the copy engine
 all           no CUDA plugin      lowering for CUDA needs classes of the plugin: `_portable` has them in plain Python
 ============  ==================  =====================================================================================
 
@@ -73,10 +74,13 @@ def call(
     compute_capability: tuple[int, int] | None,
     name: str = "",
     zeroed: Sequence[int] = (),
+    updated: Mapping[int, int] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Launch a kernel whose parameters are the arrays, the scalars, the outputs, and then constants by name.
 
-    ``zeroed`` are the places of outputs that are filled with zeros before.
+    ``zeroed`` are the places of outputs that are filled with zeros before. ``updated`` says which array becomes which
+    output, by their places: the kernel changes it, and has no parameter for that output; jax-triton 0.4 can do that. An
+    array may be described for the copy engine, by ``described``.
     """
     module = load()
     gluon = "gluon" in type(kernel).__module__
@@ -98,6 +102,7 @@ def call(
         num_stages=num_stages,
         compute_capability=None if compute_capability is None else _capability(compute_capability),
         zeroed_outputs=tuple(zeroed),
+        **({"input_output_aliases": dict(updated)} if updated else {}),
         **said,
         **constants,
     )
@@ -108,7 +113,28 @@ def _triton_call(module: ModuleType, *arguments: Any, **given: Any) -> Any:
     with warnings.catch_warnings():
         # 0.4 would rather have a reference that the caller filled with zeros, which 0.3 does not take.
         warnings.filterwarnings("ignore", "zeroed_outputs is deprecated", DeprecationWarning)
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
         return module.triton_call(*arguments, **given)
+
+
+def described(array: jax.Array, block: Sequence[int], layout: Any) -> Any:
+    """An array from which Hopper's copy engine takes blocks of this shape, to lie so in shared memory.
+
+    A kernel could describe it itself, but in memory that jaxlib allocates at every launch, and a launch that allocates
+    has no place in the graphs that XLA makes of several launches.
+    """
+    return load().TensorDescriptor.from_array(array, tuple(block), layout)
+
+
+def why_no_descriptors() -> str | None:
+    """Why arrays cannot be described for the copy engine, or None where they can."""
+    from jaxlib import gpu_triton
+
+    if version() > _LAST_SEEN:
+        return f'jax-triton {_dotted(version())} is not known here: pip install "jax-triton=={_dotted(_LAST_SEEN)}"'
+    if hasattr(gpu_triton, "TritonKernel") and not hasattr(gpu_triton, "create_tma_descriptor_parameter"):
+        return f'jaxlib {_dotted(_version("jaxlib") or ())} writes none: pip install "jax>=0.11.2"'
+    return None
 
 
 def load() -> ModuleType:
@@ -141,6 +167,7 @@ def _load() -> ModuleType:
             if (0, 4) <= version() <= _LAST_SEEN:
                 _keep_what_is_called(library)
                 _leave_gluon_as_it_is(library)
+                _miss_no_im2col(library)
             _loaded = jax_triton
         return _loaded
 
@@ -269,6 +296,16 @@ def _leave_gluon_as_it_is(library: Any) -> None:
     if isinstance(compile_in_place, functools.partial):
         return
     library.compile_ttir_inplace = functools.partial(_compiled, compile_in_place)
+
+
+def _miss_no_im2col(library: Any) -> None:
+    """Triton 3.6 knows one way in which the copy engine takes blocks, and does not say which it is. jax-triton, which
+    takes no other, will not have its word missing.
+    """
+    known = getattr(library, "TensorDescMeta", None)
+    if known is None:
+        return
+    known.__required_keys__ = known.__required_keys__ - {"is_im2col"}
 
 
 def _compiled(compile_in_place: Any, module: Any, backend: Any, *rest: Any) -> Any:

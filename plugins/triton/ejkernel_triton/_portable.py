@@ -71,6 +71,20 @@ def create_scalar_parameter(value: bool | int | float, dtype: str) -> TritonPara
     return TritonParameter(_number(_INTEGERS[dtype], int(value), always=True))
 
 
+def create_tma_descriptor_parameter(
+    elem_type: int,
+    swizzle: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    block_shape: Sequence[int],
+    oob_fill: int,
+) -> TritonParameter:
+    """A buffer, and how the copy engine takes blocks of it."""
+    parts = [_number(1, elem_type), _number(2, swizzle)]
+    parts += [_numbers(field, numbers) for field, numbers in ((3, shape), (4, strides), (5, block_shape))]
+    return TritonParameter(_message(9, _message(1, b"".join([*parts, _number(6, oob_fill)]))))
+
+
 @attrs.frozen
 class TritonKernelCall:
     """One launch."""
@@ -131,6 +145,10 @@ def _varint(value: int) -> bytes:
 
 def _number(field: int, value: int, always: bool = False) -> bytes:
     return _varint(field << 3) + _varint(value) if value or always else b""
+
+
+def _numbers(field: int, values: Sequence[int]) -> bytes:
+    return _message(field, b"".join(map(_varint, values)))
 
 
 def _text(field: int, value: str) -> bytes:

@@ -388,6 +388,20 @@ def test_the_portable_way_writes_what_the_plugin_writes():
         assert _launches(_portable) == _launches(gpu_triton)
 
 
+def test_an_array_for_the_copy_engine_is_written_as_the_plugin_writes_it():
+    parameter = _portable.create_tma_descriptor_parameter(
+        elem_type=7,
+        swizzle=3,
+        shape=[11, 300, 13, 14],
+        strides=[21000, 22, 23, 1],
+        block_shape=[1, 64, 1, 33],
+        oob_fill=1,
+    )
+    # By jaxlib's plugin for 0.11.2.
+    written = "4a1d0a1b080710031a050bac020d0e220688a4011617012a04014001213001"
+    assert parameter.serialized.hex() == written
+
+
 def test_scratch_memory_is_told():
     kernel = _portable.TritonKernel("name", 4, 1, 1000, "ptx", "ttir", 90, 128, 16)
     assert kernel.serialized().endswith(b"P\x01`\x80\x01h\x10")

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import jax
+import numpy as np
 import pytest
 
-from ejkernel_core.testing import KernelProofs
+from ejkernel_core import call, invocation
+from ejkernel_core.testing import Case, KernelProofs
+from ejkernel_ops.attention.cases import case
+from ejkernel_triton.gluon_sm90 import _schedule, flash_attention, flash_attention_bwd
 
 pytestmark = pytest.mark.gpu
 
@@ -14,3 +23,102 @@ class TestFlashAttention(KernelProofs):
     platform = "gpu"
     refuses = frozenset({"float64"})
     roundings = 1.5
+
+
+class TestGluon(KernelProofs):
+    kernel = "flash_attention.gluon_sm90"
+    platform = "gpu"
+    refuses = frozenset({"float32", "float64", "bias", "attention_mask", "dropout", "other value_dim"})
+    refuses_gradients = frozenset({"head_dim=256"})
+    roundings = 1.5
+
+
+class TestGluonOnAllItTakes(TestGluon):
+    """Most cases have something that it refuses: here they are without it."""
+
+    def cases(self) -> Sequence[Case]:
+        return tuple(_narrowed(super().cases()))
+
+
+class TestGluonInTurns(TestGluonOnAllItTakes):
+    """The cases are so small that every program would have one tile: here two programs have all of them."""
+
+    @pytest.fixture(scope="class", autouse=True)
+    def two_programs(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_schedule, "programs", lambda device_kind: 2)
+            jax.clear_caches()
+            yield
+        jax.clear_caches()
+
+
+REFUSED = {"bias", "attention_mask", "dropout_prob", "dropout_seed"}
+#: Numbers that float16 does not have.
+GREAT = {"soft-cap-of-overflowing-logits"}
+
+
+def _narrowed(cases: Sequence[Case]) -> Iterator[Case]:
+    """What the operation has in float32 stands for all dtypes."""
+    for number, wide in enumerate(cases):
+        made = wide.arguments(0)
+        empty = 0 in (*made["query"].shape, *made["key"].shape)
+        if "float32" in wide.features and "other value_dim" not in wide.features and not empty:
+            dtype = "float16" if number % 2 and wide.name not in GREAT else "bfloat16"
+            if made["query"].shape[-1] % 8 == 0:
+                yield _without_what_is_refused(wide, dtype)
+
+
+def _without_what_is_refused(wide: Case, dtype: str) -> Case:
+    def arguments(draw: int) -> dict[str, object]:
+        return {name: x for name, x in wide.arguments(draw).items() if name not in REFUSED}
+
+    narrowed = case(wide.name, arguments, wide.checks, dtype=dtype, long=wide.long, batched=wide.batched)
+    varied = [one for one in wide.variations if not REFUSED & {*one.arguments(0)} and one.name not in NEGATIVE]
+    return attrs.evolve(narrowed, variations=tuple(_without_what_is_refused(one, dtype) for one in varied))
+
+
+NEGATIVE = {"softmax_scale-negative"}
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "sliding_window": (70, 0)}, {}], ids=str)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_every_configuration_gives_the_same(dim: int, options: dict[str, Any]) -> None:
+    query, key, value, d_out = drawn(dim)
+    right, pull_back = jax.vjp(
+        lambda *qkv: call("flash_attention", *qkv, **options, backend="reference"), *wide(query, key, value)
+    )
+    inv = invocation("flash_attention", query, key, value, **options)
+    for cfg in flash_attention.config_space(inv):
+        out = call("flash_attention", query, key, value, **options, backend="gluon_sm90", cfg=cfg)
+        close(out, right)
+    if dim <= flash_attention_bwd.WIDEST:
+        gradients = dict(zip(("query", "key", "value"), pull_back(*wide(d_out)), strict=True))
+        out, lse = call("flash_attention", query, key, value, **options, return_lse=True)
+        given = {"query": query, "key": key, "value": value, "out": out, "lse": lse, "d_out": d_out, **options}
+        for cfg, wrt in _backward_passes(given):
+            found = call("flash_attention_bwd", **given, wrt=wrt, backend="gluon_sm90", cfg=cfg)
+            for name, gradient in zip(wrt, found, strict=True):
+                close(gradient, gradients[name])
+
+
+def _backward_passes(given: dict[str, Any]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    everything = ("query", "key", "value")
+    for cfg in flash_attention_bwd.config_space(invocation("flash_attention_bwd", **given, wrt=everything)):
+        for atomics in (True, False):
+            for wrt in (everything, ("query",), ("value", "key"), ("key", "query")):
+                yield attrs.evolve(cfg, atomics=atomics), wrt
+
+
+def drawn(dim: int) -> list[jax.Array]:
+    """Query, key, value and a gradient of the output: grouped heads, lengths that no block divides."""
+    shapes = (2, 333, 4, dim), (2, 401, 2, dim), (2, 401, 2, dim), (2, 333, 4, dim)
+    keys = jax.random.split(jax.random.key(dim), 4)
+    return [jax.random.normal(key, shape, "bfloat16") for key, shape in zip(keys, shapes, strict=True)]
+
+
+def wide(*arrays: jax.Array) -> list[jax.Array]:
+    return [array.astype("float32") for array in arrays]
+
+
+def close(found: jax.Array, right: jax.Array) -> None:
+    np.testing.assert_allclose(*wide(found, right), rtol=0, atol=0.02 * float(abs(right).max()))

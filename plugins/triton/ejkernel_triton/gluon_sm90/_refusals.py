@@ -1,0 +1,47 @@
+"""What these kernels do not do, said before anything is committed: the portable ones do it."""
+
+from __future__ import annotations
+
+import sys
+
+from ejkernel_core import Invocation, Unsupported
+from ejkernel_triton import _jax_triton, _refusals
+
+DTYPES = ("float16", "bfloat16")
+#: What the copy engine moves is a multiple of 16 bytes.
+ELEMENTS = 8
+LEAST_SCALE = 1e-30
+
+
+def check(inv: Invocation, widest: int) -> None:
+    """Raise where this card, these versions, or these arguments are not for Gluon on Hopper."""
+    _refusals.check(inv)
+    if inv.compute_capability != (9, 0):
+        major, minor = inv.compute_capability or (0, 0)
+        raise Unsupported(f"the Gluon kernels are for compute capability 9.0 (Hopper); this GPU has {major}.{minor}")
+    if _jax_triton.version() < (0, 4, 1):
+        newer = "" if sys.version_info >= (3, 12) else ", which needs Python 3.12"
+        raise Unsupported(f'the Gluon kernels need jax-triton 0.4{newer}: pip install "jax-triton>=0.4.1"')
+    unknown = _jax_triton.why_no_descriptors()
+    if unknown is not None:
+        raise Unsupported(f"the Gluon kernels need descriptions for the copy engine: {unknown}")
+    query, key, value = inv["query"], inv["key"], inv["value"]
+    if str(query.dtype) not in DTYPES:
+        raise Unsupported(f"the Gluon kernels take {' and '.join(DTYPES)}; not {query.dtype}")
+    dim = query.shape[3]
+    if value.shape[3] != dim:
+        raise Unsupported(f"the Gluon kernels take one head dim; not {dim} for queries and {value.shape[3]} for values")
+    if dim % ELEMENTS or dim > widest:
+        raise Unsupported(f"the Gluon kernels take multiples of {ELEMENTS} up to {widest} for head dims; not {dim}")
+    if 0 in query.shape or 0 in key.shape:
+        raise Unsupported("the Gluon kernels take no arrays without elements")
+    for name in ("bias", "attention_mask"):
+        if inv[name] is not None:
+            raise Unsupported(f"the Gluon kernels take no {name}")
+    # These are multiplied in after the mask, whose -inf they would turn round.
+    if not inv["softmax_scale"] > LEAST_SCALE:
+        raise Unsupported(f"the Gluon kernels take a positive softmax_scale; not {inv['softmax_scale']}")
+    if inv["logits_soft_cap"] is not None and not inv["logits_soft_cap"] > LEAST_SCALE:
+        raise Unsupported(f"the Gluon kernels take no logits_soft_cap of {inv['logits_soft_cap']}")
+    if inv["dropout_prob"]:
+        raise Unsupported("the Gluon kernels do no dropout")

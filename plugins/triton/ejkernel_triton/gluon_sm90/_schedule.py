@@ -1,0 +1,60 @@
+"""Which program works on which tiles: dealt out before the kernel runs, so that all end together and share a cache."""
+
+from __future__ import annotations
+
+import heapq
+from functools import lru_cache
+
+import numpy as np
+
+#: Multiprocessors, where they are not those of an H100 or H200: a program stays on each.
+MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114, "NVIDIA H800 PCIe": 114, "NVIDIA H100 NVL": 132, "NVIDIA H20": 78}
+USUAL = 132
+#: Bytes that stay in the cache while they are read again and again; and of how many heads at least the tiles are dealt
+#: out together: the more, the evener they come out, and with these still eight programs read the same at a time.
+CACHE, LEAST_AT_ONCE = 24 << 20, 16
+#: What beginning and ending a tile takes, in steps of its loop.
+AROUND = 1
+
+
+def programs(device_kind: str | None) -> int:
+    """How many run at a time."""
+    return MULTIPROCESSORS.get(device_kind or "", USUAL)
+
+
+def schedule(rows: int, steps: tuple[int, ...], row_bytes: int, group: int = 1, count: int = USUAL) -> np.ndarray:
+    """(programs, 1 + the most tiles that one has): their number, and the tiles, as row * len(steps) + block. There are
+    ``count`` programs, or one for each tile if these are fewer.
+
+    A row is a head of a sequence in the batch, ``group`` neighbours of which read the same; ``steps`` are those of its
+    blocks. What is longest comes first, and each tile goes to who would be free first.
+
+    >>> schedule(2, (1, 2, 3), row_bytes=0)
+    array([[1, 2],
+           [1, 5],
+           [1, 1],
+           [1, 4],
+           [1, 0],
+           [1, 3]], dtype=int32)
+    """
+    at_once = group * max(LEAST_AT_ONCE, CACHE // max(1, row_bytes))
+    return _dealt(rows, steps, at_once, count)
+
+
+@lru_cache(maxsize=64)
+def _dealt(rows: int, steps: tuple[int, ...], at_once: int, count: int) -> np.ndarray:
+    blocks = sorted(range(len(steps)), key=lambda block: -steps[block])
+    count = min(count, rows * len(steps))
+    tiles: list[list[int]] = [[] for _ in range(count)]
+    free = [(0, program) for program in range(count)]
+    for first in range(0, rows, at_once):
+        for block in blocks:
+            for row in range(first, min(first + at_once, rows)):
+                when, program = free[0]
+                heapq.heapreplace(free, (when + steps[block] + AROUND, program))
+                tiles[program].append(row * len(steps) + block)
+    table = np.zeros((count, 1 + max(map(len, tiles))), np.int32)
+    for program, mine in enumerate(tiles):
+        table[program, : 1 + len(mine)] = [len(mine), *mine]
+    table.setflags(write=False)  # it is handed out again
+    return table

@@ -1,0 +1,228 @@
+"""What both passes are made of: tiles dealt out to programs, tokens that see each other, and rings of shared memory.
+
+The tokens of a tile, which stay with a program, are its own; those that go by are the others. The forward pass keeps
+queries, the backward keeps keys.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate as aggregate
+
+from ejkernel_triton.gluon_sm90 import _tma
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@aggregate
+class Call:
+    """A call, as all warps know it."""
+
+    own_length: gl.tensor
+    other_length: gl.tensor
+    #: By the host: a row for each program, of the number of its tiles and the tiles.
+    schedule: gl.tensor
+    schedule_width: gl.tensor
+    #: Which blocks each tile sees, by the host: (batch or 1, tiles, 4), and how far apart two batches are.
+    sight: gl.tensor
+    sight_batch: gl.tensor
+    #: Of each own token the others that it sees, if sequences are packed; ids, if there are segments.
+    starts: gl.tensor
+    stops: gl.tensor
+    own_ids: gl.tensor
+    other_ids: gl.tensor
+    #: Heads, on the own side.
+    HEADS: gl.constexpr
+    SCALE: gl.constexpr
+    CAP: gl.constexpr
+    #: How far an own token sees; -1 where nothing limits it.
+    BEFORE: gl.constexpr
+    AFTER: gl.constexpr
+    PACKED: gl.constexpr
+    SEGMENTS: gl.constexpr
+    WIDTH: gl.constexpr
+    OWN_BLOCK: gl.constexpr
+    OTHER_BLOCK: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, own_length, other_length, schedule, schedule_width, sight, sight_batch, starts, stops, own_ids,
+        other_ids, HEADS, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, WIDTH, OWN_BLOCK, OTHER_BLOCK,
+    ):  # fmt: skip
+        self.own_length = own_length
+        self.other_length = other_length
+        self.schedule = schedule
+        self.schedule_width = schedule_width
+        self.sight = sight
+        self.sight_batch = sight_batch
+        self.starts = starts
+        self.stops = stops
+        self.own_ids = own_ids
+        self.other_ids = other_ids
+        self.HEADS = gl.constexpr(HEADS)
+        self.SCALE = gl.constexpr(SCALE)
+        self.CAP = gl.constexpr(CAP)
+        self.BEFORE = gl.constexpr(BEFORE)
+        self.AFTER = gl.constexpr(AFTER)
+        self.PACKED = gl.constexpr(PACKED)
+        self.SEGMENTS = gl.constexpr(SEGMENTS)
+        self.WIDTH = gl.constexpr(WIDTH)
+        self.OWN_BLOCK = gl.constexpr(OWN_BLOCK)
+        self.OTHER_BLOCK = gl.constexpr(OTHER_BLOCK)
+
+    @gluon.jit
+    def turns(self):
+        """How many tiles this program works on."""
+        return gl.load(self.schedule + gl.program_id(0) * self.schedule_width)
+
+    @gluon.jit
+    def tile(self, turn):
+        """Batch, head and block of one of them."""
+        tile = gl.load(self.schedule + gl.program_id(0) * self.schedule_width + 1 + turn)
+        blocks = gl.cdiv(self.own_length, self.OWN_BLOCK)
+        row = tile // blocks
+        return row // self.HEADS, row % self.HEADS, tile % blocks
+
+    @gluon.jit
+    def blocks_seen(self, batch, block):
+        """First to end; of these whole to whole_end without a look at any mask."""
+        at = self.sight + batch * self.sight_batch + block * 4
+        return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+
+
+@aggregate
+class Own:
+    """Tokens of a tile, and the others that each sees."""
+
+    index: gl.tensor
+    start: gl.tensor
+    stop: gl.tensor
+    ids: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, index, start, stop, ids):
+        self.index = index
+        self.start = start
+        self.stop = stop
+        self.ids = ids
+
+
+@gluon.jit
+def own_tokens(call, batch, first, COUNT: gl.constexpr, layout: gl.constexpr):
+    """``COUNT`` of them."""
+    index = first + gl.arange(0, COUNT, layout)
+    start, stop, ids = index, index, index
+    if call.PACKED:
+        start = gl.load(call.starts + index, mask=index < call.own_length, other=0)
+        stop = gl.load(call.stops + index, mask=index < call.own_length, other=0)
+    else:
+        # The last query stands at the last key.
+        shift = call.other_length - call.own_length
+        start, stop = index + (shift - call.BEFORE), index + (shift + call.AFTER + 1)
+    if call.SEGMENTS:
+        ids = gl.load(call.own_ids + batch * call.own_length + index, mask=index < call.own_length, other=0)
+    return Own(index, start, stop, ids)
+
+
+@gluon.jit
+def seen(call, own, batch, block, layout: gl.constexpr):
+    """Which of the others of a block each token sees: (own, others)."""
+    others = block * call.OTHER_BLOCK + gl.arange(0, call.OTHER_BLOCK, gl.SliceLayout(0, layout))
+    found = (own.index < call.own_length)[:, None] & (others < call.other_length)[None, :]
+    if call.PACKED or call.BEFORE >= 0:
+        found = found & (others[None, :] >= own.start[:, None])
+    if call.PACKED or call.AFTER >= 0:
+        found = found & (others[None, :] < own.stop[:, None])
+    if call.SEGMENTS:
+        ids = gl.load(call.other_ids + batch * call.other_length + others, mask=others < call.other_length, other=0)
+        found = found & (own.ids[:, None] == ids[None, :]) & (ids > 0)[None, :]
+    return found
+
+
+@gluon.jit
+def bent(call, logits):
+    """With a soft cap the tanh, by one exponential: right at both ends, but coarse near zero, where large caps keep all
+    logits; there a series is exact.
+    """
+    if call.CAP > 0:
+        parts = logits * (call.SCALE / call.CAP)
+        logits = 1.0 - 2.0 / (1.0 + gl.exp2(parts * (2.0 * LOG2E)))
+        if call.CAP > 100:
+            square = parts * parts
+            near_zero = parts * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0)))
+            logits = gl.where(square < 0.01, near_zero, logits)
+    return logits
+
+
+@aggregate
+class Ring:
+    """Tiles that one side fills and the other empties, in turn; and the barriers by which they tell each other."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    COUNT: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty, COUNT):
+        self.tiles = tiles
+        self.full = full
+        self.empty = empty
+        self.COUNT = gl.constexpr(COUNT)
+
+    @gluon.jit
+    def fill(self, n, desc, coordinates):
+        """Fetch the n-th tile, as soon as its place is free."""
+        place = n % self.COUNT
+        full = self.full.index(place)
+        mbarrier.wait(self.empty.index(place), ((n // self.COUNT) & 1) ^ 1)
+        mbarrier.expect(full, desc.block_type.nbytes)
+        _tma.load(desc, coordinates, full, self.tiles.index(place))
+
+    @gluon.jit
+    def wait(self, n):
+        """Until the n-th tile is there."""
+        mbarrier.wait(self.full.index(n % self.COUNT), (n // self.COUNT) & 1)
+
+    @gluon.jit
+    def at(self, n):
+        """The n-th tile as it lies: (1, rows, 1, columns)."""
+        return self.tiles.index(n % self.COUNT)
+
+    @gluon.jit
+    def release(self, n):
+        """The n-th tile was read."""
+        mbarrier.arrive(self.empty.index(n % self.COUNT))
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Each ends a phase when it has heard from so many."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def ring(desc, COUNT: gl.constexpr, READERS: gl.constexpr):
+    """An empty one, for what the copy engine brings."""
+    tiles = gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_shape, desc.layout)
+    return Ring(tiles, barriers(COUNT, 1), barriers(COUNT, READERS), COUNT)
+
+
+@gluon.jit
+def store_rows(
+    place, values, base, batch, row, head, length, HEADS: gl.constexpr, DIM: gl.constexpr
+):  # fmt: skip
+    """Of an array of (batch, length, heads, dim), through a place in shared memory: whole rows are written faster."""
+    WIDTH: gl.constexpr = place.shape[3]
+    # Eight numbers, which are 16 bytes, by each thread.
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    matrix = place.reshape([64, WIDTH])
+    matrix.store(values)
+    found = matrix.load(ROWS)
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    dims = gl.arange(0, WIDTH, gl.SliceLayout(0, ROWS))
+    at = ((batch.to(gl.int64) * length + rows) * HEADS + head) * DIM
+    gl.store(base + at[:, None] + dims[None, :], found, mask=(rows < length)[:, None] & (dims < DIM)[None, :])

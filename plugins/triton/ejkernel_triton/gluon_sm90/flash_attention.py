@@ -1,0 +1,97 @@
+"""``flash_attention`` on Hopper, in Gluon."""
+
+from __future__ import annotations
+
+import attrs
+import jax
+import jax.numpy as jnp
+from attrs.validators import in_
+
+from ejkernel_core import Invocation, Unsupported, hookimpl
+from ejkernel_triton import _jax_triton, _problem
+from ejkernel_triton.gluon_sm90._launch import constants, tiled, width
+from ejkernel_triton.gluon_sm90._refusals import check
+
+#: Where it runs, and how strongly it is preferred there.
+PLATFORMS = {"gpu": 60}
+COMPILERS = ("triton", "jax-triton")
+WIDEST = 256
+
+
+Q_BLOCK = 128
+#: By padded head dim: blocks of keys and how many of them are in shared memory at a time, the best first; and how many
+#: tiles of queries are.
+SHAPES = {64: ((128, 3), (128, 2), (64, 4)), 128: ((128, 2), (64, 4)), 256: ((64, 2),)}
+TILES = {64: 2, 128: 2, 256: 1}
+
+
+@attrs.frozen
+class Config:
+    """How keys are cut, and how far the kernel fetches ahead."""
+
+    k_block: int = attrs.field(default=128, validator=in_((64, 128)))
+    #: Blocks of keys and values in shared memory at a time.
+    stages: int = attrs.field(default=2, validator=in_((2, 3, 4)))
+
+
+@hookimpl
+def heuristic_cfg(inv: Invocation) -> Config:
+    """The best of what was measured for such heads."""
+    return config_space(inv)[0]
+
+
+@hookimpl
+def config_space(inv: Invocation) -> list[Config]:
+    """What fits into registers and shared memory."""
+    check(inv, WIDEST)
+    return [Config(*shape) for shape in SHAPES[width(inv["query"].shape[3])]]
+
+
+@hookimpl
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
+    """The output and the log-sum-exp of every row."""
+    from ejkernel_triton.gluon_sm90._forward import attend
+    from ejkernel_triton.gluon_sm90._schedule import programs, schedule
+    from ejkernel_triton.gluon_sm90._sight import of_queries
+
+    # An explicit configuration comes here unasked.
+    if cfg not in (offered := config_space(inv)):
+        raise Unsupported(f"{cfg} is none of those that fit: {offered}")
+    query, key, sinks = inv["query"], inv["key"], inv["softmax_aux"]
+    batch, q_length, heads, dim = query.shape
+    sight, steps = of_queries(inv, Q_BLOCK, cfg.k_block)
+    row_bytes = 2 * key.shape[1] * width(dim) * key.dtype.itemsize
+    dealt = schedule(batch * heads, steps, row_bytes, heads // key.shape[2], programs(inv.device_kind))
+    arrays = (
+        tiled(query, 64, width(dim)),
+        *(tiled(x, cfg.k_block, width(dim)) for x in (key, inv["value"])),
+        *(jnp.asarray(dealt), sight),
+        *(_problem.intervals(inv)[:2] if inv["cum_seqlens_q"] is not None else (None, None)),
+        *(inv["q_segment_ids"], inv["kv_segment_ids"], sinks),
+    )
+    before, after = _problem.sides(inv)
+    out, lse = _jax_triton.call(
+        attend,
+        _problem.operands(inv, arrays),
+        (
+            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32),
+        ),
+        scalars=(q_length, key.shape[1], dealt.shape[1], sight[0].size if sight.shape[0] > 1 else 0),
+        grid=(dealt.shape[0],),
+        constants={
+            **constants(inv),
+            "BEFORE": before,
+            "AFTER": after,
+            "SINKS": 0 if sinks is None else sinks.shape[1],
+            "SINK_WIDTH": 1 if sinks is None else 1 << (sinks.shape[1] - 1).bit_length(),
+            "K_BLOCK": cfg.k_block,
+            "STAGES": cfg.stages,
+            "TILES": TILES[width(dim)],
+        },
+        num_warps=4,
+        num_stages=1,
+        compute_capability=inv.compute_capability,
+        name="flash_attention_gluon_sm90",
+    )
+    return out, lse

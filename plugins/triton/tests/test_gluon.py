@@ -1,0 +1,226 @@
+"""The kernels for Hopper: what their tiles see, what they refuse, and what they take of a card, on a machine without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_core
+from ejkernel_core import Invocation, Registry, Unsupported
+from ejkernel_ops.attention.tokens import band, tokens, visible
+from ejkernel_triton import _jax_triton, _portable
+from ejkernel_triton.gluon_sm90 import _sight, flash_attention, flash_attention_bwd
+from ejkernel_triton.gluon_sm90._schedule import schedule
+from ejkernel_triton.testing import compiled_for
+
+FORWARD, BACKWARD = "flash_attention", "flash_attention_bwd"
+H200 = "NVIDIA H200"
+
+if _jax_triton.missing():
+    pytest.skip(_jax_triton.missing(), allow_module_level=True)
+
+# -- what tiles see -----------------------------------------------------------------------------------------------
+
+
+def drawn(rng: np.random.Generator, kind: str) -> dict[str, Any]:
+    """A call of few tokens, as the kernels would hear of it."""
+    q_length, k_length = (int(n) for n in rng.integers(1, 500, 2))
+    batch = 1 if kind == "packed" else int(rng.integers(1, 3))
+    call: dict[str, Any] = {
+        "query": np.zeros((batch, q_length, 2, 16)),
+        "key": np.zeros((batch, k_length, 2, 16)),
+        "causal": bool(rng.random() < 0.5),
+        "sliding_window": None if rng.random() < 0.5 else tuple(int(n) for n in rng.integers(0, 200, 2)),
+        **dict.fromkeys(("cum_seqlens_q", "cum_seqlens_k", "q_segment_ids", "kv_segment_ids")),
+    }
+    if kind == "packed":
+        count = int(rng.integers(1, 5))
+        for name, length in (("cum_seqlens_q", q_length), ("cum_seqlens_k", k_length)):
+            call[name] = jnp.asarray(np.sort([0, *rng.integers(0, length + 1, count)]), jnp.int32)
+    if kind == "segments":
+        for name, length in (("q_segment_ids", q_length), ("kv_segment_ids", k_length)):
+            call[name] = jnp.asarray(np.sort(rng.integers(0, 4, (batch, length)), 1), jnp.int32)
+    return call
+
+
+def seen(call: dict[str, Any]) -> np.ndarray:
+    """(batch, queries, keys), by the operation's own rule."""
+    where = tokens(call)
+    found = visible(where.q_position, where.k_position, where.groups, *band(call["causal"], call["sliding_window"]))
+    shape = (call["query"].shape[0], call["query"].shape[1], call["key"].shape[1])
+    return np.ones(shape, bool) if found is None else np.broadcast_to(np.asarray(found), shape)
+
+
+def seen_whole(mine: np.ndarray, n: int, other_block: int) -> bool:
+    others = mine[:, n * other_block : (n + 1) * other_block]
+    return others.shape[1] == other_block and bool(others.all())
+
+
+def check_sight(sight: Any, pairs: np.ndarray, block: int, other_block: int, tight: bool) -> None:
+    for batch, rows in enumerate(pairs):
+        for i, (first, whole, whole_end, end) in enumerate(np.asarray(sight)[batch if len(sight) > 1 else 0]):
+            assert first <= whole <= whole_end <= end
+            mine = rows[i * block : (i + 1) * block]
+            others = np.flatnonzero(mine.any(0))
+            if len(others):
+                # Tokens of a block that see others do not all see the same, so that with segments it may be more.
+                assert first <= others[0] // other_block
+                assert others[-1] // other_block < end
+                if tight:
+                    assert (first, end) == (others[0] // other_block, others[-1] // other_block + 1)
+            if tight and len(mine) == block:
+                # Blocks of which all is seen, where these are all in a row.
+                full = [n for n in range(end) if seen_whole(mine, n, other_block)]
+                assert whole_end - whole == len(full)
+            inside = mine[:, whole * other_block : whole_end * other_block]
+            assert inside.shape[1] == (whole_end - whole) * other_block
+            assert inside.all()
+            assert whole == whole_end or len(mine) == block
+
+
+@pytest.mark.parametrize("kind", ["band", "packed", "segments"])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 30))])
+def test_tiles_see_all_that_their_tokens_see(kind: str, seed: int) -> None:
+    call = drawn(np.random.default_rng(seed), kind)
+    pairs = seen(call)
+    for block, other_block in ((128, 64), (64, 128)):
+        tight = kind != "segments"
+        check_sight(_sight.of_queries(call, block, other_block)[0], pairs, block, other_block, tight)
+        check_sight(_sight.of_keys(call, block, other_block)[0], pairs.swapaxes(1, 2), block, other_block, tight)
+
+
+def test_a_causal_call_looks_at_masks_on_the_diagonal_alone() -> None:
+    shape = np.zeros((1, 1024, 1, 64))
+    call = {"query": shape, "key": shape, "causal": True, "sliding_window": None}
+    call |= dict.fromkeys(("cum_seqlens_q", "q_segment_ids"))
+    assert _sight.of_queries(call, 128, 128)[0][0].tolist() == [[0, 0, i, i + 1] for i in range(8)]
+    assert _sight.of_keys(call, 128, 64)[0][0].tolist() == [[2 * i, 2 * i + 2, 16, 16] for i in range(8)]
+
+
+# -- who works on what ---------------------------------------------------------------------------------------------
+
+CAUSAL = tuple(range(1, 17))
+
+
+@pytest.mark.parametrize("steps", [CAUSAL, (16,) * 16, (1,), (0, 3, 0)])
+@pytest.mark.parametrize("rows", [1, 3, 16, 128])
+def test_every_tile_is_dealt_once_and_all_end_together(rows: int, steps: tuple[int, ...]) -> None:
+    dealt = schedule(rows, steps, row_bytes=4 << 20)
+    hands = [row[1 : 1 + row[0]] for row in dealt]
+    assert sorted(np.concatenate(hands)) == list(range(rows * len(steps)))
+    assert len(dealt) == min(132, rows * len(steps))
+    work = [sum(steps[tile % len(steps)] + 1 for tile in hand) for hand in hands]
+    # Who is last began a tile when nobody else was free.
+    assert max(work) <= sum(work) / len(work) + max(steps) + 1
+
+
+def test_so_many_heads_as_the_cache_holds_go_first() -> None:
+    dealt = schedule(64, CAUSAL, row_bytes=1 << 20)
+    assert {tile // 16 for tile in dealt[:, 1]} == set(range(24))
+    # The longest blocks of those heads, and then the next ones.
+    assert sorted(tile % 16 for tile in dealt[:, 1])[-24:] == [15] * 24
+    with_group = schedule(64, CAUSAL, row_bytes=1 << 20, group=2)
+    assert {tile // 16 for tile in with_group[:, 1]} == set(range(48))
+
+
+# -- the gradient of queries ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("q_block", "dim"), [(64, 128), (128, 64), (64, 64), (64, 104)])
+def test_what_threads_leave_is_put_in_order(q_block: int, dim: int) -> None:
+    batch, length, heads, wide = 2, 300, 3, 64 if dim <= 64 else 128
+    blocks = -(-length // q_block)
+    right = np.random.default_rng(0).normal(size=(batch, blocks * q_block, heads, wide)).astype("float32")
+    left = np.zeros((batch, heads, blocks, q_block // 64, wide // 64, 128, 32), "float32")
+    for thread in range(128):
+        warp, lane = divmod(thread, 32)
+        for number in range(32):
+            # As a warp group has the result of a product.
+            row = 16 * warp + 8 * (number // 2 % 2) + lane // 4
+            column = 8 * (number // 4) + 2 * (lane % 4) + number % 2
+            tiles = right[:, row::64, :, column::64].reshape(batch, blocks, q_block // 64, heads, -1)
+            left[..., thread, number] = tiles.transpose(0, 3, 1, 2, 4)
+    found = flash_attention_bwd.in_order(jnp.asarray(left.reshape(-1, 32)), (batch, length, heads, dim), q_block)
+    np.testing.assert_array_equal(found, right[:, :length, :, :dim])
+
+
+# -- who is refused -----------------------------------------------------------------------------------------------
+
+
+def invocation(dim: int = 128, value_dim: int | None = None, dtype: str = "bfloat16", **given: Any) -> Invocation:
+    capability = given.pop("capability", (9, 0))
+    query, value = (jax.ShapeDtypeStruct((2, 512, 4, d), dtype) for d in (dim, value_dim or dim))
+    inv = ejkernel_core.invocation(FORWARD, query, query, value, **given)
+    return attrs.evolve(inv, platform="gpu", device_kind=H200, compute_capability=capability)
+
+
+REFUSED = {
+    "compute capability 9.0 .Hopper.; this GPU has 10.0": {"capability": (10, 0)},
+    "float16 and bfloat16; not float32": {"dtype": "float32"},
+    "not 128 for queries and 64 for values": {"value_dim": 64},
+    "multiples of 8 up to 256 for head dims; not 100": {"dim": 100},
+    "take no bias": {"bias": jax.ShapeDtypeStruct((1, 1, 512, 512), "bfloat16")},
+    "take no attention_mask": {"attention_mask": jax.ShapeDtypeStruct((1, 1, 512, 512), "bool")},
+    "do no dropout": {"dropout_prob": 0.1, "dropout_seed": 3},
+    "positive softmax_scale; not 0.0": {"softmax_scale": 0.0},
+    "positive softmax_scale; not -0.5": {"softmax_scale": -0.5},
+    "take no logits_soft_cap of 1e-39": {"logits_soft_cap": 1e-39},
+}
+
+
+@pytest.fixture
+def new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_jax_triton, "version", lambda: (0, 4, 1))
+    monkeypatch.setattr(_jax_triton, "why_no_descriptors", lambda: None)
+
+
+@pytest.mark.usefixtures("new_enough")
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_it_does_not_do_is_refused_with_the_reason(reason: str) -> None:
+    with pytest.raises(Unsupported, match=reason):
+        flash_attention.heuristic_cfg(invocation(**REFUSED[reason]))
+
+
+@pytest.mark.usefixtures("new_enough")
+def test_a_configuration_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(Unsupported, match=r"stages=3. is none of those that fit"):
+        flash_attention.run_backend(invocation(), flash_attention.Config(128, 3))
+
+
+def test_an_old_jax_triton_is_refused_with_the_line_that_mends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_jax_triton, "version", lambda: (0, 3, 1))
+    with pytest.raises(Unsupported, match=r"pip install .jax-triton>=0.4.1"):
+        flash_attention.heuristic_cfg(invocation())
+
+
+# -- how they are launched ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    _jax_triton.version() < (0, 4, 1) or _jax_triton.why_no_descriptors() is not None, reason="jax-triton is too old"
+)
+def test_jax_triton_compiles_both_passes_and_no_launch_allocates_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    # XLA makes graphs of several launches, and there is no place for it there.
+    kernels: list[Any] = []
+    original = _portable.TritonKernel
+    monkeypatch.setattr(_portable, "TritonKernel", lambda *given: kernels.append(original(*given)) or kernels[-1])
+    registry = Registry(plugins="ejkernel-ops")
+    registry.register(flash_attention, f"{FORWARD}.gluon_sm90")
+    registry.register(flash_attention_bwd, f"{BACKWARD}.gluon_sm90")
+    shape = jax.ShapeDtypeStruct((2, 300, 4, 72), "bfloat16")
+
+    def step(*arrays: jax.Array) -> Any:
+        out, pull_back = jax.vjp(lambda *qkv: registry.call(FORWARD, *qkv, causal=True), *arrays)
+        return pull_back(out)
+
+    found = compiled_for(H200, step, shape, shape, shape)
+    assert [kernel.num_warps for kernel in found] == [12, 12]
+    assert [(kernel.kernel_name, kernel.global_scratch_size) for kernel in kernels] == [
+        ("attend", None),
+        ("sum_over_queries", None),
+    ]
