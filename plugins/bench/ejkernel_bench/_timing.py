@@ -14,6 +14,8 @@ from typing import Any
 import attrs
 import jax
 
+from ejkernel_core.tuning import Timing, benchmark
+
 
 @attrs.frozen
 class Times:
@@ -90,6 +92,19 @@ def in_bursts(contenders: Mapping[str, Callable[[], Any]], rounds: int, seconds:
             else:
                 taken[name].append(burst / counts[name])
     return {name: Times(each) for name, each in taken.items()}
+
+
+def on_the_device(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Times]:
+    """The same by the device's own clock where it has one, for what is over before Python has called it: a round is
+    some calls, and what lies between the kernels of a call does not count.
+    """
+    taken: dict[str, list[Timing]] = {name: [] for name in contenders}
+    for order in _orders(list(contenders), rounds):
+        for name in order:
+            taken[name].append(benchmark(contenders[name], num_warmup=1, num_iters=8))
+    if len({timing.source for each in taken.values() for timing in each}) > 1:
+        raise RuntimeError("some were timed by the device and some by the host; is the program being profiled?")
+    return {name: Times([timing * 1e-3 for timing in each]) for name, each in taken.items()}
 
 
 def _last(run: Callable[[], Any], count: int) -> Any:

@@ -60,11 +60,11 @@ def compare(problems: Sequence[Problem], backend: str | None, rounds: int, other
     ours = f"ejkernel {backend}" if backend else "ejkernel"
     for problem in problems:
         arrays = problem.arrays()
-        right = _exact(problem, arrays)
+        right = exact(problem, arrays)
         for name in PASSES:
             runs = {ours: compiled(through_core(problem, backend), name, arrays, problem.extras())}
             runs |= {peer.name: run for peer in others if (run := peer.prepared(problem, arrays, name)) is not None}
-            runs, refused = _able(runs, problem, name, right)
+            runs, refused = able(runs, problem, name, right)
             wrong += refused
             if ours not in runs:
                 continue
@@ -78,14 +78,14 @@ def compare(problems: Sequence[Problem], backend: str | None, rounds: int, other
     return Report("flash_attention", [table], list(_bars(rates)), wrong)
 
 
-def _exact(problem: Problem, arrays: tuple[jax.Array, ...]) -> Results:
+def exact(problem: Problem, arrays: tuple[jax.Array, ...]) -> Results:
     """By the blockwise XLA kernel, in float32."""
     wide = attrs.evolve(problem, dtype="float32")
     floats = tuple(array.astype("float32") for array in arrays)
     return compiled(through_core(wide, "xla"), "forward+backward", floats, wide.extras())()
 
 
-def _able(
+def able(
     runs: Mapping[str, Callable[[], Results]], problem: Problem, name: str, right: Results
 ) -> tuple[dict[str, Callable[[], Results]], list[str]]:
     """Who runs at all, and what is wrong with the results of those who do."""

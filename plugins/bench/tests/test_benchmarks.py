@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import attrs
 import jax
@@ -14,12 +16,16 @@ from ejkernel_bench import __main__ as command
 from ejkernel_bench import (
     _peers,
     _problem,
+    _roof,
+    _timing,
     attention,
     choice,
     flash_attention,
+    hopper,
     memory,
     overhead,
     packed,
+    plot,
     run,
     shapes,
     tuning,
@@ -29,6 +35,7 @@ from ejkernel_bench._peers import Peer
 from ejkernel_bench._problem import Problem, through_core, with_gradients
 from ejkernel_bench._timing import Times
 from ejkernel_core import policy_override, registry
+from ejkernel_core.tuning import Timing
 
 TINY = Problem(1, 64, 2, 16)
 #: One of each kind that `flash_attention` measures.
@@ -56,7 +63,7 @@ def wrong(monkeypatch):
         exact = backend == "reference" or (backend == "xla" and problem.dtype == "float32")
         return right if exact else lambda *arrays, **extras: 1.01 * right(*arrays, **extras)
 
-    for module in (attention, flash_attention, overhead, run, shapes, window):
+    for module in (attention, flash_attention, hopper, overhead, run, shapes, window):
         monkeypatch.setattr(module, "through_core", off)
 
 
@@ -358,6 +365,120 @@ def test_peers_say_what_they_do_not_do():
     assert [(_peers._xla(kind) is None) for kind in KINDS] == [cudnn(kind) is not None for kind in KINDS]
 
 
+# -- hopper -------------------------------------------------------------------------------------------------------
+
+
+def test_hopper_is_measured_against_cudnn_and_against_our_own_plain_rate(monkeypatch):
+    problem = attrs.evolve(TINY, dtype="bfloat16")
+    alone = attrs.evolve(problem, sinks=True)
+    monkeypatch.setattr(hopper, "LONG", problem)
+    monkeypatch.setattr(hopper, "ANCHORS", {problem: (1.0, 1.0)})
+    monkeypatch.setattr(hopper, "ALONE", (alone,))
+    report = hopper.compare([problem, alone], "xla", 2, _peer("cuDNN", does=lambda problem: not problem.sinks))
+    assert list(report.faults) == []
+    (table,) = report.tables
+    assert [row[0] for row in table.rows] == [f"{p}, {which}" for p in (problem, alone) for which in hopper.PASSES]
+    for row, which in zip(table.rows, hopper.PASSES * 2, strict=True):
+        moved = 64 * 2 * ((4 if which == "forward" else 12) * 16 * 2 + (4 if which == "forward" else 8))
+        roof = problem.flops(which) / moved * 4.8
+        assert row[3] == pytest.approx(problem.flops(which) / row[1] / 1e9)
+        assert row[6:] == (pytest.approx(roof), "memory", "flash_attention.xla and flash_attention_bwd.xla")
+    plain, both, *others = table.rows
+    assert [row[5] for row in (plain, both)] == [pytest.approx(row[4] / row[1]) for row in (plain, both)]
+    assert [row[4:6] for row in others] == [("-", "-")] * 2
+    bars = {bar.what: bar for bar in report.bars}
+    assert bars[f"{problem}, forward: over cuDNN"].measured == plain[5]
+    assert bars["the 1 anchors, forward: over cuDNN, geometric mean"].measured == pytest.approx(plain[5])
+    assert bars[f"{alone}, forward: of the plain rate"].measured == pytest.approx(others[0][3] / plain[3])
+    assert len(bars) == 6
+    # A case that cuDNN should have done, and did not, is not judged as one that it refuses.
+    left = hopper._bars({(problem, "forward"): (1.0, None), (alone, "forward"): (0.5, None)})
+    assert {bar.what: bar.measured for bar in left} == {f"{alone}, forward: of the plain rate": 0.5}
+
+
+def test_hopper_goes_on_where_one_problem_fails(monkeypatch):
+    monkeypatch.setattr(hopper, "exact", lambda problem, arrays: _exact_but_for(40, problem, arrays))
+    report = hopper.compare([attrs.evolve(TINY, length=40), TINY], "xla", 1, _peer("cuDNN"))
+    assert [row[0] for row in report.tables[0].rows] == [f"{TINY}, {which}" for which in hopper.PASSES]
+    (fault,) = report.faults
+    assert fault.endswith("MemoryError: no room")
+
+
+def _exact_but_for(length, problem, arrays):
+    if problem.length == length:
+        raise MemoryError("no room")
+    return flash_attention.exact(problem, arrays)
+
+
+def test_two_clocks_are_not_compared(monkeypatch):
+    sources = iter(["device", "clock"])
+    monkeypatch.setattr(_timing, "benchmark", lambda run, **counts: Timing([1.0], next(sources)))
+    with pytest.raises(RuntimeError, match="some were timed by the device and some by the host"):
+        _timing.on_the_device({"one": None, "other": None}, rounds=1)
+
+
+def test_the_roof_is_what_takes_longest():
+    card = _roof.Card(flops=4e12, bytes=1e12, exponentials=1e12)
+    problem = Problem(2, 8, 4, 16, "bfloat16", causal=False, kv_heads=2)
+    least = _roof.least_seconds(problem, "forward", card)
+    tokens, pairs = 2 * 8, 2 * 4 * 8 * 8
+    assert least["products"] == pytest.approx(pairs * 16 * 4 / 4e12)
+    assert least["memory"] == pytest.approx(tokens * (2 * 16 * (4 + 2 + 2 + 4) + 4 * 4) / 1e12)
+    assert least["exponentials"] == pytest.approx(pairs / 1e12)
+    both = _roof.least_seconds(problem, "forward+backward", card)
+    assert both["products"] == pytest.approx(3.5 * least["products"])
+    assert both["exponentials"] == 2 * least["exponentials"]
+    # Forward q, k, v, out; backward these, d_out, and three gradients.
+    assert both["memory"] == pytest.approx(tokens * (2 * 16 * (6 * 4 + 6 * 2) + 2 * 4 * 4) / 1e12)
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_what_hopper_finds_is_drawn(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(hopper, "run", lambda: hopper.compare([TINY], "xla", 1, _peer("cuDNN")))
+    file = tmp_path / "found.json"
+    assert command.main(["hopper", "--json", str(file)]) == 0
+    assert plot.main([str(file), str(tmp_path / "drawn")]) == 0
+    (report,) = json.loads(file.read_text())
+    for which, row in zip(hopper.PASSES, report["tables"][0]["rows"], strict=True):
+        picture = ElementTree.fromstring((tmp_path / "drawn" / f"hopper-{which.replace('+', '-')}.svg").read_text())
+        texts = [one.text for one in picture.iter(f"{SVG}text")]
+        assert str(TINY) in texts
+        assert f"{row[3]:.0f}" in texts
+        ours, theirs, roof = [one.attrib for one in picture.iter(f"{SVG}rect")][3:]
+        assert float(ours["width"]) == pytest.approx(plot.WIDE * row[3] / row[6], abs=0.1)
+        assert float(theirs["width"]) == pytest.approx(plot.WIDE * row[3] * row[1] / row[4] / row[6], abs=0.1)
+        assert float(roof["x"]) == plot.LEFT + plot.WIDE
+    file.write_text("[]")
+    assert plot.main([str(file), str(tmp_path)]) == 1
+    assert "nothing of `hopper` is there" in capsys.readouterr().out
+
+
+def test_hopper_finds_what_is_wrong(wrong):
+    report = hopper.compare([TINY], None, 1, _peer("cuDNN", factor=1.01))
+    assert report.tables[0].rows == ()
+    assert {fault.partition(",")[0] for fault in report.faults} == {"ejkernel", "cuDNN"}
+
+
+def test_hopper_measures_what_is_to_be_shown():
+    problems = [*hopper.ANCHORS, *hopper.MORE]
+    every = [*problems, *hopper.ALONE]
+    assert len(every) == len({*every})
+    assert hopper.LONG in hopper.ANCHORS
+    assert [_peers._cudnn(problem) is None for problem in every] == [problem in hopper.ALONE for problem in every]
+    assert {p.head_dim for p in problems} == {64, 128, 256}
+    assert {p.length for p in problems if p.batch == 1} >= {512, 1024, 4096, 16384, 131072}
+    assert any(p.kv_heads and p.heads // p.kv_heads == 8 for p in problems)
+    assert {(p.soft_cap, p.sinks, p.sequences, p.window) for p in hopper.ALONE} == {
+        (30.0, False, None, None),
+        (None, True, None, None),
+        (None, False, 8, None),
+        (None, True, None, 4095),
+        (30.0, False, None, 4095),
+    }
+
+
 # -- shapes and choice --------------------------------------------------------------------------------------------
 
 
@@ -439,6 +560,7 @@ def test_shapes_are_drawn_of_every_kind():
     assert shapes.COUNT // len(shapes.BESIDE) * len(shapes.BESIDE) == 1000
 
 
+@pytest.mark.long
 def test_a_choice_is_measured_against_what_it_is_made_from(monkeypatch):
     monkeypatch.setattr(choice, "SECONDS", 1e-4)
     monkeypatch.setattr(choice, "BUDGET_S", 10.0)
@@ -463,7 +585,20 @@ def test_a_program_is_told_by_the_calls_that_it_makes():
     assert ops == [["flash_attention"], ["flash_attention", "flash_attention_bwd"]]
 
 
-@pytest.mark.parametrize("benchmark", [shapes, choice])
+def test_bits_are_compared_where_they_are_promised(monkeypatch):
+    def plans(problem, backend):
+        return [SimpleNamespace(cfg=SimpleNamespace(atomics=problem.causal))]
+
+    monkeypatch.setattr(shapes, "plans", plans)
+    monkeypatch.setattr(shapes, "_same_bits", lambda first, second: False)
+    monkeypatch.setattr(shapes, "SECONDS", 1e-4)
+    adding, other = FAMILIES[0], FAMILIES[1]
+    found = {family: shapes.measured(family, "xla", rounds=1).faults for family in (adding, other)}
+    assert [fault.partition(": ")[0].split(", ")[-1] for fault in found[adding]] == ["forward"] * 3
+    assert len(found[other]) == 2 * len(shapes.PASSES)
+
+
+@pytest.mark.parametrize("benchmark", [shapes, choice, hopper])
 def test_shapes_and_choice_are_for_a_gpu(benchmark):
     if jax.default_backend() == "gpu":
         pytest.skip("there is one")
