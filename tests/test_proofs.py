@@ -256,10 +256,10 @@ PASSED = [
 #: Proofs of kernels that take nothing else are in 16 bits.
 CAUGHT_IN_16_BITS = [
     ("ignores_window", "sensitivity sliding_window", "one-at-a-time"),
-    ("drops_bias", "sensitivity bias", "one-at-a-time"),
-    ("lse_without_sinks", "sensitivity softmax_aux", "one-at-a-time"),
+    pytest.param("drops_bias", "sensitivity bias", "one-at-a-time", marks=pytest.mark.long),
+    pytest.param("lse_without_sinks", "sensitivity softmax_aux", "one-at-a-time", marks=pytest.mark.long),
     ("wrong_under_vmap", "transforms: vmap", "all-that-folds"),
-    ("wrong_under_vmap", "transforms: vmap_of_grad", "all-that-folds"),
+    pytest.param("wrong_under_vmap", "transforms: vmap_of_grad", "all-that-folds", marks=pytest.mark.long),
 ]
 
 
@@ -290,7 +290,7 @@ def test_wrong_kernel_passes_where_its_fault_does_not_show(kernel: str, name: st
     check(kernel, name, case)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("kernel", "name", "case"), CAUGHT_IN_16_BITS, ids=None)
 def test_wrong_kernel_is_caught_in_16_bits(kernel: str, name: str, case: str, dtype: str) -> None:
     start = name if name.startswith("transforms") else name.split()[0]

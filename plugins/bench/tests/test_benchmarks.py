@@ -489,7 +489,11 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: str(family.problem))
+@pytest.mark.parametrize(
+    "family",
+    [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.long) for family in FAMILIES[1:])],
+    ids=lambda family: str(family.problem),
+)
 def test_shapes_are_checked_and_measured(monkeypatch, family):
     monkeypatch.setattr(shapes, "SECONDS", 1e-4)
     found = shapes.measured(family, "xla", rounds=1)
@@ -577,6 +581,7 @@ def test_a_choice_is_measured_against_what_it_is_made_from(monkeypatch):
     assert len(registry.memory) == 0
 
 
+@pytest.mark.long
 def test_a_program_is_told_by_the_calls_that_it_makes():
     biased = KINDS[6]  # the bias is given, and has no gradient here
     with policy_override(autotune=True, budget_s=10.0):

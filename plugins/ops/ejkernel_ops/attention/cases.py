@@ -221,10 +221,11 @@ def _float32_beside_bfloat16(draw: int) -> Arguments:
 
 def subjects() -> Iterator[Case]:
     looped = {"values", "jit", "vmap", "grad_of_vmap"}
-    folded = {"values", *(name for name in TRANSFORMS if "vmap" in name)}
+    folded = {"values", *(name for name in TRANSFORMS if "vmap" in name)} - {"vmap_with_shared"}
     yield case("everything", _everything, checks=looped)
     yield case("everything-in-loops", _everything, checks={"vmap_with_shared", "checkpoint", "scan"}, long=True)
     yield case("all-that-folds", _all_that_folds, checks=folded)
+    yield case("all-that-folds-and-shared-arrays", _all_that_folds, checks={"vmap_with_shared"}, long=True)
     yield case("with-dropout", _with_dropout, checks={"values", "vmap_of_grad"})
     yield case("with-packing", _with_packing, checks={"values", "vmap_of_grad"})
     yield case("with-packing-and-shared-arrays", _with_packing, checks={"vmap_with_shared"}, long=True)
