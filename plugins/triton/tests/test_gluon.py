@@ -84,7 +84,7 @@ def check_sight(sight: Any, pairs: np.ndarray, block: int, other_block: int, tig
 
 
 @pytest.mark.parametrize("kind", ["band", "packed", "segments"])
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 30))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 30))])
 def test_tiles_see_all_that_their_tokens_see(kind: str, seed: int) -> None:
     call = drawn(np.random.default_rng(seed), kind)
     pairs = seen(call)

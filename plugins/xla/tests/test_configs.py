@@ -49,7 +49,7 @@ def arguments(options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "blocks",
-    [(16, 16), pytest.param((8, 32), marks=pytest.mark.long), (32, 24), pytest.param((61, 75), marks=pytest.mark.long)],
+    [(32, 24), *(pytest.param(blocks, marks=pytest.mark.long) for blocks in ((16, 16), (8, 32), (61, 75)))],
 )
 @pytest.mark.parametrize("name", CASES)
 def test_every_block_size_gives_the_same(name: str, blocks: tuple[int, int]) -> None:
