@@ -87,12 +87,12 @@ def _ready(
     problem: Problem, backend: str | None, cudnn: Peer
 ) -> list[tuple[tuple[Problem, str], Mapping[str, Callable[[], Results]], list[str]]]:
     """For each pass who runs, and what is wrong with the results of those who do not take part."""
-    found = []
     try:
         arrays = problem.arrays()
         right = exact(problem, arrays)
     except Exception as fault:  # the others are measured all the same
         return [((problem, PASSES[0]), {}, [f"{problem}: {type(fault).__name__}: {str(fault)[:200]}"])]
+    found = []
     for name in PASSES:
         runs = {OURS: compiled(through_core(problem, backend), name, arrays, problem.extras())}
         if (theirs := cudnn.prepared(problem, arrays, name)) is not None:

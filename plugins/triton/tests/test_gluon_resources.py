@@ -155,8 +155,7 @@ CONFIGURATIONS: list[tuple[int, Any]] = [
     *((dim, flash_attention.Config(*shape)) for dim, shapes in flash_attention.SHAPES.items() for shape in shapes),
     *((dim, flash_attention_bwd.Config(q)) for dim, blocks in flash_attention_bwd.Q_BLOCKS.items() for q in blocks),
 ]
-
-
+#: Those that are compiled before the long sweep.
 BEST = [
     *((dim, flash_attention.Config(*shapes[0])) for dim, shapes in flash_attention.SHAPES.items()),
     *((dim, flash_attention_bwd.Config(blocks[0])) for dim, blocks in flash_attention_bwd.Q_BLOCKS.items()),

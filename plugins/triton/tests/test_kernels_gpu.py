@@ -55,6 +55,7 @@ class TestGluonInTurns(TestGluonOnAllItTakes):
 REFUSED = {"bias", "attention_mask", "dropout_prob", "dropout_seed"}
 #: Numbers that float16 does not have.
 GREAT = {"soft-cap-of-overflowing-logits"}
+NEGATIVE = {"softmax_scale-negative"}
 
 
 def _narrowed(cases: Sequence[Case]) -> Iterator[Case]:
@@ -75,9 +76,6 @@ def _without_what_is_refused(wide: Case, dtype: str) -> Case:
     narrowed = case(wide.name, arguments, wide.checks, dtype=dtype, long=wide.long, batched=wide.batched)
     varied = [one for one in wide.variations if not REFUSED & {*one.arguments(0)} and one.name not in NEGATIVE]
     return attrs.evolve(narrowed, variations=tuple(_without_what_is_refused(one, dtype) for one in varied))
-
-
-NEGATIVE = {"softmax_scale-negative"}
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "sliding_window": (70, 0)}, {}], ids=str)
