@@ -495,7 +495,7 @@ def test_what_cannot_be_measured_here_is_not() -> None:
 
 
 def test_who_comes_while_the_stores_are_told_finds_the_record() -> None:
-    fresh, heard, told = registry("fast"), [], threading.Event()
+    fresh, heard, told, released = registry("fast"), [], threading.Event(), threading.Event()
     fresh.register(listener(heard), "listener")
 
     @hookimpl
@@ -505,19 +505,23 @@ def test_who_comes_while_the_stores_are_told_finds_the_record() -> None:
     @hookimpl
     def config_selected(inv):
         told.set()
-        time.sleep(0.5)
+        assert released.wait(60)
 
     fresh.register(SimpleNamespace(select_config=select_config, config_selected=config_selected), "a slow store")
     first = threading.Thread(target=lambda: tuned_call(fresh))
     first.start()
     told.wait()
-    np.testing.assert_allclose(fresh.call("triple", X), X * 3, rtol=1e-6)  # compiled with the heuristic
-    tuned_call(fresh)
+    np.testing.assert_allclose(fresh.call("triple", X), X * 3, rtol=1e-6)
+    with_the_heuristic = {key for layout in fresh.calls.values() for key in layout.compiled}
+    second = threading.Thread(target=lambda: tuned_call(fresh))
+    second.start()
+    released.set()
     first.join()
+    second.join()
     assert sum(progress.finished for progress in heard) == 1
     assert fresh.plan("triple", X).cfg == Config("fast")
-    (layout,) = fresh.calls.values() if fresh.calls else (None,)
-    assert layout is None or not layout.compiled  # what was compiled meanwhile is forgotten
+    assert with_the_heuristic
+    assert not with_the_heuristic & {key for layout in fresh.calls.values() for key in layout.compiled}
 
 
 def test_a_contest_that_fails_late_lets_nobody_win_by_what_it_measured_before() -> None:
