@@ -15,6 +15,7 @@ run: $(STAMP)
 	$(BIN)/python -m ejkernel_bench run
 
 # Cheap cases first: a broken core is told within seconds. pytest itself compiles nothing twice: one process a core.
+test: export EJKERNEL_TESTS = quick
 test: $(STAMP)
 	$(BIN)/python -m pytest -q tests -m "not long and not gpu" -n 2 -x
 	$(BIN)/python -m pytest -q plugins -m "not long and not gpu" -n 2

@@ -1,11 +1,19 @@
-"""Set before JAX starts: eight devices on any machine, for what is sharded."""
+"""Set before JAX starts: eight devices on any machine, for what is sharded; and how XLA compiles."""
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+if os.environ.get("EJKERNEL_TESTS") == "quick":
+    # What a test compiles it runs once, and compiling takes longest: without optimisation, half as long or less. The
+    # long sweep compiles as users do.
+    flags.append("--xla_backend_optimization_level=0")
+    if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # later ones know no other way
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 
 
 @pytest.fixture(autouse=True)
