@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import attrs
 import jax
 
 from ._errors import error, faults
@@ -17,16 +18,31 @@ PASSES = ("forward", "forward+backward")
 Results = tuple[Any, ...]
 
 
+@attrs.frozen(eq=False)
+class Pass:
+    """A function under ``jit``, and what it is called with; it is compiled when it first runs, or before."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+
+    def __call__(self) -> Results:
+        results: Results = self.function(*self.arguments)
+        return results
+
+    def compile(self) -> None:
+        """Now, in whatever thread: JAX finds it when it is called."""
+        self.function.lower(*self.arguments).compile()
+
+
 def compiled(
     attention: Attention, name: str, arrays: tuple[jax.Array, ...], extras: Mapping[str, jax.Array] | None = None
-) -> Callable[[], Results]:
-    """One pass of an attention over (query, key, value, d_out), ready to run."""
+) -> Pass:
+    """One pass of an attention over (query, key, value, d_out)."""
     given = dict(extras or {})  # arguments as well: a bias would be a constant of gigabytes
     if name == "forward":
-        forward = jax.jit(lambda given, *qkv: (attention(*qkv, **given),))
-        return lambda: forward(given, *arrays[:3])
+        return Pass(jax.jit(lambda given, *qkv: (attention(*qkv, **given),)), (given, *arrays[:3]))
     both = jax.jit(lambda given, *arrays: with_gradients(partial(attention, **given))(*arrays))
-    return lambda: both(given, *arrays)
+    return Pass(both, (given, *arrays))
 
 
 def timed(runs: Mapping[str, Callable[[], Results]], rounds: int) -> dict[str, Times]:

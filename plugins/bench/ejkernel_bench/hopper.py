@@ -7,23 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
 from statistics import geometric_mean
 
 import attrs
 import jax
 
-from ._contenders import PASSES, Results, compiled
+from ._contenders import PASSES, Pass, Results, compiled
 from ._peers import Peer, peers
 from ._problem import Problem, chosen, through_core
 from ._report import Bar, Cell, Report, Table
 from ._roof import CARDS, least_seconds
-from ._timing import on_the_device
+from ._timing import Times, on_the_device
 from .flash_attention import ANCHORS, BF16, LONG, able, exact
 
 #: By head dim and length, batches of short sequences, very long ones, and eight heads that share their keys.
 MORE = (
-    *(Problem(1, length, 16, dim, BF16) for dim in (64, 256) for length in (512, 1024, 4096, 16384)),
+    *(Problem(1, length, 16, dim, BF16) for dim in (64, 256) for length in (512, 1024, 4096, 8192, 16384)),
     *(Problem(1, length, 16, 128, BF16) for length in (512, 1024, 4096)),
     *(Problem(batch, length, 16, 128, BF16) for batch, length in ((32, 512), (16, 1024))),
     Problem(1, 131072, 2, 128, BF16),
@@ -42,8 +42,8 @@ EACH, MEAN, ELSEWHERE, SHORT = 1.0, 1.05, 0.9, 1.0
 #: Of the plain rate, for the work that is really done.
 OF_PLAIN = 0.85
 ROUNDS = 5
-#: What takes long is compiling, much of it in Python; and what is right is computed in float32 by each.
-WORKERS = 4
+#: What takes long is compiling, much of it in Python.
+WORKERS = 8
 OURS, CUDNN = "ejkernel", "cuDNN"
 
 #: Whose roof is told beside the rates.
@@ -61,44 +61,79 @@ def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
     return compare([*ANCHORS, *MORE, *ALONE], backend, rounds, cudnn)
 
 
+@attrs.frozen
+class _Ready:
+    """A problem with all that runs."""
+
+    problem: Problem
+    #: In float32.
+    right: Callable[[], Results]
+    #: By pass, by who it is.
+    runs: Mapping[str, Mapping[str, Callable[[], Results]]]
+
+
 def compare(problems: Sequence[Problem], backend: str | None, rounds: int, cudnn: Peer) -> Report:
-    """One row a problem and pass. All are compiled and checked beforehand, side by side; then the device is theirs."""
+    """One row a problem and pass. All are compiled beforehand, side by side; the device runs one thing at a time."""
+    ready, faults = [], []
+    for problem in problems:
+        try:
+            ready.append(_ready(problem, backend, cudnn))
+        except Exception as fault:  # the others are measured all the same
+            faults.append(f"{problem}: {type(fault).__name__}: {str(fault)[:200]}")
     with ThreadPoolExecutor(WORKERS) as pool:
-        ready = [pair for pairs in pool.map(partial(_ready, backend=backend, cudnn=cudnn), problems) for pair in pairs]
+        list(pool.map(_compile, [run for one in ready for run in _all(one)]))
     rows: list[tuple[Cell, ...]] = []
     found: dict[tuple[Problem, str], tuple[float, float | None]] = {}
-    for (problem, name), runs in ((what, runs) for what, runs, _ in ready if OURS in runs):
-        times = on_the_device(runs, rounds)
-        ours, spread, *_ = times[OURS].scaled(1e-3)
-        theirs = times[CUDNN].scaled(1e-3)[0] if CUDNN in times else None
-        ratio = None if theirs is None else theirs / ours
-        rate = problem.flops(name) / times[OURS].median / 1e12
-        found[problem, name] = rate, ratio
-        beside = ("-", "-") if theirs is None or ratio is None else (theirs, ratio)
-        limit, least = max(least_seconds(problem, name, CARD).items(), key=lambda one: one[1])
-        roof = problem.flops(name) / least / 1e12
-        rows.append((f"{problem}, {name}", ours, spread, rate, *beside, roof, limit, chosen(problem, backend)))
+    for one in ready:
+        problem = one.problem
+        try:
+            right = one.right()
+        except Exception as fault:
+            faults.append(f"{problem}: {type(fault).__name__}: {str(fault)[:200]}")
+            continue
+        for name, every in one.runs.items():
+            runs, wrong = able(every, problem, name, right)
+            faults += wrong
+            if OURS in runs:
+                times = on_the_device(runs, rounds)
+                rows.append(_row(problem, name, times, chosen(problem, backend)))
+                theirs = times[CUDNN].median / times[OURS].median if CUDNN in times else None
+                found[problem, name] = problem.flops(name) / times[OURS].median / 1e12, theirs
     columns = ("", OURS, "range", "TFLOP/s", CUDNN, f"{CUDNN} / {OURS}", "roof", "by", "kernels")
     table = Table(f"milliseconds on the device, medians of {rounds} rounds in turn", columns, rows)
-    return Report("hopper", [table], list(_bars(found)), [fault for *_, faults in ready for fault in faults])
+    return Report("hopper", [table], list(_bars(found)), faults)
 
 
-def _ready(
-    problem: Problem, backend: str | None, cudnn: Peer
-) -> list[tuple[tuple[Problem, str], Mapping[str, Callable[[], Results]], list[str]]]:
-    """For each pass who runs, and what is wrong with the results of those who do not take part."""
-    try:
-        arrays = problem.arrays()
-        right = exact(problem, arrays)
-    except Exception as fault:  # the others are measured all the same
-        return [((problem, PASSES[0]), {}, [f"{problem}: {type(fault).__name__}: {str(fault)[:200]}"])]
-    found = []
+def _ready(problem: Problem, backend: str | None, cudnn: Peer) -> _Ready:
+    arrays = problem.arrays()
+    runs = {}
     for name in PASSES:
-        runs = {OURS: compiled(through_core(problem, backend), name, arrays, problem.extras())}
+        runs[name] = {OURS: compiled(through_core(problem, backend), name, arrays, problem.extras())}
         if (theirs := cudnn.prepared(problem, arrays, name)) is not None:
-            runs[CUDNN] = theirs
-        found.append(((problem, name), *able(runs, problem, name, right)))
-    return found
+            runs[name][CUDNN] = theirs
+    return _Ready(problem, exact(problem, arrays), runs)
+
+
+def _all(one: _Ready) -> list[Callable[[], Results]]:
+    return [one.right, *(run for runs in one.runs.values() for run in runs.values())]
+
+
+def _compile(run: Callable[[], Results]) -> None:
+    """Whatever is wrong is told when it runs."""
+    if isinstance(run, Pass):
+        with suppress(Exception):
+            run.compile()
+
+
+def _row(problem: Problem, name: str, times: Mapping[str, Times], kernels: str) -> tuple[Cell, ...]:
+    ours, spread, *_ = times[OURS].scaled(1e-3)
+    rate = problem.flops(name) / times[OURS].median / 1e12
+    beside: tuple[Cell, Cell] = ("-", "-")
+    if CUDNN in times:
+        theirs = times[CUDNN].scaled(1e-3)[0]
+        beside = theirs, theirs / ours
+    limit, least = max(least_seconds(problem, name, CARD).items(), key=lambda one: one[1])
+    return f"{problem}, {name}", ours, spread, rate, *beside, problem.flops(name) / least / 1e12, limit, kernels
 
 
 def _bars(found: Found) -> Iterator[Bar]:
