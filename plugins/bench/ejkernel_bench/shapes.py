@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ejkernel_core
+from ejkernel_core import NoKernel
 
 from ._contenders import PASSES
 from ._errors import TOLERANCE
@@ -24,6 +25,8 @@ from ._report import Bar, Report, Table
 from ._timing import in_bursts
 
 COUNT = 1000
+#: How often each pass of each runs, and is compared.
+RUNS = 4
 ROUNDS = 3
 #: The least part of a neighbour's pace, of one that does no less, that a shape may have.
 CLIFF = 0.5
@@ -111,6 +114,8 @@ class Found:
 
     seconds: Mapping[tuple[Problem, str], float]
     faults: tuple[str, ...] = attrs.field(converter=tuple)
+    #: What the kernel does not do.
+    refused: tuple[Problem, ...] = attrs.field(default=(), converter=tuple)
 
 
 def measured(family: Family, backend: str | None, rounds: int) -> Found:
@@ -122,13 +127,17 @@ def measured(family: Family, backend: str | None, rounds: int) -> Found:
     def told(problem: Problem, fault: Exception) -> None:
         faults.append(f"{problem}: {type(fault).__name__}: {str(fault)[:200]}")
 
-    reference = _reference(family)
-    ready = {}
+    ready, refused = {}, []
     for problem in family:
         try:
             ready[problem] = _prepared(family, problem, backend)
+        except NoKernel:
+            refused.append(problem)
         except Exception as fault:
             told(problem, fault)
+    if not ready:
+        return Found(seconds, faults, refused)
+    reference = _reference(family)
     with _turn:
         arrays, extras = family.longest.arrays(), family.longest.extras()
         for problem, passes in ready.items():
@@ -146,7 +155,7 @@ def measured(family: Family, backend: str | None, rounds: int) -> Found:
             for problem in slow:
                 again = _medians(problem, timed[problem], rounds)
                 seconds |= {what: min(seconds[what], taken) for what, taken in again.items()}
-    return Found(seconds, faults)
+    return Found(seconds, faults, refused)
 
 
 def _medians(
@@ -160,7 +169,11 @@ def report(found: Sequence[Found]) -> Report:
     beside = (row for each in found for row in beside_each_other(each.seconds))
     rows = sorted(((f"{problem}, {name}", *row) for (problem, name), *row in beside), key=lambda row: row[1])
     faults = [fault for each in found for fault in each.faults]
-    title = f"{len(rows)} passes, {len(faults)} faults; the slowest beside a neighbour that does no less, milliseconds"
+    refused = sum(len(each.refused) for each in found)
+    title = (
+        f"{len(rows)} passes, each run {RUNS} times; {len(faults)} faults; {refused} problems refused; "
+        "the slowest beside a neighbour that does no less, milliseconds"
+    )
     table = Table(title, ("", "of its pace", "", "neighbour"), rows[:SHOWN])
     bars = [Bar(f"the slowest of {len(rows)} passes", rows[0][1], CLIFF, "times", at_least=True)] if rows else []
     return Report("shapes", [table], bars, faults)
@@ -235,15 +248,19 @@ def _repeatable(problem: Problem, backend: str | None) -> Sequence[str]:
 
 def _faults(
     problem: Problem, runs: Mapping[str, Callable[[], Results]], right: Results, repeatable: Sequence[str]
-) -> Iterator[str]:
+) -> list[str]:
+    """Each once, however often it was seen."""
+    faults = {}
     for name, run in runs.items():
-        first, second = run(), run()
-        errors = jax.device_get(_errors(first, right[: len(first)]))
-        for what, error in zip(("out", *GRADIENTS), errors, strict=False):
-            if not error <= TOLERANCE[problem.dtype]:  # nor NaN
-                yield f"{problem}, {name}: {what} is off by {error:.1e}"
-        if name in repeatable and not _same_bits(first, second):
-            yield f"{problem}, {name}: other bits the second time"
+        first = run()
+        for found in (first, *(run() for _ in range(RUNS - 1))):
+            errors = jax.device_get(_errors(found, right[: len(found)]))
+            for what, error in zip(("out", *GRADIENTS), errors, strict=False):
+                if not error <= TOLERANCE[problem.dtype]:  # nor NaN
+                    faults.setdefault((name, what), f"{problem}, {name}: {what} is off by {error:.1e}")
+            if name in repeatable and not _same_bits(first, found):
+                faults.setdefault((name, "bits"), f"{problem}, {name}: other bits another time")
+    return list(faults.values())
 
 
 @jax.jit

@@ -528,6 +528,22 @@ def test_a_shape_that_fails_is_told_and_the_others_are_measured(monkeypatch):
     assert {problem.length for problem, _ in found.seconds} == {39, 47}
 
 
+def test_what_a_kernel_refuses_is_no_fault():
+    found = shapes.measured(FAMILIES[0], "pallas_tpu", rounds=1)  # which wants a TPU
+    assert (found.seconds, found.faults, found.refused) == ({}, (), (*FAMILIES[0],))
+    report = shapes.report([found, shapes.Found({(TINY, "forward"): 1.0}, [])])
+    assert "; 3 problems refused;" in report.tables[0].title
+
+
+def test_every_run_is_compared(monkeypatch):
+    right = (np.ones((1, 4)),)
+    runs = {"forward": iter([right, right, (np.full((1, 4), 1.1),), right]).__next__}
+    monkeypatch.setattr(shapes, "_same_bits", lambda first, found: bool((first[0] == found[0]).all()))
+    problem = attrs.evolve(TINY, dtype="bfloat16")
+    wrong = shapes._faults(problem, runs, right, ["forward"])
+    assert wrong == [f"{problem}, forward: out is off by 1.0e-01", f"{problem}, forward: other bits another time"]
+
+
 def test_what_looks_like_a_cliff_is_timed_again(monkeypatch):
     measured = []
 
