@@ -15,6 +15,7 @@ from ejkernel_core import Invocation, Registry, Unsupported
 from ejkernel_ops.attention.tokens import band, tokens, visible
 from ejkernel_triton import _jax_triton, _portable
 from ejkernel_triton.gluon_sm90 import _sight, flash_attention, flash_attention_bwd
+from ejkernel_triton.gluon_sm90._launch import width
 from ejkernel_triton.gluon_sm90._schedule import schedule
 from ejkernel_triton.testing import compiled_for
 
@@ -119,21 +120,33 @@ def test_every_tile_is_dealt_once_and_all_end_together(rows: int, steps: tuple[i
     assert max(work) <= sum(work) / len(work) + max(steps) + 1
 
 
+@pytest.mark.parametrize(
+    ("rows", "blocks", "row_mib", "group"),
+    [(64, 32, 4, 1), (16, 128, 16, 1), (16, 256, 32, 1), (16, 64, 32, 1), (8, 64, 64, 1), (64, 64, 4, 4), (2, 1024, 128, 1)],
+)  # fmt: skip
+def test_long_heads_are_dealt_by_few_and_all_end_together(rows: int, blocks: int, row_mib: int, group: int) -> None:
+    dealt = schedule(rows, tuple(range(1, blocks + 1)), row_mib << 20, group)
+    work = [sum(tile % blocks + 2 for tile in row[1 : 1 + row[0]]) for row in dealt]
+    assert max(work) <= 1.01 * sum(work) / len(work)
+    first = {tile // blocks for tile in dealt[:, 1]}
+    assert len(first) * row_mib <= max(64 * group, 256)  # those of 64 MiB each have to be four to come out even
+
+
 def test_so_many_heads_as_the_cache_holds_go_first() -> None:
-    dealt = schedule(64, CAUSAL, row_bytes=1 << 20)
+    dealt = schedule(72, CAUSAL, row_bytes=1 << 20)
     assert {tile // 16 for tile in dealt[:, 1]} == set(range(24))
     # The longest blocks of those heads, and then the next ones.
     assert sorted(tile % 16 for tile in dealt[:, 1])[-24:] == [15] * 24
-    with_group = schedule(64, CAUSAL, row_bytes=1 << 20, group=2)
+    with_group = schedule(96, CAUSAL, row_bytes=1 << 20, group=2)
     assert {tile // 16 for tile in with_group[:, 1]} == set(range(48))
 
 
 # -- the gradient of queries ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("q_block", "dim"), [(64, 128), (128, 64), (64, 64), (64, 104)])
+@pytest.mark.parametrize(("q_block", "dim"), [(64, 128), (128, 64), (64, 64), (64, 104), (64, 256), (64, 192)])
 def test_what_threads_leave_is_put_in_order(q_block: int, dim: int) -> None:
-    batch, length, heads, wide = 2, 300, 3, 64 if dim <= 64 else 128
+    batch, length, heads, wide = 2, 300, 3, width(dim)
     blocks = -(-length // q_block)
     right = np.random.default_rng(0).normal(size=(batch, blocks * q_block, heads, wide)).astype("float32")
     left = np.zeros((batch, heads, blocks, q_block // 64, wide // 64, 128, 32), "float32")

@@ -108,7 +108,7 @@ class Sources:
 
 @aggregate
 class Results:
-    """Where gradients go; that of queries, in the order of ``_by_threads``, is added to what is there."""
+    """Where gradients go; that of queries, in the order of ``by_threads``, is added to what is there."""
 
     d_key: gl.tensor
     d_value: gl.tensor
@@ -160,7 +160,7 @@ def sum_over_queries(
     Q_BLOCK: gl.constexpr, STAGES: gl.constexpr, D_QUERY: gl.constexpr,
 ):  # fmt: skip
     """``d_query`` is (batch * heads * blocks * Q_BLOCK * WIDTH / 32, 32) in float32: by batch, head, block and tile of
-    64 queries or dims what ``_by_threads`` makes of that tile. It begins as zeros, and is not scaled yet; without
+    64 queries or dims what ``by_threads`` makes of that tile. It begins as zeros, and is not scaled yet; without
     ``D_QUERY`` it is left at what it is. ``tops`` and ``shifts`` are (batch * heads, padded), the first inf where there
     is no query. ``BEFORE`` and ``AFTER`` are what a key sees of queries.
     """
@@ -223,22 +223,29 @@ def _fetch(call, keys_0, keys_1, values_0, values_1, queries, key, value, source
     n = 0
     for turn in range(call.turns()):
         batch, kv_head, block = call.tile(turn)
-        first, _, _, end = call.blocks_seen(batch, block)
         row = block * call.OWN_BLOCK
         keys_0.fill(turn, key, [batch, row, kv_head, 0])
         keys_1.fill(turn, key, [batch, row + 64, kv_head, 0])
         values_0.fill(turn, value, [batch, row, kv_head, 0])
         values_1.fill(turn, value, [batch, row + 64, kv_head, 0])
-        for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
-            i = _begin(call, block, first, end)
-            for _ in range(first, end):
-                queries.fill(n, sources, batch, head, i * call.OTHER_BLOCK)
-                i = gl.where(i + 1 < end, i + 1, first)
-                n += 1
+        n = fetch_queries(call, n, batch, kv_head, block, queries, sources, GROUP)
 
 
 @gluon.jit
-def _begin(call, block, first, end):
+def fetch_queries(call, n, batch, kv_head, block, queries, sources, GROUP: gl.constexpr):
+    """Those of all heads that see a block of keys, from the n-th of all on; the number of the next."""
+    first, _, _, end = call.blocks_seen(batch, block)
+    for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
+        i = begin(call, block, first, end)
+        for _ in range(first, end):
+            queries.fill(n, sources, batch, head, i * call.OTHER_BLOCK)
+            i = gl.where(i + 1 < end, i + 1, first)
+            n += 1
+    return n
+
+
+@gluon.jit
+def begin(call, block, first, end):
     """Neighbouring tiles begin apart even where no mask has them do so: they add to the same memory."""
     apart = block * (call.OWN_BLOCK // call.OTHER_BLOCK)
     return first + gl.maximum(apart - first, 0) % gl.maximum(end - first, 1)
@@ -301,7 +308,7 @@ def _sum(
         mbarrier.wait(shared.keys_full_1.index(0), turn & 1)
         values.wait(turn)
         for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
-            i = _begin(call, block, first, end)
+            i = begin(call, block, first, end)
             for _ in range(first, end):
                 queries.wait_for_query(n)
                 q = queries.query_of(n)
@@ -313,7 +320,7 @@ def _sum(
                 logits = bent(call, warpgroup_mma_wait(1, [product]))
                 weights = gl.exp2(logits * UNIT - top)
                 if (i < whole) | (i >= whole_end):
-                    weights = gl.where(seen(call, own, batch, i, S), weights, 0.0)
+                    weights = gl.where(seen(call, own, batch, i * Q_BLOCK, Q_BLOCK, S), weights, 0.0)
                 factors = gl.convert_layout(weights.to(dtype), WEIGHTS)
                 if call.CAP > 0:
                     # What has no weight keeps none, whatever its logit.
@@ -342,7 +349,7 @@ def _sum(
                     _tma.store_wait(0)
                     dv, dk, dq = warpgroup_mma_wait(0, [dv_sum, dk_sum, dq_sum])
                     queries.release(n)
-                    part.store(_by_threads(dq))
+                    part.store(by_threads(dq))
                     fence_async_shared()
                     place = (batch * call.HEADS * GROUP + head) * blocks + i
                     if PARTS == 2:
@@ -355,11 +362,11 @@ def _sum(
                 n += 1
         # The values were read by this half alone, the keys by both; their gradients take their places on their way.
         dv = dv.to(dtype)
-        store_rows(values.at(0), dv, results.d_value, batch, row, kv_head, call.own_length, call.HEADS, results.DIM)
+        store_rows(v, dv, results.d_value, batch, row, kv_head, 0, call.own_length, call.HEADS, results.DIM)
         mbarrier.arrive(shared.read.index(0))
         mbarrier.wait(shared.read.index(0), turn & 1)
         dk = (dk * call.SCALE).to(dtype)
-        store_rows(keys.at(0), dk, results.d_key, batch, row, kv_head, call.own_length, call.HEADS, results.DIM)
+        store_rows(k, dk, results.d_key, batch, row, kv_head, 0, call.own_length, call.HEADS, results.DIM)
         fence_async_shared()
         keys.release(0)
         values.release(0)
@@ -367,6 +374,6 @@ def _sum(
 
 
 @gluon.jit
-def _by_threads(sums):
+def by_threads(sums):
     """What each thread has of (64, 64), in a row of its own: (128, 32)."""
     return sums.reshape([4, 2, 8, 8, 4, 2]).permute((0, 2, 4, 3, 1, 5)).reshape([128, 32])

@@ -341,8 +341,8 @@ def _finish(call, queries, turn, results, tile, top, total, sums):
     OUT: gl.constexpr = sums.type.layout
     sums = sums * gl.convert_layout(gl.where(total > 0, 1.0 / total, 0.0), gl.SliceLayout(1, OUT))[:, None]
     store_rows(
-        queries.at(turn), sums.to(queries.tiles.dtype), results.out, tile.batch, tile.row, tile.head,
-        call.own_length, call.HEADS, results.DIM,
+        queries.at(turn).reshape([64, call.WIDTH]), sums.to(queries.tiles.dtype), results.out, tile.batch, tile.row,
+        tile.head, 0, call.own_length, call.HEADS, results.DIM,
     )  # fmt: skip
     fence_async_shared()
     queries.release(turn)
@@ -368,7 +368,9 @@ def _times_values(state, blocks, step):
 def _masked(call, tile, j, logits):
     if (j < tile.whole) | (j >= tile.whole_end):
         S: gl.constexpr = logits.type.layout
-        logits = gl.where(seen(call, tile.own, tile.batch, j, S), logits, -float("inf"))
+        logits = gl.where(
+            seen(call, tile.own, tile.batch, j * call.OTHER_BLOCK, call.OTHER_BLOCK, S), logits, -float("inf")
+        )
     return logits
 
 

@@ -10,9 +10,10 @@ import numpy as np
 #: Multiprocessors, where they are not those of an H100 or H200: a program stays on each.
 MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114, "NVIDIA H800 PCIe": 114, "NVIDIA H100 NVL": 132, "NVIDIA H20": 78}
 USUAL = 132
-#: Bytes that stay in the cache while they are read again and again; and of how many heads at least the tiles are dealt
-#: out together: the more, the evener they come out, and with these still eight programs read the same at a time.
-CACHE, LEAST_AT_ONCE = 24 << 20, 16
+#: Of how many heads tiles are dealt out together: as many as stay in the cache whoever reads when, and by measurement
+#: up to 16 that have so many bytes. These do not stay there, but programs that share a head read it side by side.
+CACHE = 24 << 20
+AT_ONCE, TOGETHER = 16, 64 << 20
 #: What beginning and ending a tile takes, in steps of its loop.
 AROUND = 1
 
@@ -37,8 +38,12 @@ def schedule(rows: int, steps: tuple[int, ...], row_bytes: int, group: int = 1, 
            [1, 0],
            [1, 3]], dtype=int32)
     """
-    at_once = group * max(LEAST_AT_ONCE, CACHE // max(1, row_bytes))
-    return _dealt(rows, steps, at_once, count)
+    row_bytes = max(1, row_bytes)
+    # No fewer than it takes that the longest tile of the last heads is no more than all that a program does for these.
+    even = -(-(max(steps) + AROUND) * count // sum(step + AROUND for step in steps))
+    at_once = group * max(CACHE // row_bytes, min(AT_ONCE, TOGETHER // row_bytes), -(-even // group))
+    parts = -(-rows // at_once)
+    return _dealt(rows, steps, group * -(-rows // (parts * group)), count)
 
 
 @lru_cache(maxsize=64)

@@ -6,8 +6,10 @@ queries, the backward keeps keys.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
+from triton.language.core import _unwrap_if_constexpr as unwrapped
 
 from ejkernel_triton.gluon_sm90 import _tma
 
@@ -125,9 +127,9 @@ def own_tokens(call, batch, first, COUNT: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def seen(call, own, batch, block, layout: gl.constexpr):
-    """Which of the others of a block each token sees: (own, others)."""
-    others = block * call.OTHER_BLOCK + gl.arange(0, call.OTHER_BLOCK, gl.SliceLayout(0, layout))
+def seen(call, own, batch, first, COUNT: gl.constexpr, layout: gl.constexpr):
+    """Which of so many others each token sees: (own, others)."""
+    others = first + gl.arange(0, COUNT, gl.SliceLayout(0, layout))
     found = (own.index < call.own_length)[:, None] & (others < call.other_length)[None, :]
     if call.PACKED or call.BEFORE >= 0:
         found = found & (others[None, :] >= own.start[:, None])
@@ -211,18 +213,26 @@ def ring(desc, COUNT: gl.constexpr, READERS: gl.constexpr):
     return Ring(tiles, barriers(COUNT, 1), barriers(COUNT, READERS), COUNT)
 
 
+@builtin
+def seen_as(place, dtype, shape, layout, _semantic=None):
+    """The same bytes of shared memory; Triton calls it by another name from 3.9 on."""
+    shape = [unwrapped(size) for size in unwrapped(shape)]
+    return _semantic.memdesc_reinterpret(place, unwrapped(dtype), shape, unwrapped(layout))
+
+
 @gluon.jit
 def store_rows(
-    place, values, base, batch, row, head, length, HEADS: gl.constexpr, DIM: gl.constexpr
+    place, values, base, batch, row, head, dim, length, HEADS: gl.constexpr, DIM: gl.constexpr
 ):  # fmt: skip
-    """Of an array of (batch, length, heads, dim), through a place in shared memory: whole rows are written faster."""
-    WIDTH: gl.constexpr = place.shape[3]
+    """Into an array of (batch, length, heads, dim), from a row and a dim on, by way of shared memory: whole rows are
+    written faster.
+    """
+    WIDTH: gl.constexpr = place.shape[1]
     # Eight numbers, which are 16 bytes, by each thread.
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    matrix = place.reshape([64, WIDTH])
-    matrix.store(values)
-    found = matrix.load(ROWS)
+    place.store(values)
+    found = place.load(ROWS)
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
-    dims = gl.arange(0, WIDTH, gl.SliceLayout(0, ROWS))
+    dims = dim + gl.arange(0, WIDTH, gl.SliceLayout(0, ROWS))
     at = ((batch.to(gl.int64) * length + rows) * HEADS + head) * DIM
     gl.store(base + at[:, None] + dims[None, :], found, mask=(rows < length)[:, None] & (dims < DIM)[None, :])

@@ -19,16 +19,16 @@ from ejkernel_triton.gluon_sm90._refusals import check
 
 PLATFORMS = {"gpu": 60}
 COMPILERS = ("triton", "jax-triton")
-#: The sums of wider heads would not fit into registers.
-WIDEST = 128
-K_BLOCK = 128
+WIDEST = 256
+#: Keys that a program keeps, by padded head dim.
+K_BLOCKS = {64: 128, 128: 128, 256: 64}
 #: Blocks of queries in shared memory at a time.
 STAGES = 2
 #: Which of the kernel's arrays it adds the gradient of queries to.
 D_QUERY_PLACE = 6
 SAME_BITS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
 #: Queries at a time, by padded head dim, the best first: what registers hold.
-Q_BLOCKS = {64: (128, 64), 128: (64,)}
+Q_BLOCKS = {64: (128, 64), 128: (64,), 256: (64,)}
 
 
 @attrs.frozen
@@ -87,6 +87,7 @@ def _xla_is_deterministic() -> bool:
 
 def _over_queries(inv: Invocation, rows: Rows, cfg: Config) -> tuple[jax.Array, ...]:
     from ejkernel_triton.gluon_sm90._backward import sum_over_queries
+    from ejkernel_triton.gluon_sm90._backward_wide import sum_over_queries_of_wide_heads
     from ejkernel_triton.gluon_sm90._schedule import programs, schedule
     from ejkernel_triton.gluon_sm90._sight import of_keys
 
@@ -103,7 +104,7 @@ def _over_queries(inv: Invocation, rows: Rows, cfg: Config) -> tuple[jax.Array, 
         x = jnp.pad(x, ((0, 0), (0, 0), (0, padded - q_length)), constant_values=fill)
         return numbered(x.reshape(batch * heads, padded), cfg.q_block)
 
-    sight, steps = of_keys(inv, K_BLOCK, cfg.q_block)
+    sight, steps = of_keys(inv, K_BLOCKS[wide], cfg.q_block)
     # What goes by each block: queries, gradients of the output, and their own in float32.
     row_bytes = q_length * (heads // kv_heads) * wide * (2 * query.dtype.itemsize + 4)
     dealt = schedule(batch * kv_heads, steps, row_bytes, count=programs(inv.device_kind))
@@ -121,7 +122,7 @@ def _over_queries(inv: Invocation, rows: Rows, cfg: Config) -> tuple[jax.Array, 
     )
     before, after = _problem.sides(inv)
     d_key, d_value, *d_query = _jax_triton.call(
-        sum_over_queries,
+        sum_over_queries_of_wide_heads if wide > 128 else sum_over_queries,
         _problem.operands(inv, arrays),
         (
             jax.ShapeDtypeStruct(key.shape, key.dtype),
