@@ -54,17 +54,23 @@ def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
 @contextmanager
 def nothing_remembered() -> Iterator[None]:
     """No record is there at the beginning, and none is left."""
-    with tempfile.TemporaryDirectory() as folder:
-        before = os.environ.get("EJKERNEL_CACHE_DIR")
-        os.environ["EJKERNEL_CACHE_DIR"] = folder
-        default_cache.cache_clear()  # another benchmark may have used the user's
-        try:
-            yield
-        finally:
-            ejkernel_core.registry.forget()
-            default_cache.cache_clear()
-            os.environ.pop("EJKERNEL_CACHE_DIR")
-            os.environ.update({} if before is None else {"EJKERNEL_CACHE_DIR": before})
+    with tempfile.TemporaryDirectory() as folder, kept_in(folder):
+        yield
+
+
+@contextmanager
+def kept_in(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """What is measured is remembered there, and nowhere else."""
+    before = os.environ.get("EJKERNEL_CACHE_DIR")
+    os.environ["EJKERNEL_CACHE_DIR"] = os.fspath(folder)
+    default_cache.cache_clear()  # another benchmark may have used the user's
+    try:
+        yield
+    finally:
+        ejkernel_core.registry.forget()
+        default_cache.cache_clear()
+        os.environ.pop("EJKERNEL_CACHE_DIR")
+        os.environ.update({} if before is None else {"EJKERNEL_CACHE_DIR": before})
 
 
 def _measured(backend: str | None, rounds: int) -> Report:
