@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PLUGINS := ops xla cache packed triton pallas_tpu bench
+PLUGINS := ops xla cache packed triton pallas_tpu tuned_h200 bench
 
 # A second `make` installs nothing: the stamp is newer than everything that says what to install.
 STAMP := $(VENV)/.installed
