@@ -9,6 +9,8 @@ from typing import Any
 import attrs
 import jax
 
+from ejkernel_core import find_labels_in_lowered
+
 from ._errors import error, faults
 from ._problem import GRADIENTS, Attention, with_gradients
 from ._timing import Times, interleaved
@@ -32,6 +34,11 @@ class Pass:
     def compile(self) -> None:
         """Now, in whatever thread: JAX finds it when it is called."""
         self.function.lower(*self.arguments).compile()
+
+    def kernels(self) -> str:
+        """Those of ours that it calls, as its own text tells."""
+        labels = find_labels_in_lowered(self.function.lower(*self.arguments))
+        return " and ".join(sorted({f"{one.name}.{one.backend}" for one in labels if one.backend is not None}))
 
 
 def compiled(

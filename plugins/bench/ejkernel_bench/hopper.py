@@ -15,7 +15,7 @@ import jax
 
 from ._contenders import PASSES, Pass, Results, compiled
 from ._peers import Peer, peers
-from ._problem import Problem, chosen, through_core
+from ._problem import Problem, through_core
 from ._report import Bar, Cell, Report, Table
 from ._roof import CARDS, least_seconds
 from ._timing import Times, on_the_device
@@ -68,8 +68,9 @@ class _Ready:
     problem: Problem
     #: In float32.
     right: Callable[[], Results]
-    #: By pass, by who it is.
-    runs: Mapping[str, Mapping[str, Callable[[], Results]]]
+    #: By pass: we, and who else takes it.
+    ours: Mapping[str, Pass]
+    others: Mapping[str, Mapping[str, Callable[[], Results]]]
 
 
 def compare(problems: Sequence[Problem], backend: str | None, rounds: int, cudnn: Peer) -> Report:
@@ -91,12 +92,12 @@ def compare(problems: Sequence[Problem], backend: str | None, rounds: int, cudnn
         except Exception as fault:
             faults.append(f"{problem}: {type(fault).__name__}: {str(fault)[:200]}")
             continue
-        for name, every in one.runs.items():
-            runs, wrong = able(every, problem, name, right)
+        for name in PASSES:
+            runs, wrong = able({OURS: one.ours[name], **one.others[name]}, problem, name, right)
             faults += wrong
             if OURS in runs:
                 times = on_the_device(runs, rounds)
-                rows.append(_row(problem, name, times, chosen(problem, backend)))
+                rows.append(_row(problem, name, times, one.ours[name].kernels()))
                 theirs = times[CUDNN].median / times[OURS].median if CUDNN in times else None
                 found[problem, name] = problem.flops(name) / times[OURS].median / 1e12, theirs
     columns = ("", OURS, "range", "TFLOP/s", CUDNN, f"{CUDNN} / {OURS}", "roof", "by", "kernels")
@@ -106,16 +107,16 @@ def compare(problems: Sequence[Problem], backend: str | None, rounds: int, cudnn
 
 def _ready(problem: Problem, backend: str | None, cudnn: Peer) -> _Ready:
     arrays = problem.arrays()
-    runs = {}
+    ours, others = {}, {}
     for name in PASSES:
-        runs[name] = {OURS: compiled(through_core(problem, backend), name, arrays, problem.extras())}
-        if (theirs := cudnn.prepared(problem, arrays, name)) is not None:
-            runs[name][CUDNN] = theirs
-    return _Ready(problem, exact(problem, arrays), runs)
+        ours[name] = compiled(through_core(problem, backend), name, arrays, problem.extras())
+        theirs = cudnn.prepared(problem, arrays, name)
+        others[name] = {} if theirs is None else {CUDNN: theirs}
+    return _Ready(problem, exact(problem, arrays), ours, others)
 
 
 def _all(one: _Ready) -> list[Callable[[], Results]]:
-    return [one.right, *(run for runs in one.runs.values() for run in runs.values())]
+    return [one.right, *one.ours.values(), *(run for runs in one.others.values() for run in runs.values())]
 
 
 def _compile(run: Callable[[], Results]) -> None:
