@@ -50,6 +50,11 @@ class LoadedKernel:
         space = self._hooks.config_space(inv=inv)
         return [self.heuristic_cfg(inv)] if space is None else space
 
+    def offers(self, inv: Invocation, cfg: Any) -> bool:
+        """Whether its ``config_space`` has it here and now; without one there is no telling, and it may."""
+        space = self._hooks.config_space(inv=inv)
+        return space is None or cfg in list(space)
+
     def run_backend(self, inv: Invocation, cfg: Any) -> tuple[Any, ...]:
         results = self._hooks.run_backend(inv=inv, cfg=cfg)
         return tuple(results) if isinstance(results, (tuple, list)) else (results,)

@@ -42,7 +42,8 @@ class PackagedRecords:
     """A policy that answers with the records in a package, or in a folder, laid out as a ``PersistentCache`` is.
 
     ``where`` is the name of a package, or a ``Path``. A record holds for its problem whatever the software: who
-    publishes records says for what they are good. Nothing is read before the first call asks.
+    publishes records says for what they are good. What was measured has to be something that its kernel offers here,
+    too. Nothing is read before the first call asks.
     """
 
     #: After what was measured on this machine, before models.
@@ -57,7 +58,14 @@ class PackagedRecords:
     @hookimpl
     def select_config(self, inv: Invocation, candidates: Sequence[Candidate]) -> Choice | None:
         """The fastest record for this call, or for those like it."""
-        return recall(inv, candidates, f"packaged records ({self.where})", self.find)
+
+        def offered(key: Key, candidate: Candidate) -> Record | None:
+            record = self.find(key, candidate)
+            if record is not None and record.provenance is not None and not candidate.kernel.offers(inv, record.cfg):
+                raise RecordError(f"{candidate.backend} does not offer {record.cfg} here")
+            return record
+
+        return recall(inv, candidates, f"packaged records ({self.where})", offered)
 
     def find(self, key: Key, candidate: Candidate) -> Record | None:
         """The record for this kernel: of the same software if there is one, else the latest."""

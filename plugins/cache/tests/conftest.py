@@ -73,9 +73,12 @@ class Scale:
         self.use(Config())
         self.registry.register(policy, "cache")
 
-    def use(self, heuristic: Any) -> None:
-        """Have the kernel take configurations of this type, and this one where it has to guess."""
-        self.registry.register(_kernel(heuristic), "scale.two")
+    def use(self, heuristic: Any, *space: Any) -> None:
+        """Have the kernel take configurations of this type, and this one where it has to guess; offering these."""
+        kernel = _kernel(heuristic)
+        if space:
+            kernel.config_space = hookimpl(lambda inv: list(space))
+        self.registry.register(kernel, "scale.two")
 
     def keys(self, length: int = 5) -> tuple[Key, ...]:
         return self.registry.invocation("scale", jnp.ones(length)).tuning_keys

@@ -63,6 +63,18 @@ def test_it_holds_for_any_software(scale_op, shipped):
     assert scale_op.used() == 7
 
 
+def test_what_a_kernel_does_not_offer_here_is_passed_over_unless_it_was_put_there_by_hand(scale_op, shipped):
+    scale_op.use(scale_op.Config(), scale_op.Config(), scale_op.Config(3))
+    use(scale_op, PackagedRecords(shipped))
+    assert scale_op.reason("packaged0") == "two does not offer Config(factor=7) here"
+    assert scale_op.used() == 2
+    edited(the_file(shipped), provenance=None)
+    scale_op.fresh()
+    scale_op.use(scale_op.Config(), scale_op.Config(), scale_op.Config(3))
+    use(scale_op, PackagedRecords(shipped))
+    assert scale_op.used() == 7
+
+
 def test_of_several_the_same_software_goes_first_and_then_the_latest(scale_op, shipped):
     file = the_file(shipped)
     document = json.loads(file.read_text())

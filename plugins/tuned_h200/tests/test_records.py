@@ -13,9 +13,10 @@ import pytest
 import ejkernel_tuned_h200
 from ejkernel_bench._problem import Problem
 from ejkernel_bench.records import PROBLEMS, calls_of
-from ejkernel_core import Candidate, Choice, Invocation
+from ejkernel_core import Candidate, Choice, Invocation, Unsupported
 from ejkernel_core._plan import ask_all
 from ejkernel_triton import _jax_triton
+from ejkernel_xla import _cudnn
 
 FILES = sorted(Path(ejkernel_tuned_h200.__file__).parent.rglob("*.json"))
 #: What was not measured yet.
@@ -37,6 +38,8 @@ def all_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they are where the records were made, whatever is installed here."""
     monkeypatch.setattr(_jax_triton, "version", lambda: (0, 4, 1))
     monkeypatch.setattr(_jax_triton, "why_no_descriptors", lambda: None)
+    monkeypatch.setattr(_cudnn, "_library", lambda: (None, None))
+    monkeypatch.setattr(_cudnn, "_too_wide", lambda *given: None)
 
 
 def on_h200(problem: Problem) -> list[Invocation]:
@@ -83,6 +86,13 @@ def test_wide_heads_go_forward_by_gluon_and_backward_by_cudnn() -> None:
     forward, backward = (answer(inv)[0] for inv in on_h200(Problem(1, 8192, 16, 256, "bfloat16")))
     assert forward.backend == "gluon_sm90"
     assert (backward.backend, backward.cfg.implementation) == ("xla", "cudnn")
+
+
+def test_cudnn_is_not_taken_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cudnn, "_library", lambda: "not here")
+    _, backward = on_h200(Problem(1, 8192, 16, 256, "bfloat16"))
+    with pytest.raises(Unsupported, match="xla does not offer Config.implementation='cudnn'"):
+        answer(backward)
 
 
 def test_a_call_of_a_similar_size_is_answered_and_one_on_another_card_is_not() -> None:
