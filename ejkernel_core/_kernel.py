@@ -12,7 +12,7 @@ import attrs
 import pluggy
 
 from ._discovery import Entry, version_of
-from ._errors import PluginError
+from ._errors import PluginError, Unsupported
 from ._hookspecs import OPTIONAL_HOOKS, PROJECT, KernelHooks, specifications
 from ._invocation import Invocation
 from ._keys import code_fingerprint, short_hash
@@ -52,7 +52,10 @@ class LoadedKernel:
 
     def offers(self, inv: Invocation, cfg: Any) -> bool:
         """Whether its ``config_space`` has it here and now; without one there is no telling, and it may."""
-        space = self._hooks.config_space(inv=inv)
+        try:
+            space = self._hooks.config_space(inv=inv)
+        except Unsupported:
+            return False
         return space is None or cfg in list(space)
 
     def run_backend(self, inv: Invocation, cfg: Any) -> tuple[Any, ...]:

@@ -103,6 +103,23 @@ def test_a_causal_call_looks_at_masks_on_the_diagonal_alone() -> None:
     assert _sight.of_keys(call, 128, 64)[0][0].tolist() == [[2 * i, 2 * i + 2, 16, 16] for i in range(8)]
 
 
+def test_every_tile_of_a_long_call_has_a_block_to_begin_with() -> None:
+    # The groups take one in any case, and would wait for ever for one that is not fetched.
+    shape = np.zeros((1, 16384, 1, 1))
+    call = {"query": shape, "key": shape, "causal": True, "sliding_window": (4095, 0)}
+    call |= dict.fromkeys(("cum_seqlens_q", "cum_seqlens_k", "q_segment_ids", "kv_segment_ids"))
+    first, whole, whole_end, end = np.asarray(_sight.of_queries(call, 128, 128)[0][0]).T
+    tiles = np.arange(128)
+    np.testing.assert_array_equal(end, tiles + 1)
+    np.testing.assert_array_equal(first, np.maximum(tiles - 32, 0))
+    np.testing.assert_array_equal((whole, whole_end), (np.where(tiles >= 32, tiles - 31, 0), tiles))
+    bounds = jnp.asarray([0, 0, 1, 5000, 5000, 5120, 9000, 16000], jnp.int32)  # the last tokens are of no sequence
+    packed = {**call, "sliding_window": None, "cum_seqlens_q": bounds, "cum_seqlens_k": bounds}
+    first, *_, end = np.asarray(_sight.of_queries(packed, 128, 128)[0][0]).T
+    assert (first < end).all()
+    assert (first[126:].tolist(), end[126:].tolist()) == ([128, 128], [129, 129])
+
+
 # -- who works on what ---------------------------------------------------------------------------------------------
 
 CAUSAL = tuple(range(1, 17))
@@ -121,15 +138,27 @@ def test_every_tile_is_dealt_once_and_all_end_together(rows: int, steps: tuple[i
 
 
 @pytest.mark.parametrize(
-    ("rows", "blocks", "row_mib", "group"),
-    [(64, 32, 4, 1), (16, 128, 16, 1), (16, 256, 32, 1), (16, 64, 32, 1), (8, 64, 64, 1), (64, 64, 4, 4), (2, 1024, 128, 1)],
-)  # fmt: skip
-def test_long_heads_are_dealt_by_few_and_all_end_together(rows: int, blocks: int, row_mib: int, group: int) -> None:
+    ("rows", "blocks", "row_mib", "group", "at_once"),
+    [
+        (64, 32, 4, 1, 16),
+        (16, 128, 16, 1, 4),
+        (16, 256, 32, 1, 2),
+        (16, 64, 32, 1, 4),  # two would have to be five to come out even, and all parts are alike
+        (8, 64, 64, 1, 4),
+        (64, 64, 4, 4, 64),
+        (2, 1024, 128, 1, 1),
+    ],
+)
+def test_long_heads_are_dealt_by_few_and_all_end_together(
+    rows: int, blocks: int, row_mib: int, group: int, at_once: int
+) -> None:
     dealt = schedule(rows, tuple(range(1, blocks + 1)), row_mib << 20, group)
     work = [sum(tile % blocks + 2 for tile in row[1 : 1 + row[0]]) for row in dealt]
     assert max(work) <= 1.01 * sum(work) / len(work)
-    first = {tile // blocks for tile in dealt[:, 1]}
-    assert len(first) * row_mib <= max(64 * group, 256)  # those of 64 MiB each have to be four to come out even
+    longest = (tile // blocks for tile in dealt[:, 1] if tile % blocks == blocks - 1)
+    assert {*longest} >= {*range(at_once)}
+    # No program begins with the longest tile of a head of the next part.
+    assert len({tile // blocks for tile in dealt[:, 1]} - {*range(at_once)}) <= max(1, 132 // blocks)
 
 
 def test_so_many_heads_as_the_cache_holds_go_first() -> None:

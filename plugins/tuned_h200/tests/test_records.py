@@ -82,6 +82,13 @@ def test_what_was_measured_is_answered(problem: Problem) -> None:
         assert isinstance(choice.cfg, chosen.config_type)
 
 
+@pytest.mark.parametrize("problem", sorted(MISSING, key=str), ids=str)
+def test_what_is_missing_is_missing(problem: Problem) -> None:
+    answers = [answer(inv)[0] for inv in on_h200(problem)]
+    # Eight heads that share their keys were measured forward.
+    assert [choice is not None for choice in answers] == [problem.kv_heads == 4, *[False] * (len(answers) - 1)]
+
+
 def test_wide_heads_go_forward_by_gluon_and_backward_by_cudnn() -> None:
     forward, backward = (answer(inv)[0] for inv in on_h200(Problem(1, 8192, 16, 256, "bfloat16")))
     assert forward.backend == "gluon_sm90"

@@ -2,8 +2,9 @@
 
 A program keeps 64 keys with their values. Each group computes the weights of half of a block of queries, in shared
 memory both find those of all, and each sums up half of the dims of every gradient: those of keys and values in
-registers. Its half of the gradient of queries goes to memory as in ``_backward``, by way of the places of its half of
-the queries and of the output's gradients, which nobody else needs any more: there is no room for others.
+registers. Its half of the gradient of queries goes to memory as in ``_backward``, by way of the places of the same half
+of the dims of the queries and of the output's gradients: there is no room for others. The other group has read these
+before it said that its weights are written; what is read of them after that is one's own half.
 """
 
 from triton.experimental import gluon
@@ -23,7 +24,9 @@ from ejkernel_triton.gluon_sm90._shared import LOG2E, Call, barriers, bent, own_
 
 @aggregate
 class Shared:
-    """What each group computes for both, by turns in one of two places, and when it was written."""
+    """What each group computes for both, by turns in one of two places, and when it was written. Whoever knows that all
+    of a step is written has read all of the step before, and so has the other.
+    """
 
     weights: gl.shared_memory_descriptor
     slopes: gl.shared_memory_descriptor
@@ -47,7 +50,7 @@ def sum_over_queries_of_wide_heads(
 ):  # fmt: skip
     """As ``_backward.sum_over_queries``."""
     KV: gl.constexpr = HEADS // GROUP
-    # A group that has all weights of a step knows that the other has read those of the step before.
+    # The gradient of queries leaves by their places, while the next ones are worked on.
     gl.static_assert(STAGES == 2)
     call = Call(
         # Triton makes a constant of what is 1.
@@ -165,7 +168,7 @@ def _sum(
                 ds = (weights * (d_weights - shift)).to(dtype)
                 shared.slopes.index(n & 1).slice(ME * MINE, MINE, dim=1).store(ds)
                 if D_QUERY and n > 0:
-                    # The places of the queries before are free once their gradient has left them.
+                    # The places of the queries before are free once their gradient has left them; the last ones stay.
                     _tma.store_wait(0)
                     queries.release(n - 1)
                 fence_async_shared()
