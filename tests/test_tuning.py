@@ -22,7 +22,7 @@ import ejkernel_core
 from ejkernel_core import Operation, Registry, Unsupported, hookimpl, policy_override
 from ejkernel_core._plan import ask_all
 from ejkernel_core.classes import Kernel
-from ejkernel_core.tuning import Entry, Progress, Tuned, TuningResult, _timing, autotune
+from ejkernel_core.tuning import Entry, Progress, Tuned, TuningResult, _autotune, _timing, autotune
 from ejkernel_core.tuning._autotune import check_tunable, made, tune
 from ejkernel_core.tuning._contest import Contest, Entrant
 from ejkernel_core.tuning._tuner import show
@@ -607,6 +607,17 @@ def test_made_inputs_mean_something() -> None:
     inputs = made(ejkernel_core.invocation("flash_attention", rows, rows, rows, q_segment_ids=ids, kv_segment_ids=ids))
     np.testing.assert_array_equal(inputs["q_segment_ids"], np.repeat([[1, 2, 3, 4]] * 2, 8, axis=1))
     assert not np.array_equal(inputs["query"], inputs["key"])
+
+
+def test_inputs_that_never_come_end_a_contest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_autotune, "INPUTS_S", 0.1)
+    RELEASE.clear()
+    fresh = registry("fast", samples=lambda arguments, key: RELEASE.wait(20))
+    inv = fresh.invocation("triple", X)
+    candidates, _ = ask_all(fresh, inv, None, None)
+    with pytest.raises(Unsupported, match=r"no inputs to measure with after 0.1 s"):
+        tune(inv, candidates, 20.0)
+    RELEASE.set()
 
 
 def test_an_operation_without_samples_gets_plain_ones() -> None:

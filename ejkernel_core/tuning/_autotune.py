@@ -17,11 +17,13 @@ from ejkernel_core._invocation import Invocation
 from ejkernel_core._plan import Candidate
 from ejkernel_core._records import Provenance
 
-from ._contest import OUT_OF_TIME, Contest, Entrant, Settings, in_thread
+from ._contest import OUT_OF_TIME, Contest, Entrant, Settings, StillRunningError, in_thread
 from ._result import Entry, Tuned, records_of
 
 #: The key of the random numbers that inputs are made of.
 SEED = 20
+#: In these seconds inputs are there, or the device does not answer.
+INPUTS_S = 120.0
 
 
 @attrs.frozen
@@ -69,7 +71,14 @@ def tune(
     started = time.monotonic()
     settings = Settings.of(inv)
     # In a thread, because a trace may be going on here; on one device, wherever the caller has them.
-    inputs = in_thread(lambda: jax.device_put(made(inv) if inputs is None else inputs, settings.device), None, settings)
+    try:
+        inputs = in_thread(
+            lambda: jax.device_put(made(inv) if inputs is None else inputs, settings.device), INPUTS_S, settings
+        )
+    except StillRunningError:
+        raise Unsupported(
+            f"there were no inputs to measure with after {INPUTS_S:g} s: does the device answer?"
+        ) from None
     entrants = list(_entrants(inv, candidates, configs, earlier))
 
     def progress(finished: bool = False) -> Progress:
