@@ -73,11 +73,11 @@ class Scale:
         self.use(Config())
         self.registry.register(policy, "cache")
 
-    def use(self, heuristic: Any, *space: Any) -> None:
+    def use(self, heuristic: Any, config_space: Callable[[Any], Any] | None = None) -> None:
         """Have the kernel take configurations of this type, and this one where it has to guess; offering these."""
         kernel = _kernel(heuristic)
-        if space:
-            kernel.config_space = hookimpl(lambda inv: list(space))
+        if config_space is not None:
+            kernel.config_space = hookimpl(config_space)
         self.registry.register(kernel, "scale.two")
 
     def keys(self, length: int = 5) -> tuple[Key, ...]:

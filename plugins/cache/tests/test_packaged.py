@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel_cache import PackagedRecords, PersistentCache, default_cache
-from ejkernel_core import Record
+from ejkernel_core import Record, Unsupported
 
 
 def state(folder: Path) -> list[tuple[str, float, bytes]]:
@@ -64,15 +64,24 @@ def test_it_holds_for_any_software(scale_op, shipped):
 
 
 def test_what_a_kernel_does_not_offer_here_is_passed_over_unless_it_was_put_there_by_hand(scale_op, shipped):
-    scale_op.use(scale_op.Config(), scale_op.Config(), scale_op.Config(3))
+    scale_op.use(scale_op.Config(), lambda inv: [scale_op.Config(), scale_op.Config(3)])
     use(scale_op, PackagedRecords(shipped))
     assert scale_op.reason("packaged0") == "two does not offer Config(factor=7) here"
     assert scale_op.used() == 2
     edited(the_file(shipped), provenance=None)
     scale_op.fresh()
-    scale_op.use(scale_op.Config(), scale_op.Config(), scale_op.Config(3))
+    scale_op.use(scale_op.Config(), lambda inv: [scale_op.Config(), scale_op.Config(3)])
     use(scale_op, PackagedRecords(shipped))
     assert scale_op.used() == 7
+
+
+def test_a_kernel_that_refuses_to_say_what_it_offers_offers_nothing(scale_op, shipped):
+    def refused(inv):
+        raise Unsupported("not here")
+
+    scale_op.use(scale_op.Config(), refused)
+    use(scale_op, PackagedRecords(shipped))
+    assert scale_op.reason("packaged0") == "two does not offer Config(factor=7) here"
 
 
 def test_of_several_the_same_software_goes_first_and_then_the_latest(scale_op, shipped):

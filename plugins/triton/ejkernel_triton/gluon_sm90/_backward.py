@@ -87,6 +87,23 @@ class Queries:
         mbarrier.arrive(self.done.index(n % self.COUNT))
 
 
+@gluon.jit
+def queries_of(query, tops, COUNT: gl.constexpr):
+    """Places for so many blocks, and nothing in them."""
+    return Queries(
+        gl.allocate_shared_memory(query.dtype, [COUNT] + query.block_shape, query.layout),
+        gl.allocate_shared_memory(query.dtype, [COUNT] + query.block_shape, query.layout),
+        gl.allocate_shared_memory(gl.float32, [COUNT] + tops.block_shape, tops.layout),
+        gl.allocate_shared_memory(gl.float32, [COUNT] + tops.block_shape, tops.layout),
+        barriers(COUNT, 1),
+        barriers(COUNT, 1),
+        barriers(COUNT, 2),
+        COUNT,
+        query.block_shape[1],
+        query.block_shape[3],
+    )
+
+
 @aggregate
 class Sources:
     """Where queries and what belongs to them come from."""
@@ -180,18 +197,7 @@ def sum_over_queries(
     keys_1 = ring(key, 1, 1)
     values_0 = ring(value, 1, 1)
     values_1 = ring(value, 1, 1)
-    queries = Queries(
-        gl.allocate_shared_memory(dtype, [STAGES] + query.block_shape, query.layout),
-        gl.allocate_shared_memory(dtype, [STAGES] + query.block_shape, query.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES] + tops.block_shape, tops.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES] + tops.block_shape, tops.layout),
-        barriers(STAGES, 1),
-        barriers(STAGES, 1),
-        barriers(STAGES, 2),
-        STAGES,
-        Q_BLOCK,
-        WIDTH,
-    )
+    queries = queries_of(query, tops, STAGES)
     slopes: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, Q_BLOCK], dtype)
     shared = Shared(
         keys_0.at(0),

@@ -18,8 +18,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from ejkernel_triton.gluon_sm90 import _tma
-from ejkernel_triton.gluon_sm90._backward import Queries, Results, Sources, begin, by_threads, fetch_queries
-from ejkernel_triton.gluon_sm90._shared import LOG2E, Call, barriers, bent, own_tokens, ring, seen, seen_as, store_rows
+from ejkernel_triton.gluon_sm90._backward import Results, Sources, begin, by_threads, fetch_queries, queries_of
+from ejkernel_triton.gluon_sm90._shared import (
+    LOG2E,
+    Call,
+    barriers,
+    bent,
+    own_tokens,
+    reinterpreted,
+    ring,
+    seen,
+    store_rows,
+)
 
 
 @aggregate
@@ -63,18 +73,7 @@ def sum_over_queries_of_wide_heads(
     results = Results(d_key, d_value, d_query, DIM)
     keys = ring(key, 1, 2)
     values = ring(value, 1, 2)
-    queries = Queries(
-        gl.allocate_shared_memory(dtype, [STAGES] + query.block_shape, query.layout),
-        gl.allocate_shared_memory(dtype, [STAGES] + query.block_shape, query.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES] + tops.block_shape, tops.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES] + tops.block_shape, tops.layout),
-        barriers(STAGES, 1),
-        barriers(STAGES, 1),
-        barriers(STAGES, 2),
-        STAGES,
-        Q_BLOCK,
-        WIDTH,
-    )
+    queries = queries_of(query, tops, STAGES)
     # Made of parts of 32 queries, one for each group.
     halves: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     shared = Shared(
@@ -218,4 +217,4 @@ def _sum(
 @gluon.jit
 def _halves(place, results):
     """Of the dims of a block, each as large as one tile of their gradient."""
-    return seen_as(place, results.d_query.dtype, [2] + results.d_query.block_shape, results.d_query.layout)
+    return reinterpreted(place, results.d_query.dtype, [2] + results.d_query.block_shape, results.d_query.layout)

@@ -214,7 +214,7 @@ def ring(desc, COUNT: gl.constexpr, READERS: gl.constexpr):
 
 
 @builtin
-def seen_as(place, dtype, shape, layout, _semantic=None):
+def reinterpreted(place, dtype, shape, layout, _semantic=None):
     """The same bytes of shared memory; Triton calls it by another name from 3.9 on."""
     shape = [unwrapped(size) for size in unwrapped(shape)]
     return _semantic.memdesc_reinterpret(place, unwrapped(dtype), shape, unwrapped(layout))
