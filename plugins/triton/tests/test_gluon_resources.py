@@ -167,6 +167,7 @@ def check(kernel: Any, cfg: Any, dim: int, features: str, products: int) -> None
     assert kernel.metadata.shared <= SHARED_MEMORY
     # XLA makes graphs of several launches, and there is no place there for one that allocates.
     assert not kernel.metadata.global_scratch_size
+    assert numbers_of_tiles(kernel) == (26 if isinstance(cfg, flash_attention.Config) else 16)
     ptx = kernel.asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
@@ -178,6 +179,14 @@ def check(kernel: Any, cfg: Any, dim: int, features: str, products: int) -> None
         assert count(body, "STL") <= stores
         # More waits would be products that wait for each other.
         assert count(body, "WARPGROUP.DEPBAR") <= (2 if isinstance(cfg, flash_attention.Config) else 4)
+
+
+def numbers_of_tiles(kernel: Any) -> int:
+    """How many of the host's numbers the kernel loads: in each of two groups how many tiles there are, and which a tile
+    is and what it sees, five numbers (forward also for the tile that follows); by the warp that fetches four in all.
+    Triton leaves out those of which it thinks, rightly or not, that nobody needs them.
+    """
+    return len(re.findall(r"= tt\.load %\S+ : !tt\.ptr<i32>", kernel.asm["ttgir"]))
 
 
 def products_of_a_step(cfg: Any, dim: int) -> int:

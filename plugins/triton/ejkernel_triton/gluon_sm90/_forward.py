@@ -254,12 +254,14 @@ def _attend(ME: gl.constexpr, call, queries, blocks, results):
     state = _begun(top, total, weights, WIDTH, OUT, queries.tiles.dtype)
     blocks.release(0)
     blocks.wait_for_keys(1)
-    step = 1
+    begin = 1
     for turn in range(count):
+        # The step of the tile's last sums. It is also what comes after the loop: Triton 3.6 takes what is carried from
+        # tile to tile for dead if nothing but the bounds of an inner loop need it, and leaves it at what it was first.
+        step = begin + (tile.end - 1 - tile.first)
         j = tile.end - 2
-        for _ in range(tile.end - 1 - tile.first):
-            state = _meet(call, queries, turn, blocks, state, step, tile, j)
-            step += 1
+        for inner in range(begin, step):
+            state = _meet(call, queries, turn, blocks, state, inner, tile, j)
             j -= 1
         # The first logits of the next tile, beside the last sums of this one.
         following = _tile(call, gl.minimum(turn + 1, count - 1), ME, ROWS)
@@ -288,7 +290,7 @@ def _attend(ME: gl.constexpr, call, queries, blocks, results):
                 blocks.wait_for_keys(step + 1)
         state = _begun(next_top, next_total, weights, WIDTH, OUT, queries.tiles.dtype)
         blocks.release(step)
-        step += 1
+        begin = step + 1
         tile = following
 
 
