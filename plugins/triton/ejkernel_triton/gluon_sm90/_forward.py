@@ -124,8 +124,8 @@ class Results:
 
 @aggregate
 class Softmax:
-    """That of the rows so far: the greatest logit, the sum of the weights, that of the weighted values, and the weights
-    of the last block, whose values are still to come.
+    """That of the rows so far: the greatest logit, the sum of the weights, in eight parts, that of the weighted values,
+    and the weights of the last block, whose values are still to come.
     """
 
     top: gl.tensor
@@ -300,14 +300,14 @@ def _begin(call, results, tile, logits):
     S: gl.constexpr = logits.type.layout
     ROWS: gl.constexpr = gl.SliceLayout(1, S)
     top = gl.full([64], LOWEST, gl.float32, ROWS)
-    total = gl.zeros([64], gl.float32, ROWS)
+    total = _in_parts(gl.zeros([64, call.OTHER_BLOCK], gl.float32, S))
     if results.SINKS > 0:
         at = gl.arange(0, results.SINK_WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
         sink = gl.load(results.sinks + tile.head * results.SINKS + at, mask=at < results.SINKS, other=-float("inf"))
         sink = sink.to(gl.float32) * LOG2E
         greatest = gl.maximum(gl.max(sink, 0), LOWEST)
         top = gl.zeros([64], gl.float32, ROWS) + greatest
-        total += gl.sum(gl.exp2(sink - greatest), 0)
+        total += gl.sum(gl.exp2(sink - greatest), 0) / total.shape[1]
     logits = _masked(call, tile, tile.end - 1, bent(call, logits))
     top, _, total, weights = _weigh(call, logits, top, total)
     return top, total, weights
@@ -341,6 +341,7 @@ def _meet(call, queries, turn, blocks, state, step, tile, j):
 def _finish(call, queries, turn, results, tile, top, total, sums):
     """The queries were read: the output takes their place on its way."""
     OUT: gl.constexpr = sums.type.layout
+    total = gl.convert_layout(gl.sum(total, 1), top.type.layout)
     sums = sums * gl.convert_layout(gl.where(total > 0, 1.0 / total, 0.0), gl.SliceLayout(1, OUT))[:, None]
     store_rows(
         queries.at(turn).reshape([64, call.WIDTH]), sums.to(queries.tiles.dtype), results.out, tile.batch, tile.row,
@@ -383,4 +384,12 @@ def _weigh(call, logits, top, total):
     new_top = gl.maximum(top, gl.max(logits, 1) * UNIT)
     shrink = gl.exp2(top - new_top)
     weights = gl.exp2(logits * UNIT - new_top[:, None])
-    return new_top, shrink, total * shrink + gl.sum(weights, 1), weights
+    same: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    total = total * gl.convert_layout(shrink, same)[:, None] + _in_parts(weights)
+    return new_top, shrink, total, weights
+
+
+@gluon.jit
+def _in_parts(weights):
+    """Every eighth number of each row: no part takes what another thread has. The parts are summed up once a tile."""
+    return gl.sum(weights.reshape([64, weights.shape[1] // 8, 8]), 1)
