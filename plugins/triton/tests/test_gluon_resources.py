@@ -205,13 +205,13 @@ def spilled_in_a_step(cfg: Any, dim: int, features: str) -> tuple[int, int]:
     step of the backward has 32 products and 32 exponentials for each thread.
     """
     if isinstance(cfg, flash_attention.Config):
-        return (5, 5) if (dim, features) == (128, "segments") else (1, 0)
+        return (2, 2) if (dim, features) == (128, "segments") else (1, 0)
     if dim == 64:
         return (28, 5) if cfg.q_block == 128 else (0, 0)
     if dim == 256:
         return (5, 1)
     return {"full": (6, 0), "causal": (11, 0), "sinks": (11, 0), "window": (16, 3), "packed": (16, 3)}.get(
-        features, (44, 28)
+        features, (32, 13)
     )
 
 

@@ -258,6 +258,27 @@ def begin(call, block, first, end):
 
 
 @gluon.jit
+def weigh(call, own, batch, first, edge, logits, top):
+    """The weights of some of the others, from the first on, and their logits, masked if they are at the edge of what
+    the tile sees.
+    """
+    UNIT: gl.constexpr = (call.CAP if call.CAP > 0 else call.SCALE) * LOG2E
+    COUNT: gl.constexpr = logits.shape[1]
+    S: gl.constexpr = logits.type.layout
+    if call.CAP > 0:
+        # How far the cap bends them is needed later, and registers do not hold all logits beside all weights: so those
+        # are masked, by a number whose weight is 0, and so is that times how far it is bent.
+        if edge:
+            logits = gl.where(seen(call, own, batch, first, COUNT, S), logits, -(2.0**60))
+        weights = gl.exp2(logits * UNIT - top)
+    else:
+        weights = gl.exp2(logits * UNIT - top)
+        if edge:
+            weights = gl.where(seen(call, own, batch, first, COUNT, S), weights, 0.0)
+    return weights, logits
+
+
+@gluon.jit
 def _half_0(call, keys, values, queries, shared, part, results, GROUP: gl.constexpr, D_QUERY: gl.constexpr):
     _sum(0, call, keys, values, queries, shared, shared.slopes_0, part, results, GROUP, D_QUERY)
 
@@ -285,7 +306,6 @@ def _sum(
     queries of a block, or every other block.
     """
     WIDTH: gl.constexpr = call.WIDTH
-    UNIT: gl.constexpr = (call.CAP if call.CAP > 0 else call.SCALE) * LOG2E
     Q_BLOCK: gl.constexpr = call.OTHER_BLOCK
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_BLOCK, 16])
     D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -324,13 +344,11 @@ def _sum(
                 d_product = warpgroup_mma(v, d.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 top = queries.top.index(n % queries.COUNT).load(S)
                 logits = bent(call, warpgroup_mma_wait(1, [product]))
-                weights = gl.exp2(logits * UNIT - top)
-                if (i < whole) | (i >= whole_end):
-                    weights = gl.where(seen(call, own, batch, i * Q_BLOCK, Q_BLOCK, S), weights, 0.0)
+                edge = (i < whole) | (i >= whole_end)
+                weights, logits = weigh(call, own, batch, i * Q_BLOCK, edge, logits, top)
                 factors = gl.convert_layout(weights.to(dtype), WEIGHTS)
                 if call.CAP > 0:
-                    # What has no weight keeps none, whatever its logit.
-                    weights = gl.where(weights > 0, weights * (1.0 - logits * logits), 0.0)
+                    weights = weights * (1.0 - logits * logits)
                 d_weights = warpgroup_mma_wait(0, [d_product])
                 dv_sum = warpgroup_mma(factors, d, dv, is_async=True)
                 # Late, for its registers.

@@ -18,18 +18,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from ejkernel_triton.gluon_sm90 import _tma
-from ejkernel_triton.gluon_sm90._backward import Results, Sources, begin, by_threads, fetch_queries, queries_of
-from ejkernel_triton.gluon_sm90._shared import (
-    LOG2E,
-    Call,
-    barriers,
-    bent,
-    own_tokens,
-    reinterpreted,
-    ring,
-    seen,
-    store_rows,
+from ejkernel_triton.gluon_sm90._backward import (
+    Results,
+    Sources,
+    begin,
+    by_threads,
+    fetch_queries,
+    queries_of,
+    weigh,
 )
+from ejkernel_triton.gluon_sm90._shared import Call, barriers, bent, own_tokens, reinterpreted, ring, store_rows
 
 
 @aggregate
@@ -121,7 +119,6 @@ def _sum(
     """Four warps: the weights of 32 queries of each block, and half of the dims of the gradients."""
     WIDTH: gl.constexpr = call.WIDTH
     HALF: gl.constexpr = WIDTH // 2
-    UNIT: gl.constexpr = (call.CAP if call.CAP > 0 else call.SCALE) * LOG2E
     Q_BLOCK: gl.constexpr = call.OTHER_BLOCK
     MINE: gl.constexpr = Q_BLOCK // 2
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MINE, 16])
@@ -155,13 +152,11 @@ def _sum(
                 d_product = warpgroup_mma(v, mine.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 top = queries.top.index(n % queries.COUNT).slice(ME * MINE, MINE, dim=1).load(S)
                 logits = bent(call, warpgroup_mma_wait(1, [product]))
-                weights = gl.exp2(logits * UNIT - top)
-                if (i < whole) | (i >= whole_end):
-                    weights = gl.where(seen(call, own, batch, i * Q_BLOCK + ME * MINE, MINE, S), weights, 0.0)
+                edge = (i < whole) | (i >= whole_end)
+                weights, logits = weigh(call, own, batch, i * Q_BLOCK + ME * MINE, edge, logits, top)
                 shared.weights.index(n & 1).slice(ME * MINE, MINE, dim=1).store(weights.to(dtype))
                 if call.CAP > 0:
-                    # What has no weight keeps none, whatever its logit.
-                    weights = gl.where(weights > 0, weights * (1.0 - logits * logits), 0.0)
+                    weights = weights * (1.0 - logits * logits)
                 shift = queries.shift.index(n % queries.COUNT).slice(ME * MINE, MINE, dim=1).load(S)
                 d_weights = warpgroup_mma_wait(0, [d_product])
                 ds = (weights * (d_weights - shift)).to(dtype)

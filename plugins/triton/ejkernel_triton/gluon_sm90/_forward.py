@@ -26,6 +26,8 @@ from ejkernel_triton.gluon_sm90._shared import LOG2E, Call, Own, barriers, bent,
 Q_BLOCK = gl.constexpr(128)
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
+#: In units of log2, how far from 0 logits may be whose weights bfloat16 holds as they are, and float32 their sums.
+FAR = gl.constexpr(96)
 
 
 @aggregate
@@ -294,22 +296,29 @@ def _attend(ME: gl.constexpr, call, queries, blocks, results):
         tile = following
 
 
+@gluon.constexpr_function
+def _bounded(cap, dtype):
+    """Whether no weight needs the greatest logit to be held: a soft cap bounds them all."""
+    return 0 < cap * LOG2E.value <= FAR.value and dtype == gl.bfloat16
+
+
 @gluon.jit
 def _begin(call, results, tile, logits):
     """The softmax of the sinks and of a tile's first block."""
     S: gl.constexpr = logits.type.layout
     ROWS: gl.constexpr = gl.SliceLayout(1, S)
-    top = gl.full([64], LOWEST, gl.float32, ROWS)
+    LEAST: gl.constexpr = 0.0 if _bounded(call.CAP, results.out.dtype.element_ty) else LOWEST
+    top = gl.full([64], LEAST, gl.float32, ROWS)
     total = _in_parts(gl.zeros([64, call.OTHER_BLOCK], gl.float32, S))
     if results.SINKS > 0:
         at = gl.arange(0, results.SINK_WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
         sink = gl.load(results.sinks + tile.head * results.SINKS + at, mask=at < results.SINKS, other=-float("inf"))
         sink = sink.to(gl.float32) * LOG2E
-        greatest = gl.maximum(gl.max(sink, 0), LOWEST)
+        greatest = gl.maximum(gl.max(sink, 0), LEAST)
         top = gl.zeros([64], gl.float32, ROWS) + greatest
         total += gl.sum(gl.exp2(sink - greatest), 0) / total.shape[1]
     logits = _masked(call, tile, tile.end - 1, bent(call, logits))
-    top, _, total, weights = _weigh(call, logits, top, total)
+    top, _, total, weights = _weigh(call, logits, top, total, results.out.dtype.element_ty)
     return top, total, weights
 
 
@@ -327,12 +336,13 @@ def _meet(call, queries, turn, blocks, state, step, tile, j):
     product = _times_keys(queries, turn, blocks, step, S)
     summing = _times_values(state, blocks, step)
     logits = _masked(call, tile, j, bent(call, warpgroup_mma_wait(1, [product])))
-    top, shrink, total, weights = _weigh(call, logits, state.top, state.total)
+    top, shrink, total, weights = _weigh(call, logits, state.top, state.total, state.weights.dtype)
     # A wait in between, or the assembler would have the softmax wait for the sums, too.
     blocks.wait_for_keys(step + 1)
     sums = warpgroup_mma_wait(0, [summing])
     blocks.release(step)
-    sums = sums * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
+    if not _bounded(call.CAP, state.weights.dtype):
+        sums = sums * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
     weights = gl.convert_layout(weights.to(state.weights.dtype), gl.DotOperandLayout(0, OUT, 2))
     return Softmax(top, total, sums, weights)
 
@@ -378,10 +388,12 @@ def _masked(call, tile, j, logits):
 
 
 @gluon.jit
-def _weigh(call, logits, top, total):
+def _weigh(call, logits, top, total, dtype: gl.constexpr):
     """One step of the online softmax, in units of log2: also by how much what was there shrinks, and the weights."""
     UNIT: gl.constexpr = (call.CAP if call.CAP > 0 else call.SCALE) * LOG2E
-    new_top = gl.maximum(top, gl.max(logits, 1) * UNIT)
+    new_top = top
+    if not _bounded(call.CAP, dtype):
+        new_top = gl.maximum(top, gl.max(logits, 1) * UNIT)
     shrink = gl.exp2(top - new_top)
     weights = gl.exp2(logits * UNIT - new_top[:, None])
     same: gl.constexpr = gl.SliceLayout(1, total.type.layout)

@@ -10,7 +10,7 @@ from ejkernel_triton import _jax_triton, _refusals
 DTYPES = ("float16", "bfloat16")
 #: What the copy engine moves is a multiple of 16 bytes.
 ELEMENTS = 8
-LEAST_SCALE = 1e-30
+LEAST_SCALE, LEAST_CAP = 1e-30, 1e-9
 
 
 def check(inv: Invocation, widest: int) -> None:
@@ -41,7 +41,7 @@ def check(inv: Invocation, widest: int) -> None:
     # These are multiplied in after the mask, whose -inf they would turn round.
     if not inv["softmax_scale"] > LEAST_SCALE:
         raise Unsupported(f"the Gluon kernels take a positive softmax_scale; not {inv['softmax_scale']}")
-    if inv["logits_soft_cap"] is not None and not inv["logits_soft_cap"] > LEAST_SCALE:
+    if inv["logits_soft_cap"] is not None and not inv["logits_soft_cap"] > LEAST_CAP:
         raise Unsupported(f"the Gluon kernels take no logits_soft_cap of {inv['logits_soft_cap']}")
     if inv["dropout_prob"]:
         raise Unsupported("the Gluon kernels do no dropout")
