@@ -26,7 +26,8 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -148,6 +149,16 @@ def version() -> tuple[int, ...]:
     found = _version("jax-triton")
     assert found is not None, missing()
     return found
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Around imports of kernels, one thread at a time. Triton's modules import one another in circles: who comes from
+    another side meanwhile finds them half done, and what that leaves behind fails in this process from then on.
+    """
+    with _LOCK:
+        load()
+        yield
 
 
 _loaded: ModuleType | None = None

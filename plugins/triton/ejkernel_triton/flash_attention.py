@@ -45,7 +45,8 @@ def config_space(inv: Invocation) -> Iterable[Config]:
 @hookimpl
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     """The output and the log-sum-exp of every row."""
-    from ejkernel_triton._forward import attend
+    with _jax_triton.importing():
+        from ejkernel_triton._forward import attend
 
     inv = _problem.aligned(inv)
     query, value = inv["query"], inv["value"]

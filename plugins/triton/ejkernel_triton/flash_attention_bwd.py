@@ -80,7 +80,8 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
 
 def of_queries(inv: Invocation, rows: Rows, cut: Pass) -> jax.Array:
     """The gradient of queries."""
-    from ejkernel_triton._backward import sum_over_keys
+    with _jax_triton.importing():
+        from ejkernel_triton._backward import sum_over_keys
 
     query = inv["query"]
     batch, length, heads, _ = query.shape
@@ -102,7 +103,8 @@ def of_queries(inv: Invocation, rows: Rows, cut: Pass) -> jax.Array:
 
 def _over_queries(inv: Invocation, rows: Rows, cut: Pass, atomics: bool) -> tuple[jax.Array, ...]:
     """The gradients of keys and values, and by atomics of queries."""
-    from ejkernel_triton._backward import sum_over_queries
+    with _jax_triton.importing():
+        from ejkernel_triton._backward import sum_over_queries
 
     key, value = inv["key"], inv["value"]
     batch, length, kv_heads, _ = key.shape
@@ -173,7 +175,8 @@ def _shared(inv: Invocation, rows: Rows) -> tuple[jax.Array | None, ...]:
 
 
 def _bias(inv: Invocation, rows: Rows, cut: Pass) -> jax.Array:
-    from ejkernel_triton._backward import sum_into_bias
+    with _jax_triton.importing():
+        from ejkernel_triton._backward import sum_into_bias
 
     bias = inv["bias"]
     batch, q_length, heads, _ = inv["query"].shape

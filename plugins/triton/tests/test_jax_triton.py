@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import warnings
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import ejkernel_triton
 from ejkernel_triton import _jax_triton, _portable
 from ejkernel_triton.testing import compiled_for
 
@@ -327,6 +331,58 @@ def test_mending_twice_is_mending_once():
     assert library.triton_kernel_call_lib is before
     assert not isinstance(before._native, _jax_triton._Library)
     assert _jax_triton.load() is module
+
+
+def test_threads_may_begin_with_different_kernels():
+    code = """
+import importlib, sys, threading
+from ejkernel_triton import _jax_triton
+
+# What kernels import, too: from more sides Triton's circles are sure to break.
+kernels = [f"ejkernel_triton.{name}" for name in ("_forward", "_backward", "gluon_sm90._forward")]
+kernels += ["triton", "triton.language", "triton.experimental.gluon", "triton.experimental.gluon.language"]
+gate, told = threading.Barrier(1 + len(kernels)), []
+
+def work(name):
+    gate.wait()
+    try:
+        if name is None:
+            _jax_triton.load()
+        else:
+            with _jax_triton.importing():
+                importlib.import_module(name)
+    except Exception as fault:
+        told.append(repr(fault))
+
+sys.setswitchinterval(1e-5)
+threads = [threading.Thread(target=work, args=(name,)) for name in [*kernels, None]]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(told)
+"""
+    assert run(code) == ["[]"]
+
+
+def test_all_kernels_are_imported_by_one_thread_at_a_time():
+    package = Path(ejkernel_triton.__file__).parent
+    files = [file for file in package.rglob("*.py") if "testing" not in file.parts]
+    with_kernels = {
+        "ejkernel_triton." + ".".join(file.relative_to(package).with_suffix("").parts)
+        for file in files
+        if re.search(r"^(import|from) triton\b", file.read_text(), re.MULTILINE)
+    }
+    found = [(file.name, *place) for file in files for place in _imports(ast.parse(file.read_text()), with_kernels)]
+    assert len(found) >= 7
+    assert [place for place in found if not place[-1]] == []
+
+
+def _imports(tree, modules):
+    """Of these modules, in functions: of which, and whether it is done under the lock."""
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        for statement in function.body:
+            guarded = isinstance(statement, ast.With) and ast.unparse(statement.items[0]) == "_jax_triton.importing()"
+            inside = (node for node in ast.walk(statement) if isinstance(node, ast.ImportFrom))
+            yield from ((node.module, guarded) for node in inside if node.module in modules)
 
 
 def test_threads_that_come_at_once_get_what_is_mended():

@@ -50,7 +50,8 @@ def config_space(inv: Invocation) -> list[Config]:
 @hookimpl
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     """The output and the log-sum-exp of every row."""
-    from ejkernel_triton.gluon_sm90._forward import attend
+    with _jax_triton.importing():
+        from ejkernel_triton.gluon_sm90._forward import attend
     from ejkernel_triton.gluon_sm90._schedule import programs, schedule
     from ejkernel_triton.gluon_sm90._sight import of_queries
 

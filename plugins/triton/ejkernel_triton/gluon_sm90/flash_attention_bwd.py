@@ -86,8 +86,9 @@ def _xla_is_deterministic() -> bool:
 
 
 def _over_queries(inv: Invocation, rows: Rows, cfg: Config) -> tuple[jax.Array, ...]:
-    from ejkernel_triton.gluon_sm90._backward import sum_over_queries
-    from ejkernel_triton.gluon_sm90._backward_wide import sum_over_queries_of_wide_heads
+    with _jax_triton.importing():
+        from ejkernel_triton.gluon_sm90._backward import sum_over_queries
+        from ejkernel_triton.gluon_sm90._backward_wide import sum_over_queries_of_wide_heads
     from ejkernel_triton.gluon_sm90._schedule import programs, schedule
     from ejkernel_triton.gluon_sm90._sight import of_keys
 
