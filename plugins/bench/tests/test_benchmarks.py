@@ -371,9 +371,8 @@ def test_peers_say_what_they_do_not_do():
 def test_hopper_is_measured_against_cudnn_and_against_our_own_plain_rate(monkeypatch):
     problem = attrs.evolve(TINY, dtype="bfloat16")
     alone = attrs.evolve(problem, sinks=True)
-    monkeypatch.setattr(hopper, "LONG", problem)
     monkeypatch.setattr(hopper, "ANCHORS", {problem: (1.0, 1.0)})
-    monkeypatch.setattr(hopper, "ALONE", (alone,))
+    monkeypatch.setattr(hopper, "ALONE", {alone: problem})
     report = hopper.compare([problem, alone], "xla", 2, _peer("cuDNN", does=lambda problem: not problem.sinks))
     assert list(report.faults) == []
     (table,) = report.tables
