@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import heapq
 from functools import lru_cache
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 #: Multiprocessors, where they are not those of an H100 or H200: a program stays on each.
@@ -23,12 +26,15 @@ def programs(device_kind: str | None) -> int:
     return MULTIPROCESSORS.get(device_kind or "", USUAL)
 
 
-def schedule(rows: int, steps: tuple[int, ...], row_bytes: int, group: int = 1, count: int = USUAL) -> np.ndarray:
-    """(programs, 1 + the most tiles that one has): their number, and the tiles, as row * len(steps) + block. There are
+def schedule(
+    rows: int, steps: tuple[int, ...] | jax.Array, row_bytes: int, group: int = 1, count: int = USUAL
+) -> np.ndarray | jax.Array:
+    """(programs, 1 + the most tiles that one has): their number, and the tiles, as row * blocks + block. There are
     ``count`` programs, or one for each tile if these are fewer.
 
     A row is a head of a sequence in the batch, ``group`` neighbours of which read the same; ``steps`` are those of its
-    blocks. What is longest comes first, and each tile goes to who would be free first.
+    blocks. What is longest comes first, and each tile goes to who would be free first. Where arrays decide how many
+    steps there are, as (batch or 1, blocks), the tiles of all rows are dealt out there and back.
 
     >>> schedule(2, (1, 2, 3), row_bytes=0)
     array([[1, 2],
@@ -38,6 +44,8 @@ def schedule(rows: int, steps: tuple[int, ...], row_bytes: int, group: int = 1, 
            [1, 0],
            [1, 3]], dtype=int32)
     """
+    if not isinstance(steps, tuple):
+        return _there_and_back(rows, steps, count)
     row_bytes = max(1, row_bytes)
     # No fewer than it takes that the longest tile of the last heads is no more than all that a program does for these.
     even = -(-(max(steps) + AROUND) * count // sum(step + AROUND for step in steps))
@@ -63,3 +71,19 @@ def _dealt(rows: int, steps: tuple[int, ...], at_once: int, count: int) -> np.nd
         table[program, : 1 + len(mine)] = [len(mine), *mine]
     table.setflags(write=False)  # it is handed out again
     return table
+
+
+def _there_and_back(rows: int, steps: Any, count: int) -> jax.Array:
+    """To the last program and back to the first, from the longest tiles to the shortest: whoever got the longer one of
+    two gets the shorter one of the next two.
+    """
+    batch, blocks = steps.shape
+    count = min(count, rows * blocks)
+    turns = -(-rows * blocks // count)
+    place = np.arange(turns * count).reshape(turns, count)
+    place[1::2] = place[1::2, ::-1].copy()
+    counts = (place < rows * blocks).sum(0)
+    rank, row = np.divmod(np.minimum(place, rows * blocks - 1), rows)
+    longest = jnp.argsort(-steps, axis=1)
+    tiles = row * blocks + longest[row // (rows // batch), rank]
+    return jnp.concatenate([counts[None], tiles]).T.astype(jnp.int32)

@@ -10,12 +10,14 @@ import numpy as np
 
 from ejkernel_triton._problem import Arguments, blocks, extremes, intervals, sides
 
+#: How many blocks each tile sees: of all rows, or, where arrays decide, by batch.
+Steps = tuple[int, ...] | jax.Array
 
-def of_queries(a: Arguments, q_block: int, k_block: int) -> tuple[jax.Array, tuple[int, ...]]:
+
+def of_queries(a: Arguments, q_block: int, k_block: int) -> tuple[jax.Array, Steps]:
     """(batch or 1, blocks of queries, 4): the first block of keys that it sees and the end of them, and between these
     where the blocks of which it sees all begin and end. In that order: first, whole, end of whole, end. One that sees
-    nothing is given what lies behind the last block, to be masked. And how many blocks that makes, as far as is known
-    without the arrays.
+    nothing is given what lies behind the last block, to be masked. And how many blocks that makes.
     """
     before, after = sides(a)
     found, steps = _sight(a, ("query", "q_segment_ids"), ("key", "kv_segment_ids"), 0, before, after, q_block, k_block)
@@ -24,7 +26,7 @@ def of_queries(a: Arguments, q_block: int, k_block: int) -> tuple[jax.Array, tup
     return found, steps
 
 
-def of_keys(a: Arguments, k_block: int, q_block: int) -> tuple[jax.Array, tuple[int, ...]]:
+def of_keys(a: Arguments, k_block: int, q_block: int) -> tuple[jax.Array, Steps]:
     """The same for blocks of keys and the queries that see them, which may be none."""
     before, after = sides(a)
     return _sight(a, ("key", "kv_segment_ids"), ("query", "q_segment_ids"), 2, after, before, k_block, q_block)
@@ -39,7 +41,7 @@ def _sight(
     after: int,
     own_block: int,
     other_block: int,
-) -> tuple[jax.Array, tuple[int, ...]]:
+) -> tuple[jax.Array, Steps]:
     length, other_length = a[own[0]].shape[1], a[others[0]].shape[1]
     if a["cum_seqlens_q"] is not None:
         start, end = intervals(a)[of_intervals : of_intervals + 2]
@@ -48,13 +50,11 @@ def _sight(
         place = np.arange(length) + (other_length - length)
         start = place - before if before >= 0 else np.zeros(length, int)
         end = place + after + 1 if after >= 0 else np.full(length, other_length)
-    found = _from_intervals(start, end, own_block, other_length, other_block)
-    # Where sequences are packed nothing is known of what a block sees: then all count the same.
-    steps = found[:, 3] - found[:, 0] if isinstance(found, np.ndarray) else np.ones(found.shape[0], int)
-    found = found[None]
+    found = _from_intervals(start, end, own_block, other_length, other_block)[None]
     if a["q_segment_ids"] is not None:
         found = _within_segments(found, a[own[1]], a[others[1]], own_block, other_block)
-    return jnp.asarray(found, jnp.int32), tuple(steps.tolist())
+    steps = found[..., 3] - found[..., 0]
+    return jnp.asarray(found, jnp.int32), tuple(steps[0].tolist()) if isinstance(steps, np.ndarray) else steps
 
 
 def _from_intervals(start: Any, end: Any, block: int, other_length: int, other_block: int) -> Any:
