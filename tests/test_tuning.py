@@ -88,7 +88,7 @@ def trouble(x: Any, kind: str) -> Any:
     if kind == "hangs while compiling":
         RELEASE.wait(20)
         return x * 3
-    if kind == "hangs while running":
+    if kind.startswith("hangs while running"):
         return jax.pure_callback(hanging, x, x, vmap_method="sequential") * 3
     if kind == "takes its time":
         return jax.pure_callback(sleeping, x, x, vmap_method="sequential") * 3
@@ -312,6 +312,15 @@ def test_what_hangs_is_left_behind_and_the_call_goes_on(kind: str) -> None:
     told = dict(record.provenance.tried)[f"kinds {Config(kind)}"]
     assert "left behind in a thread" in told
     RELEASE.set()
+
+
+def test_whoever_hangs_behind_another_says_so() -> None:
+    RELEASE.clear()
+    tuned = contest(registry("hangs while running, too", heuristic="hangs while running"), budget_s=4.0)
+    RELEASE.set()
+    first, second = (entry(tuned, kind).reason for kind in ("hangs while running", "hangs while running, too"))
+    assert first.endswith("left behind in a thread")
+    assert second.endswith("left behind in a thread, behind kinds Config(kind='hangs while running')")
 
 
 def test_what_was_measured_counts_where_the_time_runs_out() -> None:

@@ -79,7 +79,11 @@ class Entrant:
 
 
 class StillRunningError(Exception):
-    """What cannot be interrupted was left behind."""
+    """What cannot be interrupted was left behind, in this thread."""
+
+    def __init__(self, thread: threading.Thread) -> None:
+        super().__init__(thread)
+        self.thread = thread
 
 
 @attrs.define(eq=False)
@@ -99,6 +103,8 @@ class Contest:
     #: Whose results the others were compared with, and why not the reference's; what is still to be said.
     checked_against: str = ""
     notes: list[str] = attrs.field(factory=list)
+    #: The first that was left behind while it ran, and has not come back.
+    _lost: tuple[Entrant, threading.Thread] | None = None
     _wanted: Any = None
     _is_unreferenced: bool = False
 
@@ -290,8 +296,8 @@ class Contest:
             return None
         try:
             return in_thread(work, left * share, Settings.of(self.inv))
-        except StillRunningError:
-            late = f"still {doing} after {left * share:.2g} s; left behind in a thread"
+        except StillRunningError as fault:
+            late = f"still {doing} after {left * share:.2g} s; left behind in a thread{self._behind(entrant, fault)}"
             if takes and left * share < PATIENCE * takes + (PROFILE_S if self.inv.platform == "gpu" else 0.0):
                 self.deadline = time.monotonic()
                 self.notes.append(f"ended early: {entrant.backend} {entrant.cfg} was {late}")
@@ -300,6 +306,14 @@ class Contest:
         except Exception as fault:  # as above
             entrant.reason = _told(doing, fault)
         return None
+
+    def _behind(self, entrant: Entrant, fault: StillRunningError) -> str:
+        """Who has kept the device, for all that is known: it does one thing at a time, and others wait."""
+        if self._lost is None or not self._lost[1].is_alive():
+            self._lost = entrant, fault.thread
+            return ""
+        first, _ = self._lost
+        return f", behind {first.backend} {first.cfg}"
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------
@@ -353,7 +367,7 @@ def in_thread(work: Callable[[], Any], seconds: float | None, settings: Settings
         good, answer = answers.get(timeout=seconds)
     except queue.Empty:
         _left_behind.append(thread)
-        raise StillRunningError from None
+        raise StillRunningError(thread) from None
     if not good:
         raise answer
     return answer
