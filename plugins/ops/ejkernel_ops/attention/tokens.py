@@ -80,5 +80,6 @@ def visible(
 def _sequence_ids(cum_seqlens: jax.Array, length: int) -> jax.Array:
     """1 for the tokens of the first sequence, 2 for the second, ...; 0 after the last. Empty sequences have none."""
     index = jnp.arange(length, dtype=cum_seqlens.dtype)
-    ids = jnp.searchsorted(cum_seqlens[1:], index, side="right") + 1
+    # Unrolled, it becomes a part of what reads it; a loop would be many launches of next to nothing.
+    ids = jnp.searchsorted(cum_seqlens[1:], index, side="right", method="scan_unrolled") + 1
     return jnp.where(index < cum_seqlens[-1], ids, 0).astype(jnp.int32)
