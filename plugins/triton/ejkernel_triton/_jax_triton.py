@@ -342,7 +342,8 @@ def _version(distribution: str) -> tuple[int, ...] | None:
         module = distribution.replace("-", "_")
         if module not in sys.modules and importlib.util.find_spec(module) is None:
             return None
-        text = str(importlib.import_module(module).__version__)
+        with _LOCK:
+            text = str(importlib.import_module(module).__version__)
     return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3])
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -98,6 +99,42 @@ def test_every_configuration_gives_the_same(dim: int, options: dict[str, Any]) -
         found = call("flash_attention_bwd", **given, wrt=wrt, backend="gluon_sm90", cfg=cfg)
         for name, gradient in zip(wrt, found, strict=True):
             close(gradient, gradients[name])
+
+
+@pytest.mark.parametrize("sinks", [None, 0.0, -150.0, -1e30], ids="sinks {}".format)
+@pytest.mark.parametrize("size", [1.0, 8.0], ids="logits {}".format)
+@pytest.mark.parametrize(
+    ("cap", "dtype"), [(50.0, "bfloat16"), (5.0, "bfloat16"), (50.0, "float16"), (400.0, "bfloat16")]
+)
+def test_what_a_soft_cap_bounds(cap: float, dtype: str, size: float, sinks: float | None) -> None:
+    """Logits of both signs at the cap, rows that see nothing, or nothing but sinks."""
+    keys = jax.random.split(jax.random.key(3), 5)
+    shapes = {"query": (2, 200, 2, 64), "key": (2, 330, 2, 64), "value": (2, 330, 2, 64), "d_out": (2, 200, 2, 64)}
+    given = {
+        name: jax.random.normal(key, shape, dtype) for key, (name, shape) in zip(keys, shapes.items(), strict=False)
+    }
+    d_out, d_lse = given.pop("d_out"), jax.random.normal(keys[4], (2, 2, 200))
+    given["query"] = given["query"] * size
+    # Rows of id 0 stand among others.
+    ids = {"q_segment_ids": jnp.arange(200) % 3, "kv_segment_ids": 1 + jnp.arange(330) % 3}
+    options = {**{name: jnp.tile(x.astype(jnp.int32), (2, 1)) for name, x in ids.items()}, "logits_soft_cap": cap}
+    if sinks is not None:
+        options["softmax_aux"] = jnp.full((2,), sinks, jnp.float32)
+
+    def attention(backend: str, *qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out, lse = call("flash_attention", *qkv, **options, return_lse=True, backend=backend)
+        return out, lse
+
+    arrays = tuple(given.values())
+    right, pull_back = jax.vjp(lambda *qkv: attention("reference", *qkv), *wide(*arrays))
+    found, pull_ours = jax.vjp(lambda *qkv: attention("gluon_sm90", *qkv), *arrays)
+    close(found[0], right[0])
+    np.testing.assert_allclose(found[1], right[1], rtol=4e-3, atol=4e-3)
+    unseen = jnp.isneginf(right[1])
+    np.testing.assert_array_equal(jnp.isneginf(found[1]), unseen)
+    d_lse = jnp.where(unseen, 0, d_lse)
+    for ours, gradient in zip(pull_ours((d_out, d_lse)), pull_back((wide(d_out)[0], d_lse)), strict=True):
+        close(ours, gradient)
 
 
 def _backward_passes(given: dict[str, Any]) -> Iterator[tuple[Any, tuple[str, ...]]]:

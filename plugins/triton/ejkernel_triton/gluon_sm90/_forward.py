@@ -26,8 +26,9 @@ from ejkernel_triton.gluon_sm90._shared import LOG2E, Call, Own, barriers, bent,
 Q_BLOCK = gl.constexpr(128)
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
-#: In units of log2, how far from 0 logits may be whose weights bfloat16 holds as they are, and float32 their sums.
-FAR = gl.constexpr(96)
+#: In units of log2, how far from 0 logits may be whose weights bfloat16 holds as they are. That leaves 2 ** 48 for
+#: values and for how many are summed up in float32.
+FAR = gl.constexpr(80)
 
 
 @aggregate
@@ -113,15 +114,18 @@ class Results:
     DIM: gl.constexpr
     SINKS: gl.constexpr
     SINK_WIDTH: gl.constexpr
+    #: No weight needs the greatest logit to be held: a soft cap bounds them all.
+    BOUNDED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, out, lse, sinks, DIM, SINKS, SINK_WIDTH):
+    def __init__(self, out, lse, sinks, DIM, SINKS, SINK_WIDTH, BOUNDED):
         self.out = out
         self.lse = lse
         self.sinks = sinks
         self.DIM = gl.constexpr(DIM)
         self.SINKS = gl.constexpr(SINKS)
         self.SINK_WIDTH = gl.constexpr(SINK_WIDTH)
+        self.BOUNDED = gl.constexpr(BOUNDED)
 
 
 @aggregate
@@ -159,7 +163,10 @@ def attend(
         sight, gl.to_tensor(sight_batch), starts, stops, q_ids, k_ids, HEADS, SCALE, CAP, BEFORE, AFTER, PACKED,
         SEGMENTS, WIDTH, Q_BLOCK, K_BLOCK,
     )  # fmt: skip
-    results = Results(out, lse, sinks, DIM, SINKS, SINK_WIDTH)
+    # Nothing bounds sinks.
+    CAPPED: gl.constexpr = CAP > 0 and CAP * LOG2E <= FAR
+    BOUNDED: gl.constexpr = CAPPED and SINKS == 0 and out.dtype.element_ty == gl.bfloat16
+    results = Results(out, lse, sinks, DIM, SINKS, SINK_WIDTH, BOUNDED)
     queries_0 = ring(query, TILES, 1)
     queries_1 = ring(query, TILES, 1)
     blocks = _blocks(key, STAGES)
@@ -260,10 +267,10 @@ def _attend(ME: gl.constexpr, call, queries, blocks, results):
     for turn in range(count):
         # The step of the tile's last sums. It is also what comes after the loop: Triton 3.6 takes what is carried from
         # tile to tile for dead if nothing but the bounds of an inner loop need it, and leaves it at what it was first.
-        step = begin + (tile.end - 1 - tile.first)
+        last = begin + (tile.end - 1 - tile.first)
         j = tile.end - 2
-        for inner in range(begin, step):
-            state = _meet(call, queries, turn, blocks, state, inner, tile, j)
+        for step in range(begin, last):
+            state = _meet(call, queries, turn, blocks, results, state, step, tile, j)
             j -= 1
         # The first logits of the next tile, beside the last sums of this one.
         following = _tile(call, gl.minimum(turn + 1, count - 1), ME, ROWS)
@@ -272,34 +279,28 @@ def _attend(ME: gl.constexpr, call, queries, blocks, results):
         if queries.COUNT > 1:
             if turn + 1 < count:
                 queries.wait(turn + 1)
-                product = _times_keys(queries, turn + 1, blocks, step, S)
-                summing = _times_values(state, blocks, step)
+                product = _times_keys(queries, turn + 1, blocks, last, S)
+                summing = _times_values(state, blocks, last)
                 logits = warpgroup_mma_wait(1, [product])
                 next_top, next_total, weights = _begin(call, results, following, logits)
-                blocks.wait_for_keys(step + 1)
+                blocks.wait_for_keys(last + 1)
                 sums = warpgroup_mma_wait(0, [summing])
             else:
-                sums = warpgroup_mma_wait(0, [_times_values(state, blocks, step)])
+                sums = warpgroup_mma_wait(0, [_times_values(state, blocks, last)])
             _finish(call, queries, turn, results, tile, top, total, sums)
         else:
-            sums = warpgroup_mma_wait(0, [_times_values(state, blocks, step)])
+            sums = warpgroup_mma_wait(0, [_times_values(state, blocks, last)])
             _finish(call, queries, turn, results, tile, top, total, sums)
             if turn + 1 < count:
                 queries.wait(turn + 1)
-                product = _times_keys(queries, turn + 1, blocks, step, S)
+                product = _times_keys(queries, turn + 1, blocks, last, S)
                 logits = warpgroup_mma_wait(0, [product])
                 next_top, next_total, weights = _begin(call, results, following, logits)
-                blocks.wait_for_keys(step + 1)
+                blocks.wait_for_keys(last + 1)
         state = _begun(next_top, next_total, weights, WIDTH, OUT, queries.tiles.dtype)
-        blocks.release(step)
-        begin = step + 1
+        blocks.release(last)
+        begin = last + 1
         tile = following
-
-
-@gluon.constexpr_function
-def _bounded(cap, dtype):
-    """Whether no weight needs the greatest logit to be held: a soft cap bounds them all."""
-    return 0 < cap * LOG2E.value <= FAR.value and dtype == gl.bfloat16
 
 
 @gluon.jit
@@ -307,18 +308,17 @@ def _begin(call, results, tile, logits):
     """The softmax of the sinks and of a tile's first block."""
     S: gl.constexpr = logits.type.layout
     ROWS: gl.constexpr = gl.SliceLayout(1, S)
-    LEAST: gl.constexpr = 0.0 if _bounded(call.CAP, results.out.dtype.element_ty) else LOWEST
-    top = gl.full([64], LEAST, gl.float32, ROWS)
+    top = gl.full([64], 0.0 if results.BOUNDED else LOWEST, gl.float32, ROWS)
     total = _in_parts(gl.zeros([64, call.OTHER_BLOCK], gl.float32, S))
     if results.SINKS > 0:
         at = gl.arange(0, results.SINK_WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
         sink = gl.load(results.sinks + tile.head * results.SINKS + at, mask=at < results.SINKS, other=-float("inf"))
         sink = sink.to(gl.float32) * LOG2E
-        greatest = gl.maximum(gl.max(sink, 0), LEAST)
+        greatest = gl.maximum(gl.max(sink, 0), LOWEST)
         top = gl.zeros([64], gl.float32, ROWS) + greatest
         total += gl.sum(gl.exp2(sink - greatest), 0) / total.shape[1]
     logits = _masked(call, tile, tile.end - 1, bent(call, logits))
-    top, _, total, weights = _weigh(call, logits, top, total, results.out.dtype.element_ty)
+    top, _, total, weights = _weigh(call, results, logits, top, total)
     return top, total, weights
 
 
@@ -329,19 +329,19 @@ def _begun(top, total, weights, WIDTH: gl.constexpr, OUT: gl.constexpr, dtype: g
 
 
 @gluon.jit
-def _meet(call, queries, turn, blocks, state, step, tile, j):
+def _meet(call, queries, turn, blocks, results, state, step, tile, j):
     """The logits of one block, beside the sums of the one before."""
     S: gl.constexpr = tile.own.index.type.layout.parent
     OUT: gl.constexpr = state.sums.type.layout
     product = _times_keys(queries, turn, blocks, step, S)
     summing = _times_values(state, blocks, step)
     logits = _masked(call, tile, j, bent(call, warpgroup_mma_wait(1, [product])))
-    top, shrink, total, weights = _weigh(call, logits, state.top, state.total, state.weights.dtype)
+    top, shrink, total, weights = _weigh(call, results, logits, state.top, state.total)
     # A wait in between, or the assembler would have the softmax wait for the sums, too.
     blocks.wait_for_keys(step + 1)
     sums = warpgroup_mma_wait(0, [summing])
     blocks.release(step)
-    if not _bounded(call.CAP, state.weights.dtype):
+    if not results.BOUNDED:
         sums = sums * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
     weights = gl.convert_layout(weights.to(state.weights.dtype), gl.DotOperandLayout(0, OUT, 2))
     return Softmax(top, total, sums, weights)
@@ -388,17 +388,16 @@ def _masked(call, tile, j, logits):
 
 
 @gluon.jit
-def _weigh(call, logits, top, total, dtype: gl.constexpr):
+def _weigh(call, results, logits, top, total):
     """One step of the online softmax, in units of log2: also by how much what was there shrinks, and the weights."""
     UNIT: gl.constexpr = (call.CAP if call.CAP > 0 else call.SCALE) * LOG2E
-    new_top = top
-    if not _bounded(call.CAP, dtype):
+    new_top, shrink = top, top
+    if not results.BOUNDED:
         new_top = gl.maximum(top, gl.max(logits, 1) * UNIT)
-    shrink = gl.exp2(top - new_top)
+        shrink = gl.exp2(top - new_top)
+        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
     weights = gl.exp2(logits * UNIT - new_top[:, None])
-    same: gl.constexpr = gl.SliceLayout(1, total.type.layout)
-    total = total * gl.convert_layout(shrink, same)[:, None] + _in_parts(weights)
-    return new_top, shrink, total, weights
+    return new_top, shrink, total + _in_parts(weights), weights
 
 
 @gluon.jit

@@ -22,8 +22,7 @@ def width(dim: int) -> int:
 
 def tiled(array: jax.Array, rows: int, columns: int) -> Any:
     """An array of (batch, length, heads, dim), in tiles of one head; what lies beyond comes as 0."""
-    from triton.experimental.gluon import language as gl
-
+    gl = _language()
     block = (1, rows, 1, columns)
     layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, np.dtype(array.dtype).name))
     return _jax_triton.described(array, block, layout)
@@ -31,16 +30,20 @@ def tiled(array: jax.Array, rows: int, columns: int) -> Any:
 
 def numbered(array: jax.Array, count: int) -> Any:
     """An array of (rows, length), of which so many numbers at a time."""
-    from triton.experimental.gluon import language as gl
-
+    gl = _language()
     return _jax_triton.described(array, (1, count), gl.NVMMASharedLayout(0, 32, 2))
 
 
-def by_threads(array: jax.Array) -> Any:
+def rows_of_threads(array: jax.Array) -> Any:
     """An array of (rows, 32), of which 128 rows at a time: one for each thread of four warps."""
-    from triton.experimental.gluon import language as gl
-
+    gl = _language()
     return _jax_triton.described(array, (128, 32), gl.NVMMASharedLayout.get_default_for((128, 32), gl.float32))
+
+
+def _language() -> Any:
+    with _jax_triton.importing():
+        from triton.experimental.gluon import language
+    return language
 
 
 def constants(a: Arguments) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from ejkernel_triton import _jax_triton, _refusals
 DTYPES = ("float16", "bfloat16")
 #: What the copy engine moves is a multiple of 16 bytes.
 ELEMENTS = 8
-LEAST_SCALE, LEAST_CAP = 1e-30, 1e-9
+LEAST_SCALE = 1e-30
+#: Masked logits are so many caps that their weights are 0 for any cap that is not less.
+LEAST_CAP = 1e-9
 
 
 def check(inv: Invocation, widest: int) -> None:

@@ -33,8 +33,8 @@ def schedule(
     ``count`` programs, or one for each tile if these are fewer.
 
     A row is a head of a sequence in the batch, ``group`` neighbours of which read the same; ``steps`` are those of its
-    blocks. What is longest comes first, and each tile goes to who would be free first. Where arrays decide how many
-    steps there are, as (batch or 1, blocks), the tiles of all rows are dealt out there and back.
+    blocks. What is longest comes first, and each tile goes to who would be free first. Where only an array says how
+    many steps there are, the tiles of all rows are dealt out there and back.
 
     >>> schedule(2, (1, 2, 3), row_bytes=0)
     array([[1, 2],
@@ -77,13 +77,14 @@ def _there_and_back(rows: int, steps: Any, count: int) -> jax.Array:
     """To the last program and back to the first, from the longest tiles to the shortest: whoever got the longer one of
     two gets the shorter one of the next two.
     """
-    batch, blocks = steps.shape
+    (blocks,) = steps.shape
     count = min(count, rows * blocks)
     turns = -(-rows * blocks // count)
     place = np.arange(turns * count).reshape(turns, count)
     place[1::2] = place[1::2, ::-1].copy()
     counts = (place < rows * blocks).sum(0)
     rank, row = np.divmod(np.minimum(place, rows * blocks - 1), rows)
-    longest = jnp.argsort(-steps, axis=1)
-    tiles = row * blocks + longest[row // (rows // batch), rank]
+    # Who has but one tile has it in any order.
+    longest = jnp.argsort(-steps) if turns > 1 else np.arange(blocks)
+    tiles = row * blocks + longest[rank]
     return jnp.concatenate([counts[None], tiles]).T.astype(jnp.int32)

@@ -144,11 +144,17 @@ def seen(call, own, batch, first, COUNT: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def bent(call, logits):
     """With a soft cap the tanh, by the card's own: right to one part in two thousand, and one of the slow operations,
-    of which the weight takes another. By exponentials it would be two.
+    of which the weight takes another. A large cap keeps large logits, for which that is too coarse: there it is an
+    exponential and a division, and near zero, where these are coarse, a series.
     """
     if call.CAP > 0:
         parts = logits * (call.SCALE / call.CAP)
-        logits = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [parts], gl.float32, True, 1)
+        if call.CAP > 100:
+            square = parts * parts
+            near_zero = parts * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0)))
+            logits = gl.where(square < 0.01, near_zero, 1.0 - 2.0 / (1.0 + gl.exp2(parts * (2.0 * LOG2E))))
+        else:
+            logits = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [parts], gl.float32, True, 1)
     return logits
 
 

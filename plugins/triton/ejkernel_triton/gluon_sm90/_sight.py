@@ -10,14 +10,14 @@ import numpy as np
 
 from ejkernel_triton._problem import Arguments, blocks, extremes, intervals, sides
 
-#: How many blocks each tile sees: of all rows, or, where arrays decide, by batch.
+#: How many blocks each tile sees, at most: known while tracing, or an array where sequences are packed.
 Steps = tuple[int, ...] | jax.Array
 
 
 def of_queries(a: Arguments, q_block: int, k_block: int) -> tuple[jax.Array, Steps]:
     """(batch or 1, blocks of queries, 4): the first block of keys that it sees and the end of them, and between these
     where the blocks of which it sees all begin and end. In that order: first, whole, end of whole, end. One that sees
-    nothing is given what lies behind the last block, to be masked. And how many blocks that makes.
+    nothing is given what lies behind the last block, to be masked. And how many blocks that makes, segments aside.
     """
     before, after = sides(a)
     found, steps = _sight(a, ("query", "q_segment_ids"), ("key", "kv_segment_ids"), 0, before, after, q_block, k_block)
@@ -50,11 +50,12 @@ def _sight(
         place = np.arange(length) + (other_length - length)
         start = place - before if before >= 0 else np.zeros(length, int)
         end = place + after + 1 if after >= 0 else np.full(length, other_length)
-    found = _from_intervals(start, end, own_block, other_length, other_block)[None]
+    found = _from_intervals(start, end, own_block, other_length, other_block)
+    steps = found[:, 3] - found[:, 0]
+    found = found[None]
     if a["q_segment_ids"] is not None:
         found = _within_segments(found, a[own[1]], a[others[1]], own_block, other_block)
-    steps = found[..., 3] - found[..., 0]
-    return jnp.asarray(found, jnp.int32), tuple(steps[0].tolist()) if isinstance(steps, np.ndarray) else steps
+    return jnp.asarray(found, jnp.int32), tuple(steps.tolist()) if isinstance(steps, np.ndarray) else steps
 
 
 def _from_intervals(start: Any, end: Any, block: int, other_length: int, other_block: int) -> Any:

@@ -12,9 +12,9 @@ from attrs.validators import in_, instance_of
 
 from ejkernel_core import Invocation, Unsupported, hookimpl
 from ejkernel_triton import _jax_triton, _problem, _tuning
-from ejkernel_triton._rows import Rows, of_sinks
+from ejkernel_triton._rows import LOG2E, Rows, of_sinks
 from ejkernel_triton.flash_attention_bwd import Pass, of_queries
-from ejkernel_triton.gluon_sm90._launch import by_threads, constants, numbered, tiled, width
+from ejkernel_triton.gluon_sm90._launch import constants, numbered, rows_of_threads, tiled, width
 from ejkernel_triton.gluon_sm90._refusals import check
 
 PLATFORMS = {"gpu": 60}
@@ -114,9 +114,9 @@ def _over_queries(inv: Invocation, rows: Rows, cfg: Config) -> tuple[jax.Array, 
         *(tiled(x, 64, wide) for x in (key, value)),
         tiled(rows.d_out, cfg.q_block, wide),
         # What is no query has no weight.
-        tops := numbers(rows.top, jnp.inf),
+        tops := numbers(_within_reach(inv, rows.top), jnp.inf),
         numbers(rows.shift, 0.0),
-        by_threads(jnp.zeros(d_query_shape, jnp.float32)) if adds else tops,
+        rows_of_threads(jnp.zeros(d_query_shape, jnp.float32)) if adds else tops,
         *(jnp.asarray(dealt), sight),
         *(_problem.intervals(inv)[2:] if inv["cum_seqlens_q"] is not None else (None, None)),
         *(inv["kv_segment_ids"], inv["q_segment_ids"]),
@@ -151,6 +151,14 @@ def _over_queries(inv: Invocation, rows: Rows, cfg: Config) -> tuple[jax.Array, 
         updated={D_QUERY_PLACE: 2} if adds else None,
     )
     return d_key, d_value, *(in_order(x, query.shape, cfg.q_block) * inv["softmax_scale"] for x in d_query)
+
+
+def _within_reach(inv: Invocation, top: jax.Array) -> jax.Array:
+    """With a soft cap the kernels mask logits by a number, not by -inf: what a row that sees nothing but sinks has for
+    its log-sum-exp may be no less.
+    """
+    cap = inv["logits_soft_cap"]
+    return top if cap is None else jnp.maximum(top, -2 * cap * LOG2E)
 
 
 def in_order(found: jax.Array, shape: tuple[int, ...], q_block: int) -> jax.Array:
