@@ -30,7 +30,7 @@ MORE = (
     Problem(1, 131072, 2, 128, BF16),
     Problem(2, 8192, 32, 128, BF16, kv_heads=4),
 )
-#: What cuDNN does not do, and the plain call whose rate it is measured by: one over sequences of that length.
+#: What cuDNN does not do, and the plain call whose rate it is measured by: one over sequences of that mean length.
 ALONE = {
     attrs.evolve(LONG, soft_cap=30.0): LONG,
     attrs.evolve(LONG, sinks=True): LONG,
