@@ -9,6 +9,7 @@ all           -                   importing it deletes TRITON_CACHE_DIR from the
 0.4.0, 0.4.1  jax 0.12 and later  its rule for dead code takes two arguments where JAX passes three
 to 0.4.1      all                 warp-specialised kernels are launched with fewer threads than Triton compiled them for
 to 0.4.1      all                 Gluon kernels go through the passes for Triton, which rewrite them, or fail
+to 0.4.1      all                 compiled kernels are kept in memory alone: every process would compile them anew
 to 0.4.1      triton 3.6          a word is missing that it wants of every array that is described for the copy engine
 all           no CUDA plugin      lowering for CUDA needs classes of the plugin: `_portable` has them in plain Python
 ============  ==================  =====================================================================================
@@ -179,6 +180,8 @@ def _load() -> ModuleType:
                 _keep_what_is_called(library)
                 _leave_gluon_as_it_is(library)
                 _miss_no_im2col(library)
+            if version() <= _LAST_SEEN:
+                _keep_on_disk(library)
             _loaded = jax_triton
         return _loaded
 
@@ -307,6 +310,17 @@ def _leave_gluon_as_it_is(library: Any) -> None:
     if isinstance(compile_in_place, functools.partial):
         return
     library.compile_ttir_inplace = functools.partial(_compiled, compile_in_place)
+
+
+def _keep_on_disk(library: Any) -> None:
+    """Whoever asks jax-triton for the steps of a compilation is to see them."""
+    if library._JAX_TRITON_DUMP_DIR:
+        return
+    from ejkernel_triton import _kept
+
+    compile_in_place = library.compile_ttir_inplace
+    if getattr(compile_in_place, "func", None) is not _kept.compiled:
+        library.compile_ttir_inplace = functools.partial(_kept.compiled, library, compile_in_place)
 
 
 def _miss_no_im2col(library: Any) -> None:

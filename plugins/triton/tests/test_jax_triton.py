@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel_triton
-from ejkernel_triton import _jax_triton, _portable
+from ejkernel_triton import _jax_triton, _kept, _portable
 from ejkernel_triton.testing import compiled_for
 
 triton = pytest.importorskip("triton")
@@ -331,6 +331,30 @@ def test_mending_twice_is_mending_once():
     assert library.triton_kernel_call_lib is before
     assert not isinstance(before._native, _jax_triton._Library)
     assert _jax_triton.load() is module
+
+
+def test_compiled_kernels_are_kept_on_disk(tmp_path):
+    code = """
+import hashlib
+from triton.backends.nvidia import compiler
+make_llir = compiler.CUDABackend.make_llir
+compiler.CUDABackend.make_llir = lambda *given: (print("compiled"), make_llir(*given))[1]
+for dtype in ("float32", "bfloat16"):
+    x = jax.ShapeDtypeStruct((200,), dtype)
+    print(hashlib.sha256(t.lowered(t.added, x, x).encode()).hexdigest())
+"""
+    folder = {"TRITON_CACHE_DIR": str(tmp_path / "kept")}
+    first = run(code, **folder)
+    assert [line == "compiled" for line in first] == [True, False, True, False]
+    assert run(code, **folder) == [line for line in first if line != "compiled"]
+    # Whoever wants to see a compilation, or Triton to compile, gets one.
+    assert run(code, **folder, TRITON_ALWAYS_COMPILE="1") == first
+    assert run(code, **folder, JAX_TRITON_DUMP_DIR=str(tmp_path / "seen")) == first
+    # What is damaged is not there, nor what cannot be.
+    for file in (tmp_path / "kept").rglob(_kept.FILE):
+        file.write_text(file.read_text()[:-9])
+    assert run(code, **folder) == first
+    assert run(code, TRITON_CACHE_DIR="/proc/no/folder") == first
 
 
 def test_threads_may_begin_with_different_kernels():
