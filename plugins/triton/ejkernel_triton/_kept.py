@@ -13,6 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from triton import knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.runtime.cache import get_cache_key, get_cache_manager
+
 FILE = "jax_triton.json"
 #: What is looked at, and not launched: it is many times as large as the rest.
 LOOKED_AT = {"ttgir": "", "llir": ""}
@@ -21,8 +25,6 @@ _LOCK = threading.Lock()
 
 def compiled(library: Any, compile_in_place: Any, module: Any, backend: Any, options: Any, *target: Any) -> Any:
     """What jax-triton's own function gives, from the folder where it is there, and into it where not."""
-    from triton import knobs
-
     kept = None if knobs.compilation.always_compile else _folder(module, backend, options)
     if kept is not None and (found := _read(library.CompilationResult, kept)) is not None:
         return found
@@ -35,9 +37,6 @@ def compiled(library: Any, compile_in_place: Any, module: Any, backend: Any, opt
 
 def _folder(module: Any, backend: Any, options: Any) -> Any:
     """Triton's own, by its own key: of itself, the kernel before it is compiled, the card and the options."""
-    from triton._C.libtriton import get_cache_invalidating_env_vars
-    from triton.runtime.cache import get_cache_key, get_cache_manager
-
     text = str(module)
     source = SimpleNamespace(hash=lambda: hashlib.sha256(text.encode()).hexdigest())
     with _LOCK:  # it looks through Triton's modules, once
