@@ -39,11 +39,11 @@ def _folder(module: Any, backend: Any, options: Any) -> Any:
     """Triton's own, by its own key: of itself, the kernel before it is compiled, the card and the options."""
     text = str(module)
     source = SimpleNamespace(hash=lambda: hashlib.sha256(text.encode()).hexdigest())
-    with _LOCK:  # it looks through Triton's modules, once
-        key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
     try:
+        with _LOCK:  # it looks through Triton's modules, once
+            key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
         return get_cache_manager(hashlib.sha256(f"jax-triton {key}".encode()).hexdigest())
-    except OSError:
+    except Exception:  # no folder, or no ptxas, of whose version the key tells: neither is needed to compile
         return None
 
 
