@@ -17,6 +17,8 @@ from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.runtime.cache import get_cache_key, get_cache_manager
 
+from ejkernel_triton import _jax_triton
+
 FILE = "jax_triton.json"
 #: What is looked at, and not launched: it is many times as large as the rest.
 LOOKED_AT = {"ttgir": "", "llir": ""}
@@ -36,13 +38,15 @@ def compiled(library: Any, compile_in_place: Any, module: Any, backend: Any, opt
 
 
 def _folder(module: Any, backend: Any, options: Any) -> Any:
-    """Triton's own, by its own key: of itself, the kernel before it is compiled, the card and the options."""
+    """Triton's own, by its own key, of itself, the kernel before it is compiled, the card and the options; and by the
+    version of jax-triton, whose results they are.
+    """
     text = str(module)
     source = SimpleNamespace(hash=lambda: hashlib.sha256(text.encode()).hexdigest())
     try:
         with _LOCK:  # it looks through Triton's modules, once
             key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
-        return get_cache_manager(hashlib.sha256(f"jax-triton {key}".encode()).hexdigest())
+        return get_cache_manager(hashlib.sha256(f"jax-triton {_jax_triton.version()} {key}".encode()).hexdigest())
     except Exception:  # no folder, or no ptxas, of whose version the key tells: neither is needed to compile
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import os
 import re
 import subprocess
@@ -355,6 +356,22 @@ for dtype in ("float32", "bfloat16"):
         file.write_text(file.read_text()[:-9])
     assert run(code, **folder) == first
     assert run(code, TRITON_CACHE_DIR="/proc/no/folder") == first
+
+
+@pytest.mark.skipif(not NEW, reason="jax-triton 0.3 describes no arrays")
+def test_what_is_kept_says_how_arrays_are_described(tmp_path, monkeypatch):
+    _jax_triton.load()
+    import jax_triton.triton_lib as library
+    from triton.runtime.cache import get_cache_manager
+
+    described = {"block_size": [1, 64, 1, 128], "elem_size": 2, "elem_type": 10, "fp4_padded": False, "swizzle": 3}
+    made = library.CompilationResult("ptx", "name", 7, "ttgir", "llir", 16, 8, [described | {"is_im2col": False}])
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(_kept, "_folder", lambda *given: get_cache_manager("0" * 64))
+    compilations = iter([made])  # a second one would fail
+    assert _kept.compiled(library, lambda *given: next(compilations), None, None, None) is made
+    again = _kept.compiled(library, lambda *given: next(compilations), None, None, None)
+    assert again == dataclasses.replace(made, ttgir="", llir="")
 
 
 def test_threads_may_begin_with_different_kernels():
