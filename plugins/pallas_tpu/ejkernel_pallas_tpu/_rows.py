@@ -38,6 +38,12 @@ def rows(a: Arguments) -> Rows:
 def of_sinks(a: Arguments, of: Rows) -> jax.Array:
     """The gradient of (heads, n) sinks: each is one more weight of every row, with no value and so no d_weight."""
     sinks = a["softmax_aux"].astype(jnp.float32) * LOG2E
+
+    def gradient(sink: jax.Array) -> jax.Array:
+        # Where it is all that a row sees, and far from 0, they differ by how one of them was rounded.
+        weight = jnp.exp2(jnp.minimum(sink[:, None] - of.top, 0))
+        return -(weight * of.shift).sum((0, 2))
+
     # One sink of each head at a time, for memory's sake.
-    each: jax.Array = jax.lax.map(lambda sink: -(jnp.exp2(sink[:, None] - of.top) * of.shift).sum((0, 2)), sinks.T)
+    each: jax.Array = jax.lax.map(gradient, sinks.T)
     return each.T

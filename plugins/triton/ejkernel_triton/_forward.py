@@ -62,10 +62,11 @@ def attend(
     total = tl.zeros([Q_BLOCK], tl.float32)
     if SINKS:
         at = tl.arange(0, SINK_WIDTH)
-        sink = tl.load(sinks + head * SINKS + at, mask=at < SINKS, other=-float("inf")).to(tl.float32) * LOG2E
-        greatest = tl.maximum(tl.max(sink, 0), LOWEST)
-        top = tl.zeros([Q_BLOCK], tl.float32) + greatest
-        total += tl.sum(tl.exp2(sink - greatest), 0)
+        sink = tl.load(sinks + head * SINKS + at, mask=at < SINKS, other=-float("inf")).to(tl.float32)
+        greatest = tl.maximum(tl.max(sink, 0), LOWEST / 2)
+        top = tl.zeros([Q_BLOCK], tl.float32) + greatest * LOG2E
+        # The difference first: of a product and a number, of which one is the other rounded, little may be much.
+        total += tl.sum(tl.exp2((sink - greatest) * LOG2E), 0)
     sums = tl.zeros([Q_BLOCK, V_WIDTH], tl.float32)
     state = queries.to(tl.uint32)
     if DROP > 0:

@@ -42,5 +42,10 @@ def of_sinks(inv: Invocation, rows: Rows) -> jax.Array:
     """The gradient of sinks."""
     # A sink is one more weight of every row, with no value and so no d_weight: one sink at a time, for memory's sake.
     sinks = inv["softmax_aux"].astype(jnp.float32) * LOG2E
-    each = jax.lax.map(lambda sink: -(jnp.exp2(sink[:, None] - rows.top) * rows.shift).sum((0, 2)), sinks.T)
-    return each.T
+
+    def gradient(sink: jax.Array) -> jax.Array:
+        # Where it is all that a row sees, and far from 0, they differ by how one of them was rounded.
+        weight = jnp.exp2(jnp.minimum(sink[:, None] - rows.top, 0))
+        return -(weight * rows.shift).sum((0, 2))
+
+    return jax.lax.map(gradient, sinks.T).T

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ejkernel_triton import flash_attention, flash_attention_bwd
+from ejkernel_triton._rows import LOG2E, Rows, of_sinks
 from ejkernel_triton.testing import compiled_for, interpreted, interpreted_registry
 
 REGISTRY = interpreted_registry(
@@ -90,6 +91,14 @@ def test_numbers_that_become_1(q_length: int, k_length: int, queries: str) -> No
     """A number of 1 is a constant to jax-triton, and lengths and strides come divided by what they are multiples of."""
     bias = normal(3, 1, 4, q_length if queries == "each" else 1, k_length)
     assert max(errors(qkv(q_length, k_length) | {"bias": bias})[:-1]) < 2e-5
+
+
+def test_sinks_that_are_all_that_a_row_sees_weigh_no_more_than_1() -> None:
+    # Far from 0 the log-sum-exp is a number beside the sink, by how it was rounded.
+    top = jnp.full((1, 1, 3), -1e30 * LOG2E) * jnp.asarray([1.0, 1 + 1e-6, 1 - 1e-6])
+    inv: Any = {"softmax_aux": jnp.full((1, 1), -1e30)}
+    assert of_sinks(inv, Rows(top, top, jnp.zeros_like(top))).tolist() == [[0.0]]
+    assert of_sinks(inv, Rows(top, top, -jnp.ones_like(top))).tolist() == [[2.0]]
 
 
 def test_boundaries_beyond_the_tokens_read_nothing_beyond_them() -> None:

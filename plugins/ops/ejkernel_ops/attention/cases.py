@@ -135,6 +135,9 @@ def faults() -> Iterator[Case]:
         "sinks-where-nothing-is-seen": lambda d: (
             small(d, q_length=40, k_length=9) | {"softmax_aux": normal("sinks", d, (4,)), "causal": True} | lse
         ),
+        "sinks-far-below": lambda d: (
+            small(d, q_length=40, k_length=9) | {"softmax_aux": np.full(4, -1e30, np.float32), "causal": True}
+        ),
         "dropout-in-the-backward": lambda d: (
             small(d, q_length=65, k_length=70) | {"dropout_prob": 0.5, "dropout_seed": 3 + d} | lse
         ),

@@ -313,10 +313,11 @@ def _begin(call, results, tile, logits):
     if results.SINKS > 0:
         at = gl.arange(0, results.SINK_WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
         sink = gl.load(results.sinks + tile.head * results.SINKS + at, mask=at < results.SINKS, other=-float("inf"))
-        sink = sink.to(gl.float32) * LOG2E
-        greatest = gl.maximum(gl.max(sink, 0), LOWEST)
-        top = gl.zeros([64], gl.float32, ROWS) + greatest
-        total += gl.sum(gl.exp2(sink - greatest), 0) / total.shape[1]
+        sink = sink.to(gl.float32)
+        greatest = gl.maximum(gl.max(sink, 0), LOWEST / 2)
+        top = gl.zeros([64], gl.float32, ROWS) + greatest * LOG2E
+        # The difference first: of a product and a number, of which one is the other rounded, little may be much.
+        total += gl.sum(gl.exp2((sink - greatest) * LOG2E), 0) / total.shape[1]
     logits = _masked(call, tile, tile.end - 1, bent(call, logits))
     top, _, total, weights = _weigh(call, results, logits, top, total)
     return top, total, weights
