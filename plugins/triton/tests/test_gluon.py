@@ -151,6 +151,18 @@ def test_tiles_whose_lengths_only_an_array_tells_are_dealt_once_and_end_together
     assert all((np.diff(hand) <= 0).all() for hand in lengths)
 
 
+def test_long_packed_heads_are_dealt_by_few() -> None:
+    steps = np.random.default_rng(0).integers(0, 30, 128)
+    dealt = np.asarray(schedule(16, jnp.asarray(steps), row_bytes=16 << 20))
+    # At any time these are tiles of four heads, 33 of each.
+    assert [len({*(tiles // 128)}) for tiles in dealt[:, 1:13].T] == [4] * 12
+    work = [sum(steps[tile % 128] + 1 for tile in row[1 : 1 + row[0]]) for row in dealt]
+    assert max(work) <= 1.06 * np.mean(work)
+    # All tiles of one rank come before those of the next, whosever they are.
+    ranks = np.argsort(np.argsort(-steps, kind="stable"))[dealt[:, 1:-1] % 128] // 33
+    assert (np.diff(ranks, axis=1) >= 0).all()
+
+
 def test_what_packed_tokens_see_says_how_long_their_tiles_are() -> None:
     call = drawn(np.random.default_rng(1), "packed")
     for found, steps in (_sight.of_queries(call, 64, 64), _sight.of_keys(call, 64, 64)):

@@ -34,7 +34,7 @@ def schedule(
 
     A row is a head of a sequence in the batch, ``group`` neighbours of which read the same; ``steps`` are those of its
     blocks. What is longest comes first, and each tile goes to who would be free first. Where only an array says how
-    many steps there are, the tiles of all rows are dealt out there and back.
+    many steps there are, the longest tiles of all rows come first, and are dealt out there and back.
 
     >>> schedule(2, (1, 2, 3), row_bytes=0)
     array([[1, 2],
@@ -44,9 +44,10 @@ def schedule(
            [1, 0],
            [1, 3]], dtype=int32)
     """
-    if not isinstance(steps, tuple):
-        return _there_and_back(rows, steps, count)
     row_bytes = max(1, row_bytes)
+    if not isinstance(steps, tuple):
+        at_once = group * max(CACHE // row_bytes, min(AT_ONCE, TOGETHER // row_bytes), 1)
+        return _there_and_back(rows, steps, at_once, count)
     # No fewer than it takes that the longest tile of the last heads is no more than all that a program does for these.
     even = -(-(max(steps) + AROUND) * count // sum(step + AROUND for step in steps))
     at_once = group * max(CACHE // row_bytes, min(AT_ONCE, TOGETHER // row_bytes), -(-even // group))
@@ -73,18 +74,22 @@ def _dealt(rows: int, steps: tuple[int, ...], at_once: int, count: int) -> np.nd
     return table
 
 
-def _there_and_back(rows: int, steps: Any, count: int) -> jax.Array:
+def _there_and_back(rows: int, steps: Any, at_once: int, count: int) -> jax.Array:
     """To the last program and back to the first, from the longest tiles to the shortest: whoever got the longer one of
-    two gets the shorter one of the next two.
+    two gets the shorter one of the next two. Each time these are tiles of few rows, that share what they read.
     """
     (blocks,) = steps.shape
     count = min(count, rows * blocks)
+    at_once = -(-rows // -(-rows // at_once))
+    rank, row = np.divmod(np.arange(rows * blocks), rows)
+    side_by_side = -(-count // at_once)
+    order = np.lexsort((row, rank, row // at_once, rank // side_by_side))
     turns = -(-rows * blocks // count)
     place = np.arange(turns * count).reshape(turns, count)
     place[1::2] = place[1::2, ::-1].copy()
     counts = (place < rows * blocks).sum(0)
-    rank, row = np.divmod(np.minimum(place, rows * blocks - 1), rows)
+    dealt = order[np.minimum(place, rows * blocks - 1)]
     # Who has but one tile has it in any order.
     longest = jnp.argsort(-steps) if turns > 1 else np.arange(blocks)
-    tiles = row * blocks + longest[rank]
+    tiles = row[dealt] * blocks + longest[rank[dealt]]
     return jnp.concatenate([counts[None], tiles]).T.astype(jnp.int32)
