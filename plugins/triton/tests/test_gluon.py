@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -14,6 +17,7 @@ import ejkernel_core
 from ejkernel_core import Invocation, Registry, Unsupported
 from ejkernel_ops.attention.tokens import band, tokens, visible
 from ejkernel_triton import _jax_triton, _portable
+from ejkernel_triton._problem import intervals, sides
 from ejkernel_triton.gluon_sm90 import _sight, flash_attention, flash_attention_bwd
 from ejkernel_triton.gluon_sm90._launch import width
 from ejkernel_triton.gluon_sm90._schedule import schedule
@@ -93,6 +97,92 @@ def test_tiles_see_all_that_their_tokens_see(kind: str, seed: int) -> None:
         tight = kind != "segments"
         check_sight(_sight.of_queries(call, block, other_block)[0], pairs, block, other_block, tight)
         check_sight(_sight.of_keys(call, block, other_block)[0], pairs.swapaxes(1, 2), block, other_block, tight)
+
+
+class Array(np.ndarray[Any, Any]):
+    """As device code has it."""
+
+    def to(self, dtype: Any) -> Array:
+        return self.astype(dtype)
+
+
+class Pointer:
+    """To the first number of an array, or to several."""
+
+    def __init__(self, array: np.ndarray, at: Any = 0) -> None:
+        self.array, self.at = array, at
+
+    def __add__(self, by: Any) -> Pointer:
+        return Pointer(self.array, self.at + by)
+
+    def load(self, mask: np.ndarray, other: int) -> np.ndarray:
+        return np.where(mask, self.array.ravel()[np.where(mask, self.at, 0)], other)
+
+
+def in_numpy(function: Any) -> Any:
+    """A function of the kernels', run as it stands."""
+
+    def made(operation: Any) -> Any:
+        return lambda *given, **named: np.asarray(operation(*given, **named)).view(Array)
+
+    names = SimpleNamespace(
+        arange=made(lambda first, end, layout: np.arange(first, end, dtype=np.int32)),
+        full=made(lambda shape, value, dtype, layout: np.full(shape, value, dtype)),
+        load=made(lambda pointer, mask, other: pointer.load(mask, other)),
+        where=made(np.where),
+        minimum=made(np.minimum),
+        maximum=made(np.maximum),
+        SliceLayout=lambda dim, parent: None,
+        int1=bool,
+        uint32=np.uint32,
+    )
+    kept = {"Own": lambda *given: SimpleNamespace(**dict(zip(("index", "start", "stop", "ids"), given, strict=True)))}
+    return types.FunctionType(function.fn.__code__, {"gl": names, **kept})
+
+
+def masks(call: dict[str, Any], of_queries: bool, block: int, other_block: int) -> Iterator[np.ndarray]:
+    """For each batch, all pairs of blocks as the kernels mask them: of queries forward, of keys backward."""
+    with _jax_triton.importing():
+        from ejkernel_triton.gluon_sm90 import _shared
+    own_tokens, seen = in_numpy(_shared.own_tokens), in_numpy(_shared.seen)
+    before, after = sides(call)
+    names = [("query", "q_segment_ids"), ("key", "kv_segment_ids")]
+    (own, own_ids), (other, other_ids) = names if of_queries else names[::-1]
+    length, other_length = call[own].shape[1], call[other].shape[1]
+    packed, segments = call["cum_seqlens_q"] is not None, call["q_segment_ids"] is not None
+    limits = intervals(call)[slice(0, 2) if of_queries else slice(2, 4)] if packed else (np.zeros(1, np.int32),) * 2
+    for batch in range(call[own].shape[0]):
+        known = SimpleNamespace(
+            own_length=length,
+            other_length=other_length,
+            PACKED=packed,
+            SEGMENTS=segments,
+            BEFORE=before if of_queries else after,
+            AFTER=after if of_queries else before,
+            ENDS=of_queries,
+            starts=Pointer(np.asarray(limits[0])),
+            stops=Pointer(np.asarray(limits[1])),
+            own_ids=Pointer(np.asarray(call[own_ids])),
+            other_ids=Pointer(np.asarray(call[other_ids])),
+        )
+        rows = []
+        for first in range(0, length, block):
+            tokens = own_tokens(known, batch, first, block, None)
+            firsts = range(0, other_length, other_block)
+            rows.append(np.concatenate([seen(known, tokens, batch, at, other_block, None) for at in firsts], 1))
+        yield np.concatenate(rows)
+
+
+@pytest.mark.parametrize("of_queries", [True, False], ids=["queries", "keys"])
+@pytest.mark.parametrize("kind", ["band", "packed", "segments"])
+def test_masks_let_through_what_tokens_see(kind: str, of_queries: bool) -> None:
+    for seed in range(8):
+        call = drawn(np.random.default_rng(seed), kind)
+        for batch, found in enumerate(masks(call, of_queries, 128, 64)):
+            pairs = seen(call)[batch]
+            right = np.zeros_like(found)
+            right[: pairs.shape[not of_queries], : pairs.shape[of_queries]] = pairs if of_queries else pairs.T
+            np.testing.assert_array_equal(found, right)
 
 
 def test_a_causal_call_looks_at_masks_on_the_diagonal_alone() -> None:

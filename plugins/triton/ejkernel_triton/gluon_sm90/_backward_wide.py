@@ -64,7 +64,7 @@ def sum_over_queries_of_wide_heads(
         # Triton makes a constant of what is 1.
         gl.to_tensor(k_length), gl.to_tensor(q_length), schedule, gl.to_tensor(schedule_width),
         sight, gl.to_tensor(sight_batch), starts, stops, k_ids, q_ids, KV, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS,
-        WIDTH, 64, Q_BLOCK,
+        CAP > 0, WIDTH, 64, Q_BLOCK,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     sources = Sources(query, d_out, tops, shifts, HEADS)

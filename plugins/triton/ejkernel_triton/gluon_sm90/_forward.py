@@ -161,7 +161,7 @@ def attend(
         # Triton makes a constant of what is 1.
         gl.to_tensor(q_length), gl.to_tensor(k_length), schedule, gl.to_tensor(schedule_width),
         sight, gl.to_tensor(sight_batch), starts, stops, q_ids, k_ids, HEADS, SCALE, CAP, BEFORE, AFTER, PACKED,
-        SEGMENTS, WIDTH, Q_BLOCK, K_BLOCK,
+        SEGMENTS, True, WIDTH, Q_BLOCK, K_BLOCK,
     )  # fmt: skip
     # Nothing bounds sinks.
     CAPPED: gl.constexpr = CAP > 0 and CAP * LOG2E <= FAR

@@ -42,6 +42,9 @@ class Call:
     AFTER: gl.constexpr
     PACKED: gl.constexpr
     SEGMENTS: gl.constexpr
+    #: Whether what a token sees ends with the others. If not, both lengths are looked at apart where there is but one
+    #: other limit: by measurement the backward is faster so, but for a soft cap.
+    ENDS: gl.constexpr
     WIDTH: gl.constexpr
     OWN_BLOCK: gl.constexpr
     OTHER_BLOCK: gl.constexpr
@@ -49,7 +52,7 @@ class Call:
     @gluon.constexpr_function
     def __init__(
         self, own_length, other_length, schedule, schedule_width, sight, sight_batch, starts, stops, own_ids,
-        other_ids, HEADS, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, WIDTH, OWN_BLOCK, OTHER_BLOCK,
+        other_ids, HEADS, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, ENDS, WIDTH, OWN_BLOCK, OTHER_BLOCK,
     ):  # fmt: skip
         self.own_length = own_length
         self.other_length = other_length
@@ -68,6 +71,7 @@ class Call:
         self.AFTER = gl.constexpr(AFTER)
         self.PACKED = gl.constexpr(PACKED)
         self.SEGMENTS = gl.constexpr(SEGMENTS)
+        self.ENDS = gl.constexpr(ENDS)
         self.WIDTH = gl.constexpr(WIDTH)
         self.OWN_BLOCK = gl.constexpr(OWN_BLOCK)
         self.OTHER_BLOCK = gl.constexpr(OTHER_BLOCK)
@@ -94,7 +98,9 @@ class Call:
 
 @aggregate
 class Own:
-    """Tokens of a tile, and the others that each sees."""
+    """Tokens of a tile, and the others that each sees: none behind the last, and a token that is none sees none. Who is
+    of no segment has an id that no other token has.
+    """
 
     index: gl.tensor
     start: gl.tensor
@@ -113,16 +119,22 @@ class Own:
 def own_tokens(call, batch, first, COUNT: gl.constexpr, layout: gl.constexpr):
     """``COUNT`` of them."""
     index = first + gl.arange(0, COUNT, layout)
+    real = index < call.own_length
     start, stop, ids = index, index, index
     if call.PACKED:
-        start = gl.load(call.starts + index, mask=index < call.own_length, other=0)
-        stop = gl.load(call.stops + index, mask=index < call.own_length, other=0)
+        start = gl.load(call.starts + index, mask=real, other=0)
+        stop = gl.load(call.stops + index, mask=real, other=0)
     else:
         # The last query stands at the last key.
         shift = call.other_length - call.own_length
-        start, stop = index + (shift - call.BEFORE), index + (shift + call.AFTER + 1)
+        start = index + (shift - call.BEFORE)
+        stop = index * 0 + call.other_length
+        if call.AFTER >= 0:
+            stop = gl.minimum(stop, index + (shift + call.AFTER + 1))
+        stop = gl.where(real, stop, 0)
     if call.SEGMENTS:
-        ids = gl.load(call.own_ids + batch * call.own_length + index, mask=index < call.own_length, other=0)
+        ids = gl.load(call.own_ids + batch * call.own_length + index, mask=real, other=0)
+        ids = gl.where(ids > 0, ids, -1)
     return Own(index, start, stop, ids)
 
 
@@ -130,14 +142,22 @@ def own_tokens(call, batch, first, COUNT: gl.constexpr, layout: gl.constexpr):
 def seen(call, own, batch, first, COUNT: gl.constexpr, layout: gl.constexpr):
     """Which of so many others each token sees: (own, others)."""
     others = first + gl.arange(0, COUNT, gl.SliceLayout(0, layout))
-    found = (own.index < call.own_length)[:, None] & (others < call.other_length)[None, :]
-    if call.PACKED or call.BEFORE >= 0:
-        found = found & (others[None, :] >= own.start[:, None])
-    if call.PACKED or call.AFTER >= 0:
-        found = found & (others[None, :] < own.stop[:, None])
+    found = gl.full([own.index.shape[0], COUNT], True, gl.int1, layout)
+    if call.PACKED or (call.BEFORE >= 0 and (call.AFTER >= 0 or call.ENDS)):
+        # One comparison: what lies before the start is a great number without a sign.
+        count = gl.maximum(own.stop - own.start, 0)
+        found = (others[None, :] - own.start[:, None]).to(gl.uint32) < count[:, None].to(gl.uint32)
+    else:
+        if not (call.ENDS or call.SEGMENTS):
+            found = (own.index < call.own_length)[:, None] & (others < call.other_length)[None, :]
+        if call.BEFORE >= 0:
+            found = found & (others[None, :] >= own.start[:, None])
+        if call.AFTER >= 0 or (call.ENDS and not call.SEGMENTS):
+            found = found & (others[None, :] < own.stop[:, None])
     if call.SEGMENTS:
+        # Nobody has the segment of what lies behind the last.
         ids = gl.load(call.other_ids + batch * call.other_length + others, mask=others < call.other_length, other=0)
-        found = found & (own.ids[:, None] == ids[None, :]) & (ids > 0)[None, :]
+        found = found & (own.ids[:, None] == gl.maximum(ids, 0)[None, :])
     return found
 
 
