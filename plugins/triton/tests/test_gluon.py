@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import types
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -292,6 +293,61 @@ def test_so_many_heads_as_the_cache_holds_go_first() -> None:
     assert sorted(tile % 16 for tile in dealt[:, 1])[-24:] == [15] * 24
     with_group = schedule(96, CAUSAL, row_bytes=1 << 20, group=2)
     assert {tile // 16 for tile in with_group[:, 1]} == set(range(48))
+
+
+# -- soft caps ------------------------------------------------------------------------------------------------------
+
+
+def run_ptx(code: str, given: np.ndarray) -> tuple[np.ndarray, set[str]]:
+    """What a warp makes of its numbers, (count, 32), and the operations that it takes."""
+    count = len(given)
+    registers: dict[str, Any] = {f"${count + i}": x for i, x in enumerate(given)}
+    statements = [one.strip() for line in code.strip("{} \n").split("\n") for one in line.split(";") if one.strip()]
+    places = {one[:-1]: at for at, one in enumerate(statements) if one.endswith(":")}
+    operations: dict[str, Any] = {
+        "abs.f32": abs,
+        "max.f32": np.maximum,
+        "mul.f32": operator.mul,
+        "fma.rn.f32": lambda x, y, z: x * y + z,
+        "ex2.approx.ftz.f32": np.exp2,
+        "tanh.approx.f32": np.tanh,
+        "setp.gt.f32": operator.gt,
+        "vote.sync.any.pred": lambda p, lanes: np.full(32, p.any()),
+    }
+    at, taken = 0, set[str]()
+    while at < len(statements):
+        words = statements[at].replace(",", "").split()
+        at += 1
+        if words[0].startswith("@"):
+            at = places[words[2]] if registers[words[0][1:]].all() else at
+        elif words[0] == "bra.uni":
+            at = places[words[1]]
+        elif words[0] in operations:
+            taken.add(words[0])
+            values = [
+                registers[word] if word in registers else np.float32(float.fromhex(word) if "x" in word else word)
+                for word in words[2:]
+            ]
+            registers[words[1]] = operations[words[0]](*values)
+    return np.stack([registers[f"${i}"] for i in range(count)]), taken
+
+
+@pytest.mark.parametrize("scale", [1 / 8 / 30, -1 / 8 / 5])
+@pytest.mark.parametrize("far", [False, True])
+def test_weights_of_a_soft_cap_are_right_near_zero_and_far_from_it(scale: float, far: bool) -> None:
+    with _jax_triton.importing():
+        from ejkernel_triton.gluon_sm90 import _shared
+    code, kinds = _shared._bent_weights.fn(scale, 40.0, 64)
+    assert kinds.count("=&f") == kinds.count("f") - 64 == 64
+    drawn = np.random.default_rng(0).uniform(-0.349, 0.349, (64, 32)).astype(np.float32)
+    drawn[5] = 0
+    if far:
+        drawn[63, 17] = -3  # one of a thread is enough
+    found, taken = run_ptx(code, drawn / np.float32(scale))
+    assert ("tanh.approx.f32" in taken) == far
+    np.testing.assert_allclose(np.log2(found), 40 * np.tanh(drawn), rtol=1e-6 if far else 3e-4, atol=1e-5)
+    if not far:
+        assert (abs(np.log2(found) - 40 * np.tanh(drawn)) > 1e-5).any()  # it has been a polynomial
 
 
 # -- the gradient of queries ----------------------------------------------------------------------------------------

@@ -20,7 +20,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from ejkernel_triton.gluon_sm90 import _tma
-from ejkernel_triton.gluon_sm90._shared import LOG2E, Call, Own, barriers, bent, own_tokens, ring, seen, store_rows
+from ejkernel_triton.gluon_sm90._shared import (
+    LOG2E,
+    Call,
+    Own,
+    barriers,
+    bent,
+    bent_weights,
+    own_tokens,
+    ring,
+    seen,
+    store_rows,
+)
 
 #: Queries of a tile: 64 for each of two groups of warps.
 Q_BLOCK = gl.constexpr(128)
@@ -318,8 +329,7 @@ def _begin(call, results, tile, logits):
         top = gl.zeros([64], gl.float32, ROWS) + greatest * LOG2E
         # The difference first: of a product and a number, of which one is the other rounded, little may be much.
         total += gl.sum(gl.exp2((sink - greatest) * LOG2E), 0) / total.shape[1]
-    logits = _masked(call, tile, tile.end - 1, bent(call, logits))
-    top, _, total, weights = _weigh(call, results, logits, top, total)
+    top, _, total, weights = _weigh(call, results, tile, tile.end - 1, logits, top, total)
     return top, total, weights
 
 
@@ -336,8 +346,8 @@ def _meet(call, queries, turn, blocks, results, state, step, tile, j):
     OUT: gl.constexpr = state.sums.type.layout
     product = _times_keys(queries, turn, blocks, step, S)
     summing = _times_values(state, blocks, step)
-    logits = _masked(call, tile, j, bent(call, warpgroup_mma_wait(1, [product])))
-    top, shrink, total, weights = _weigh(call, results, logits, state.top, state.total)
+    logits = warpgroup_mma_wait(1, [product])
+    top, shrink, total, weights = _weigh(call, results, tile, j, logits, state.top, state.total)
     # A wait in between, or the assembler would have the softmax wait for the sums, too.
     blocks.wait_for_keys(step + 1)
     sums = warpgroup_mma_wait(0, [summing])
@@ -379,25 +389,26 @@ def _times_values(state, blocks, step):
 
 
 @gluon.jit
-def _masked(call, tile, j, logits):
+def _masked(call, tile, j, x, nothing):
     if (j < tile.whole) | (j >= tile.whole_end):
-        S: gl.constexpr = logits.type.layout
-        logits = gl.where(
-            seen(call, tile.own, tile.batch, j * call.OTHER_BLOCK, call.OTHER_BLOCK, S), logits, -float("inf")
-        )
-    return logits
+        S: gl.constexpr = x.type.layout
+        x = gl.where(seen(call, tile.own, tile.batch, j * call.OTHER_BLOCK, call.OTHER_BLOCK, S), x, nothing)
+    return x
 
 
 @gluon.jit
-def _weigh(call, results, logits, top, total):
+def _weigh(call, results, tile, j, logits, top, total):
     """One step of the online softmax, in units of log2: also by how much what was there shrinks, and the weights."""
     UNIT: gl.constexpr = (call.CAP if call.CAP > 0 else call.SCALE) * LOG2E
     new_top, shrink = top, top
-    if not results.BOUNDED:
+    if results.BOUNDED:
+        weights = _masked(call, tile, j, bent_weights(call, logits), 0.0)
+    else:
+        logits = _masked(call, tile, j, bent(call, logits), -float("inf"))
         new_top = gl.maximum(top, gl.max(logits, 1) * UNIT)
         shrink = gl.exp2(top - new_top)
         total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
-    weights = gl.exp2(logits * UNIT - new_top[:, None])
+        weights = gl.exp2(logits * UNIT - new_top[:, None])
     return new_top, shrink, total + _in_parts(weights), weights
 
 
