@@ -18,7 +18,7 @@ BENCHMARKS = {
     "run": "causal attention forward and backward on this device: checked, explained, timed",
     "overhead": "what the framework costs: an eager call, what is remembered, the import",
     "flash_attention": "on a GPU, by case: time, rate; with --peers against cuDNN, Pallas and torch in the same run",
-    "hopper": "on a Hopper GPU: against cuDNN by the device's clock; what cuDNN refuses against our own plain rate",
+    "hopper": "on a Hopper GPU, by its clock: against cuDNN, our own plain rate, and every kernel that might be chosen",
     "shapes": "on a GPU, 1,000 shapes drawn at random: right, the same bits twice, none far slower than its neighbours",
     "choice": "on a GPU, what tuning chooses for each pass against each kernel that it chooses from",
     "attention": "against jax.nn.dot_product_attention, S 4096, causal and full",

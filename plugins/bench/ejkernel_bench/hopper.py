@@ -1,4 +1,5 @@
-"""``flash_attention`` on Hopper: against cuDNN, and what cuDNN refuses against our own plain rate, in one run.
+"""``flash_attention`` on Hopper, in one run: against cuDNN, what cuDNN refuses against our own plain rate, and what the
+core chooses against each kernel that it chooses from.
 
 Times are the device's own: what is short takes Python longer to call than the device to run.
 """
@@ -14,9 +15,11 @@ from statistics import geometric_mean
 import attrs
 import jax
 
+from ejkernel_core import NoKernel
+
 from ._contenders import PASSES, Pass, Results, compiled
 from ._peers import Peer, peers
-from ._problem import Problem, through_core
+from ._problem import Problem, plans, through_core
 from ._report import Bar, Cell, Report, Table
 from ._roof import CARDS, least_seconds
 from ._timing import Times, on_the_device
@@ -42,6 +45,9 @@ ALONE = {
 EACH, MEAN, ELSEWHERE, SHORT = 1.0, 1.05, 0.9, 1.0
 #: Of the plain rate, for the work that is really done.
 OF_PLAIN = 0.85
+#: How much slower than the best of them a choice may be. Where cuDNN takes a call, it is what the XLA kernel would do.
+CHOSEN = 1.03
+KERNELS = ("triton", "gluon_sm90", "xla")
 ROUNDS = 5
 #: What takes long is compiling, much of it in Python.
 WORKERS = 8
@@ -50,8 +56,8 @@ OURS, CUDNN = "ejkernel", "cuDNN"
 #: Whose roof is told beside the rates.
 CARD = CARDS["NVIDIA H200"]
 
-#: By problem and pass: our rate, and cuDNN's time over ours where cuDNN takes it.
-Found = Mapping[tuple[Problem, str], tuple[float, float | None]]
+#: By problem and pass, and by who has done it: seconds.
+Found = Mapping[tuple[Problem, str], Mapping[str, float]]
 
 
 def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
@@ -69,7 +75,7 @@ class _Ready:
     problem: Problem
     #: In float32.
     right: Callable[[], Results]
-    #: By pass: we, and who else takes it.
+    #: By pass: what the core chooses, and who else takes it.
     ours: Mapping[str, Pass]
     others: Mapping[str, Mapping[str, Callable[[], Results]]]
 
@@ -87,7 +93,7 @@ def compare(problems: Sequence[Problem], backend: str | None, rounds: int, cudnn
     with ThreadPoolExecutor(WORKERS) as pool:
         list(pool.map(_compile, [run for one in ready for run in _all(one)]))
     rows: list[tuple[Cell, ...]] = []
-    found: dict[tuple[Problem, str], tuple[float, float | None]] = {}
+    found: dict[tuple[Problem, str], Mapping[str, float]] = {}
     for one in ready:
         problem = one.problem
         try:
@@ -101,22 +107,33 @@ def compare(problems: Sequence[Problem], backend: str | None, rounds: int, cudnn
             if OURS in runs:
                 times = on_the_device(runs, rounds)
                 print(f"{problem}, {name}: {times[OURS].median * 1e3:.3g} ms", file=sys.stderr, flush=True)
-                rows.append(_row(problem, name, times, one.ours[name].kernels()))
-                theirs = times[CUDNN].median / times[OURS].median if CUDNN in times else None
-                found[problem, name] = problem.flops(name) / times[OURS].median / 1e12, theirs
-    columns = ("", OURS, "range", "TFLOP/s", CUDNN, f"{CUDNN} / {OURS}", "roof", "by", "kernels")
+                found[problem, name] = {who: taken.median for who, taken in times.items()}
+                rows.append(_row(problem, name, times, _over_best(found, problem, name), one.ours[name].kernels()))
+    beside = (CUDNN, f"{CUDNN} / {OURS}", *KERNELS, "over the best")
+    columns = ("", OURS, "range", "TFLOP/s", *beside, "roof", "by", "kernels")
     table = Table(f"milliseconds on the device, medians of {rounds} rounds in turn", columns, rows)
     return Report("hopper", [table], list(_bars(found)), faults)
 
 
 def _ready(problem: Problem, backend: str | None, cudnn: Peer) -> _Ready:
-    arrays = problem.arrays()
+    arrays, extras = problem.arrays(), problem.extras()
     ours, others = {}, {}
     for name in PASSES:
-        ours[name] = compiled(through_core(problem, backend), name, arrays, problem.extras())
+        ours[name] = compiled(through_core(problem, backend), name, arrays, extras)
         theirs = cudnn.prepared(problem, arrays, name)
         others[name] = {} if theirs is None else {CUDNN: theirs}
+        # Who asks for a kernel has nothing chosen.
+        for kernel in KERNELS if backend is None else ():
+            if _takes(kernel, problem) and (kernel != "xla" or theirs is None):
+                others[name][kernel] = compiled(through_core(problem, kernel), name, arrays, extras)
     return _Ready(problem, exact(problem, arrays), ours, others)
+
+
+def _takes(kernel: str, problem: Problem) -> bool:
+    try:
+        return len(plans(problem, kernel)) == len(PASSES)
+    except NoKernel:
+        return False
 
 
 def _all(one: _Ready) -> list[Callable[[], Results]]:
@@ -130,27 +147,43 @@ def _compile(run: Callable[[], Results]) -> None:
             run.compile()
 
 
-def _row(problem: Problem, name: str, times: Mapping[str, Times], kernels: str) -> tuple[Cell, ...]:
+def _row(
+    problem: Problem, name: str, times: Mapping[str, Times], over_best: float | None, kernels: str
+) -> tuple[Cell, ...]:
     ours, spread, *_ = times[OURS].scaled(1e-3)
     rate = problem.flops(name) / times[OURS].median / 1e12
-    beside: tuple[Cell, Cell] = ("-", "-")
-    if CUDNN in times:
-        theirs = times[CUDNN].scaled(1e-3)[0]
-        beside = theirs, theirs / ours
+    others = {who: times[who].scaled(1e-3)[0] if who in times else "-" for who in (CUDNN, *KERNELS)}
+    ratio = times[CUDNN].median / times[OURS].median if CUDNN in times else "-"
+    beside = (others.pop(CUDNN), ratio, *others.values(), "-" if over_best is None else over_best)
     limit, least = max(least_seconds(problem, name, CARD).items(), key=lambda one: one[1])
     return f"{problem}, {name}", ours, spread, rate, *beside, problem.flops(name) / least / 1e12, limit, kernels
 
 
+def _over_best(found: Found, problem: Problem, name: str) -> float | None:
+    """The time of what the core chose, over the best that others do: of forward and backward each the best one's."""
+    forward, taken = found.get((problem, PASSES[0]), {}), found[problem, name]
+    others = [who for who in taken if who != OURS and who in forward]
+    if not set(KERNELS) & {*others}:
+        return None
+    best = min(forward[who] for who in others)
+    if name != PASSES[0]:
+        best += min(taken[who] - forward[who] for who in others)
+    return taken[OURS] / best
+
+
 def _bars(found: Found) -> Iterator[Bar]:
+    over = {what: taken[CUDNN] / taken[OURS] for what, taken in found.items() if CUDNN in taken}
     for name in PASSES:
-        anchors = [ratio for problem in ANCHORS if (ratio := found.get((problem, name), (0, None))[1]) is not None]
+        anchors = [over[problem, name] for problem in ANCHORS if (problem, name) in over]
         if len(anchors) == len(ANCHORS):
             what = f"the {len(anchors)} anchors, {name}: over cuDNN, geometric mean"
             yield Bar(what, geometric_mean(anchors), MEAN, "times", at_least=True)
-    for (problem, name), (rate, ratio) in found.items():
-        if ratio is not None:
+    for (problem, name), taken in found.items():
+        if (problem, name) in over:
             bar = EACH if problem in ANCHORS else SHORT if problem.length <= 1024 else ELSEWHERE
-            yield Bar(f"{problem}, {name}: over cuDNN", ratio, bar, "times", at_least=True)
+            yield Bar(f"{problem}, {name}: over cuDNN", over[problem, name], bar, "times", at_least=True)
         elif problem in ALONE and (plain := (ALONE[problem], name)) in found:
-            part = rate / found[plain][0]
-            yield Bar(f"{problem}, {name}: of the plain rate", part, OF_PLAIN, "times", at_least=True)
+            least = found[plain][OURS] * problem.flops(name) / plain[0].flops(name)
+            yield Bar(f"{problem}, {name}: of the plain rate", least / taken[OURS], OF_PLAIN, "times", at_least=True)
+        if (ratio := _over_best(found, problem, name)) is not None:
+            yield Bar(f"{problem}, {name}: chosen / best", ratio, CHOSEN, "times")

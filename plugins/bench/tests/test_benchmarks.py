@@ -382,7 +382,8 @@ def test_hopper_is_measured_against_cudnn_and_against_our_own_plain_rate(monkeyp
         roof = problem.flops(which) / moved * 4.8
         assert row[3] == pytest.approx(problem.flops(which) / row[1] / 1e9)
         kernels = "flash_attention.xla" + (" and flash_attention_bwd.xla" if which != "forward" else "")
-        assert row[6:] == (pytest.approx(roof), "memory", kernels)
+        assert row[6:10] == ("-",) * 4  # nothing was chosen
+        assert row[10:] == (pytest.approx(roof), "memory", kernels)
     plain, both, *others = table.rows
     assert [row[5] for row in (plain, both)] == [pytest.approx(row[4] / row[1]) for row in (plain, both)]
     assert [row[4:6] for row in others] == [("-", "-")] * 2
@@ -392,8 +393,28 @@ def test_hopper_is_measured_against_cudnn_and_against_our_own_plain_rate(monkeyp
     assert bars[f"{alone}, forward: of the plain rate"].measured == pytest.approx(others[0][3] / plain[3])
     assert len(bars) == 6
     # A case that cuDNN should have done, and did not, is not judged as one that it refuses.
-    left = hopper._bars({(problem, "forward"): (1.0, None), (alone, "forward"): (0.5, None)})
+    left = hopper._bars({(problem, "forward"): {"ejkernel": 1.0}, (alone, "forward"): {"ejkernel": 2.0}})
     assert {bar.what: bar.measured for bar in left} == {f"{alone}, forward: of the plain rate": 0.5}
+
+
+def test_hopper_compares_what_is_chosen_with_the_best_of_each_pass(monkeypatch):
+    monkeypatch.setattr(hopper, "ALONE", {})
+    monkeypatch.setattr(hopper, "KERNELS", ("xla", "triton", "reference"))
+    report = hopper.compare([TINY], None, 2, _peer("cuDNN"))
+    assert list(report.faults) == []
+    rows = [dict(zip(report.tables[0].columns, row, strict=True)) for row in report.tables[0].rows]
+    # cuDNN stands for the XLA kernel, and no GPU is here.
+    assert [(row["xla"], row["triton"]) for row in rows] == [("-", "-")] * 2
+    forward, both = ([row[who] for who in ("cuDNN", "reference")] for row in rows)
+    best = min(forward)
+    assert rows[0]["over the best"] == pytest.approx(rows[0]["ejkernel"] / best)
+    best += min(b - a for a, b in zip(forward, both, strict=True))
+    assert rows[1]["over the best"] == pytest.approx(rows[1]["ejkernel"] / best)
+    bars = {bar.what: (bar.measured, bar.at_least) for bar in report.bars if "best" in bar.what}
+    assert bars == {
+        f"{TINY}, {which}: chosen / best": (row["over the best"], False)
+        for row, which in zip(rows, hopper.PASSES, strict=True)
+    }
 
 
 def test_hopper_goes_on_where_one_problem_fails(monkeypatch):
@@ -447,8 +468,8 @@ def test_what_hopper_finds_is_drawn(monkeypatch, tmp_path, capsys):
         assert str(TINY) in texts
         assert f"{row[3]:.0f}" in texts
         ours, theirs, roof = [one.attrib for one in picture.iter(f"{SVG}rect")][3:]
-        assert float(ours["width"]) == pytest.approx(plot.WIDE * row[3] / row[6], abs=0.1)
-        assert float(theirs["width"]) == pytest.approx(plot.WIDE * row[3] * row[1] / row[4] / row[6], abs=0.1)
+        assert float(ours["width"]) == pytest.approx(plot.WIDE * row[3] / row[10], abs=0.1)
+        assert float(theirs["width"]) == pytest.approx(plot.WIDE * row[3] * row[1] / row[4] / row[10], abs=0.1)
         assert float(roof["x"]) == plot.LEFT + plot.WIDE
     file.write_text("[]")
     assert plot.main([str(file), str(tmp_path)]) == 1
