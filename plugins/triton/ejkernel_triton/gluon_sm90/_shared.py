@@ -183,7 +183,7 @@ def bent_weights(call, logits):
     """2 to the power of what a soft cap leaves of the logits, by which two slow operations become one most of the time:
     where all logits of a warp are small beside the cap, their tanh is a polynomial.
     """
-    COUNT: gl.constexpr = logits.shape[0] * logits.shape[1] // 128
+    COUNT: gl.constexpr = logits.shape[0] * logits.shape[1] // 128  # by four warps
     CODE: gl.constexpr = _bent_weights(call.SCALE / call.CAP, call.CAP * LOG2E, COUNT)
     return gl.inline_asm_elementwise(CODE[0], CODE[1], [logits], gl.float32, True, COUNT)
 
@@ -193,6 +193,9 @@ def _bent_weights(scale, unit, count):
     """PTX for 2 ** (unit * tanh(scale * x)) of so many numbers of each thread, and what it takes and gives."""
     # Up to there the tanh is a x + b x^3, as nearly as the card's own.
     near, a, b = 0.35, 0.9997628, -0.31769618
+    most = 3e38  # of what a float can be
+    limit = min(near / abs(scale), most)
+    first, third = unit * a * scale, max(-most, min(unit * b * scale**3, most))
     given = [f"${count + i}" for i in range(count)]
     greatest = [f"abs.f32 m{i}, {x};" for i, x in enumerate(given[:4])]
     polynomials, operations = [], []
@@ -201,7 +204,7 @@ def _bent_weights(scale, unit, count):
             greatest += [f"abs.f32 x, {x};", f"max.f32 m{i % 4}, m{i % 4}, x;"]
         polynomials += [
             f"mul.f32 y, {x}, {x};",
-            f"fma.rn.f32 z, y, {unit * b * scale**3:.9e}, {unit * a * scale:.9e};",
+            f"fma.rn.f32 z, y, {third:.9e}, {first:.9e};",
             f"mul.f32 y, {x}, z;",
             f"ex2.approx.ftz.f32 ${i}, y;",
         ]
@@ -215,7 +218,7 @@ def _bent_weights(scale, unit, count):
         "{ .reg .f32 m<4>, x, y, z; .reg .pred p;",
         *greatest,
         "max.f32 m0, m0, m1; max.f32 m2, m2, m3; max.f32 m0, m0, m2;",
-        f"setp.gt.f32 p, m0, {near / abs(scale):.9e};",
+        f"setp.gt.f32 p, m0, {limit:.9e};",
         "vote.sync.any.pred p, p, 0xffffffff;",
         "@p bra FAR;",
         *polynomials,
