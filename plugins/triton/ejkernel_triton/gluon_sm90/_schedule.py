@@ -45,12 +45,12 @@ def schedule(
            [1, 3]], dtype=int32)
     """
     row_bytes = max(1, row_bytes)
+    at_once = group * max(CACHE // row_bytes, min(AT_ONCE, TOGETHER // row_bytes), 1)
     if not isinstance(steps, tuple):
-        at_once = group * max(CACHE // row_bytes, min(AT_ONCE, TOGETHER // row_bytes), 1)
         return _there_and_back(rows, steps, at_once, count)
     # No fewer than it takes that the longest tile of the last heads is no more than all that a program does for these.
     even = -(-(max(steps) + AROUND) * count // sum(step + AROUND for step in steps))
-    at_once = group * max(CACHE // row_bytes, min(AT_ONCE, TOGETHER // row_bytes), -(-even // group))
+    at_once = max(at_once, group * -(-even // group))
     parts = -(-rows // at_once)
     return _dealt(rows, steps, group * -(-rows // (parts * group)), count)
 

@@ -194,8 +194,8 @@ def _bent_weights(scale, unit, count):
     # Up to there the tanh is a x + b x^3, as nearly as the card's own.
     near, a, b = 0.35, 0.9997628, -0.31769618
     most = 3e38  # of what a float can be
-    limit = min(near / abs(scale), most)
-    first, third = unit * a * scale, max(-most, min(unit * b * scale**3, most))
+    limit = min(near / scale, most)
+    first, third = unit * a * scale, max(unit * b * scale**3, -most)
     given = [f"${count + i}" for i in range(count)]
     greatest = [f"abs.f32 m{i}, {x};" for i, x in enumerate(given[:4])]
     polynomials, operations = [], []
