@@ -173,6 +173,14 @@ def of_one_batch_entry(gradient: Any, inv: Mapping[str, Any]) -> Any:
     return gradient / inv["query"].shape[0] if gradient.shape[0] == 1 else gradient
 
 
+def of_sinks_by_rounded_results(gradient: Any, inv: Mapping[str, Any]) -> Any:
+    """As kernels compute it: every weight times what its row's result, in few digits, is times the gradient of that."""
+    out, d_out, d_lse = (inv[name].astype(jnp.float32) for name in ("out", "d_out", "d_lse"))
+    rows = (out * d_out).sum(-1).swapaxes(1, 2) - d_lse
+    weights = jnp.exp(inv["softmax_aux"].astype(jnp.float32)[:, 0, None] - inv["lse"])
+    return -(weights * rows).sum((0, 2))[:, None].astype(gradient.dtype)
+
+
 def dust_where_nothing_is_seen(inv: Mapping[str, Any]) -> Results:
     out, lse = dense_attention(inv)
     return jnp.where(jnp.isinf(lse).swapaxes(1, 2)[..., None], 1e-7, out).astype(out.dtype), lse
@@ -198,6 +206,8 @@ register("other_dropout_in_backward", dense_attention, changed(dropout_seed=next
 register("no_dropout_in_backward", dense_attention, changed(dropout_prob=lambda inv: 0.0)[1])
 register("bias_gradient_not_reduced", *of_gradients("bias", of_one_batch_entry))
 register("no_bias_gradient", *of_gradients("bias", lambda gradient, inv: jnp.zeros_like(gradient)))
+register("rounded_results", *of_gradients("softmax_aux", of_sinks_by_rounded_results))
+register("sinks_too_great", *of_gradients("softmax_aux", lambda gradient, inv: gradient * 1.1))
 register("no_lse_gradient", dense_attention, lambda inv: gradients({**inv, "d_lse": None}))
 register("dust_where_nothing_is_seen", dust_where_nothing_is_seen)
 
@@ -297,6 +307,20 @@ def test_wrong_kernel_is_caught_in_16_bits(kernel: str, name: str, case: str, dt
     with pytest.raises(AssertionError, match=f"^{start}: flash_attention.{kernel} on {case}"):
         check(kernel, name, case, dtype)
     check("right", name, case, dtype)
+
+
+def test_sums_that_cancel_may_be_off_by_what_rounded_results_make_of_them() -> None:
+    wide = next(one for name, one in CASES.items() if name.startswith("grid03-float32-63x63-d64"))
+    left_out = {"bias", "attention_mask", "dropout_prob", "dropout_seed"}
+
+    def arguments(draw: int) -> dict[str, Any]:
+        return {name: x for name, x in wide.arguments(draw).items() if name not in left_out}
+
+    wrt = tuple(name for name in wide.wrt if name not in left_out)
+    sinks = attrs.evolve(wide, name="rows-of-one-token", arguments=arguments, wrt=wrt, dtype="bfloat16")
+    testing.gradients(REGISTRY, "flash_attention.rounded_results", sinks)
+    with pytest.raises(AssertionError, match="gradient of softmax_aux is off by 1.0"):
+        testing.gradients(REGISTRY, "flash_attention.sinks_too_great", sinks)
 
 
 class TestRightKernel(testing.KernelProofs):

@@ -41,6 +41,31 @@ def outcome(registry: Registry, backend: str, case: Case, precise: bool = False)
         return {name: np.asarray(array) for name, array in named.items()}
 
 
+def unit(dtype: Any) -> float:
+    """The relative distance of neighbouring numbers."""
+    return float(jax.numpy.finfo(dtype).eps)  # type: ignore[no-untyped-call]
+
+
+def moved_by_rounding(registry: Registry, case: Case) -> dict[str, np.ndarray]:
+    """How gradients, in float64, move where the weights of the results are off by half a unit: 32 draws of each.
+
+    Kernels compute gradients from results that are rounded, times these weights.
+    """
+    half = unit(case.dtype) / 2
+    with jax.enable_x64(True):
+        arrays = inputs(registry, case, precise=True)
+        function = partial(called, registry, REFERENCE, case)
+        given = weights(function, arrays)
+
+        def gradients(key: jax.Array) -> dict[str, jax.Array]:
+            keys = jax.random.split(key, len(given))
+            off = (half * w * jax.random.uniform(k, w.shape, minval=-1) for k, w in zip(keys, given, strict=True))
+            return pulled(function, case.wrt, arrays, tuple(off))[1]  # linear in them: of what is off alone
+
+        found = jax.lax.map(gradients, jax.random.split(jax.random.key(0), 32))
+        return {f"gradient of {name}": np.asarray(moved) for name, moved in found.items()}
+
+
 def called(registry: Registry, backend: str, case: Case, arrays: Arrays) -> Results:
     """The case's call on these arrays, by one kernel; the results as a tuple."""
     return tuple(jax.tree.leaves(registry.call(case.op, **arrays, **options(registry, case), backend=backend)))

@@ -16,8 +16,8 @@ from ejkernel_core._errors import NotDifferentiable
 from ejkernel_core._registry import Registry
 
 from ._case import Case
-from ._checks import TOLERANCE, compare, unit
-from ._outcome import REFERENCE, Arrays, Results, called, inputs, pulled, weights
+from ._checks import TOLERANCE, compare
+from ._outcome import REFERENCE, Arrays, Results, called, inputs, pulled, unit, weights
 
 DRAWS = 3
 
