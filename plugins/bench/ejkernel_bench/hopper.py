@@ -50,7 +50,7 @@ CHOSEN = 1.03
 KERNELS = ("triton", "gluon_sm90", "xla")
 ROUNDS = 5
 #: What takes long is compiling, much of it in Python.
-WORKERS = 8
+WORKERS = 16
 OURS, CUDNN = "ejkernel", "cuDNN"
 
 #: Whose roof is told beside the rates.
@@ -84,13 +84,17 @@ def compare(problems: Sequence[Problem], backend: str | None, rounds: int, cudnn
     """One row a problem and pass. All are compiled beforehand, side by side; the device runs one thing at a time. It
     takes minutes: what is found is told on the way.
     """
-    ready, faults = [], []
-    for problem in problems:
+    faults: list[str] = []
+
+    def prepared(problem: Problem) -> _Ready | None:
         try:
-            ready.append(_ready(problem, backend, cudnn))
+            return _ready(problem, backend, cudnn)
         except Exception as fault:  # the others are measured all the same
             faults.append(f"{problem}: {type(fault).__name__}: {str(fault)[:200]}")
+            return None
+
     with ThreadPoolExecutor(WORKERS) as pool:
+        ready = [one for one in pool.map(prepared, problems) if one is not None]
         list(pool.map(_compile, [run for one in ready for run in _all(one)]))
     rows: list[tuple[Cell, ...]] = []
     found: dict[tuple[Problem, str], Mapping[str, float]] = {}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import doctest
 
+import jax
 import numpy as np
 import pytest
 
-from ejkernel_bench import _timing
+from ejkernel_bench import _errors, _timing
 from ejkernel_bench._errors import error, faults
 from ejkernel_bench._fresh import in_fresh_process
 from ejkernel_bench._report import Bar, Report, Table
@@ -47,6 +48,17 @@ def test_an_error_in_one_row_shows():
     assert error(given, right).norm < 0.1
     assert error(given, right).worst > 0.3
     assert not error(given, right).within(0.1)
+
+
+def test_an_error_is_the_same_where_an_accelerator_finds_it(monkeypatch):
+    right = jax.random.normal(jax.random.key(0), (300, 7, 64))
+    given = right.at[7, 3, 5].add(0.01).astype("bfloat16")
+    here = error(given, right)
+    monkeypatch.setattr(_errors, "_elsewhere", lambda array: True)
+    monkeypatch.setattr(_errors, "_sizes", None)
+    there = error(given, right)
+    np.testing.assert_allclose([there.norm, there.worst], [here.norm, here.worst], rtol=1e-5)
+    assert not error(right.at[7, 3, 5].set(np.nan), right).within(1e9)
 
 
 def test_nan_is_never_within_tolerance():
