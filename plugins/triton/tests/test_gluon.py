@@ -395,7 +395,7 @@ REFUSED = {
     "compute capability 9.0 .Hopper.; this GPU has 10.0": {"capability": (10, 0)},
     "float16 and bfloat16; not float32": {"dtype": "float32"},
     "not 128 for queries and 64 for values": {"value_dim": 64},
-    "multiples of 8 up to 256 for head dims; not 100": {"dim": 100},
+    "multiples of 8 for head dims; not 100": {"dim": 100},
     "take no bias": {"bias": jax.ShapeDtypeStruct((1, 1, 512, 512), "bfloat16")},
     "take no attention_mask": {"attention_mask": jax.ShapeDtypeStruct((1, 1, 512, 512), "bool")},
     "do no dropout": {"dropout_prob": 0.1, "dropout_seed": 3},

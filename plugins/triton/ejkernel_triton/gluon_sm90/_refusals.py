@@ -15,7 +15,7 @@ LEAST_SCALE = 1e-30
 LEAST_CAP = 1e-9
 
 
-def check(inv: Invocation, widest: int) -> None:
+def check(inv: Invocation) -> None:
     """Raise where this card, these versions, or these arguments are not for Gluon on Hopper."""
     _refusals.check(inv)
     if inv.compute_capability != (9, 0):
@@ -33,8 +33,8 @@ def check(inv: Invocation, widest: int) -> None:
     dim = query.shape[3]
     if value.shape[3] != dim:
         raise Unsupported(f"the Gluon kernels take one head dim; not {dim} for queries and {value.shape[3]} for values")
-    if dim % ELEMENTS or dim > widest:
-        raise Unsupported(f"the Gluon kernels take multiples of {ELEMENTS} up to {widest} for head dims; not {dim}")
+    if dim % ELEMENTS:
+        raise Unsupported(f"the Gluon kernels take multiples of {ELEMENTS} for head dims; not {dim}")
     if 0 in query.shape or 0 in key.shape:
         raise Unsupported("the Gluon kernels take no arrays without elements")
     for name in ("bias", "attention_mask"):

@@ -15,8 +15,6 @@ from ejkernel_triton.gluon_sm90._refusals import check
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"gpu": 60}
 COMPILERS = ("triton", "jax-triton")
-WIDEST = 256
-
 
 Q_BLOCK = 128
 #: By padded head dim: blocks of keys and how many of them are in shared memory at a time, the best first; and how many
@@ -43,7 +41,7 @@ def heuristic_cfg(inv: Invocation) -> Config:
 @hookimpl
 def config_space(inv: Invocation) -> list[Config]:
     """What fits into registers and shared memory."""
-    check(inv, WIDEST)
+    check(inv)
     return [Config(*shape) for shape in SHAPES[width(inv["query"].shape[3])]]
 
 

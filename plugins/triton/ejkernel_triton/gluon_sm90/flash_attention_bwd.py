@@ -19,7 +19,6 @@ from ejkernel_triton.gluon_sm90._refusals import check
 
 PLATFORMS = {"gpu": 60}
 COMPILERS = ("triton", "jax-triton")
-WIDEST = 256
 #: Keys that a program keeps, by padded head dim.
 K_BLOCKS = {64: 128, 128: 128, 256: 64}
 #: Blocks of queries in shared memory at a time.
@@ -50,7 +49,7 @@ def heuristic_cfg(inv: Invocation) -> Config:
 @hookimpl
 def config_space(inv: Invocation) -> list[Config]:
     """What fits into registers, of which all but causality takes some."""
-    check(inv, WIDEST)
+    check(inv)
     if inv["d_out"] is None:
         raise Unsupported("the Gluon kernels take a gradient of the output, not of the log-sum-exp alone")
     more = [inv[name] for name in ("sliding_window", "logits_soft_cap", "cum_seqlens_q", "q_segment_ids")]
