@@ -255,6 +255,21 @@ def test_long_packed_heads_are_dealt_by_few() -> None:
     assert (np.diff(ranks, axis=1) >= 0).all()
 
 
+@pytest.mark.parametrize(("rows", "blocks", "mebibytes"), [(16, 128, 16), (8, 128, 64), (8, 64, 32), (8, 256, 128)])
+def test_packed_heads_are_dealt_evenly_however_few_share_the_cache(rows: int, blocks: int, mebibytes: int) -> None:
+    steps = np.random.default_rng(blocks).integers(0, 60, blocks)
+    dealt = np.asarray(schedule(rows, jnp.asarray(steps), row_bytes=mebibytes << 20))
+    hands = [row[1 : 1 + row[0]] for row in dealt]
+    assert sorted(np.concatenate(hands)) == list(range(rows * blocks))
+    work = [sum(steps[hand % blocks] + 1) for hand in hands]
+    assert max(work) <= 1.12 * np.mean(work)
+
+
+def test_packed_heads_that_read_the_same_are_dealt_together() -> None:
+    dealt = np.asarray(schedule(40, jnp.arange(128), row_bytes=32 << 20, group=8))
+    assert {*(dealt[:, 1] // 128)} == {*range(16)}
+
+
 def test_what_packed_tokens_see_says_how_long_their_tiles_are() -> None:
     call = drawn(np.random.default_rng(1), "packed")
     for found, steps in (_sight.of_queries(call, 64, 64), _sight.of_keys(call, 64, 64)):

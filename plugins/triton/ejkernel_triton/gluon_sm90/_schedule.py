@@ -17,6 +17,8 @@ USUAL = 132
 #: up to 16 that have so many bytes. These do not stay there, but programs that share a head read it side by side.
 CACHE = 24 << 20
 AT_ONCE, TOGETHER = 16, 64 << 20
+#: Of so many turns at least, where tiles are dealt out there and back.
+TURNS = 4
 #: What beginning and ending a tile takes, in steps of its loop.
 AROUND = 1
 
@@ -46,13 +48,16 @@ def schedule(
     """
     row_bytes = max(1, row_bytes)
     at_once = group * max(CACHE // row_bytes, min(AT_ONCE, TOGETHER // row_bytes), 1)
-    if not isinstance(steps, tuple):
-        return _there_and_back(rows, steps, at_once, count)
-    # No fewer than it takes that the longest tile of the last heads is no more than all that a program does for these.
-    even = -(-(max(steps) + AROUND) * count // sum(step + AROUND for step in steps))
+    if isinstance(steps, tuple):
+        # It takes so many that the longest tile of the last heads is no more than all that a program does for these.
+        even = -(-(max(steps) + AROUND) * count // sum(step + AROUND for step in steps))
+    else:
+        # Or every turn would begin with the longest tiles of its heads.
+        even = -(-TURNS * count // steps.size)
     at_once = max(at_once, group * -(-even // group))
-    parts = -(-rows // at_once)
-    return _dealt(rows, steps, group * -(-rows // (parts * group)), count)
+    at_once = group * -(-rows // (group * -(-rows // at_once)))
+    deal = _dealt if isinstance(steps, tuple) else _there_and_back
+    return deal(rows, steps, at_once, count)
 
 
 @lru_cache(maxsize=64)
@@ -80,7 +85,6 @@ def _there_and_back(rows: int, steps: Any, at_once: int, count: int) -> jax.Arra
     """
     (blocks,) = steps.shape
     count = min(count, rows * blocks)
-    at_once = -(-rows // -(-rows // at_once))
     rank, row = np.divmod(np.arange(rows * blocks), rows)
     side_by_side = -(-count // at_once)
     order = np.lexsort((row, rank, row // at_once, rank // side_by_side))
