@@ -193,9 +193,10 @@ def _bent_weights(scale, unit, count):
     """PTX for 2 ** (unit * tanh(scale * x)) of so many numbers of each thread, and what it takes and gives."""
     # Up to there the tanh is a x + b x^3, as nearly as the card's own.
     near, a, b = 0.35, 0.9997628, -0.31769618
-    most = 3e38  # of what a float can be
-    limit = min(near / scale, most)
-    first, third = unit * a * scale, max(unit * b * scale**3, -most)
+    # Logits of other sizes would leave what floats can be on the way: for them it is the tanh in any case.
+    usual = 1e-9 < scale < 1e9
+    limit = near / scale if usual else -1.0
+    first, third = (unit * a * scale, unit * b * scale**3) if usual else (0.0, 0.0)
     given = [f"${count + i}" for i in range(count)]
     greatest = [f"abs.f32 m{i}, {x};" for i, x in enumerate(given[:4])]
     polynomials, operations = [], []
