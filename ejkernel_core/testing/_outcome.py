@@ -47,19 +47,19 @@ def unit(dtype: Any) -> float:
 
 
 def moved_by_rounding(registry: Registry, case: Case) -> dict[str, np.ndarray]:
-    """How gradients, in float64, move where the weights of the results are off by half a unit: 32 draws of each.
+    """How gradients, in float64, move where the weights of the results are off by half a unit of theirs: 32 draws.
 
     Kernels compute gradients from results that are rounded, times these weights.
     """
-    half = unit(case.dtype) / 2
+    function = partial(called, registry, REFERENCE, case)
+    halves = [unit(result.dtype) / 2 for result in jax.eval_shape(function, inputs(registry, case))]
     with jax.enable_x64(True):
         arrays = inputs(registry, case, precise=True)
-        function = partial(called, registry, REFERENCE, case)
-        given = weights(function, arrays)
+        given = [half * weight for half, weight in zip(halves, weights(function, arrays), strict=True)]
 
         def gradients(key: jax.Array) -> dict[str, jax.Array]:
             keys = jax.random.split(key, len(given))
-            off = (half * w * jax.random.uniform(k, w.shape, minval=-1) for k, w in zip(keys, given, strict=True))
+            off = (w * jax.random.uniform(k, w.shape, minval=-1) for k, w in zip(keys, given, strict=True))
             return pulled(function, case.wrt, arrays, tuple(off))[1]  # linear in them: of what is off alone
 
         found = jax.lax.map(gradients, jax.random.split(jax.random.key(0), 32))
