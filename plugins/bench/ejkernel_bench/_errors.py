@@ -48,7 +48,7 @@ def _sizes(given: Any, right: Any, numbers: Any, dtype: Any) -> list[tuple[Any, 
     return [(numbers.sqrt((array * array).sum()), numbers.abs(array).max(initial=0)) for array in both]
 
 
-#: In float32: what is compared has no more digits, and sums on such a device are made by many threads.
+#: In float32: what is compared has no more digits, and a sum is made of many short ones there.
 _sizes_there = jax.jit(partial(_sizes, numbers=jnp, dtype=jnp.float32))
 
 
