@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from statistics import geometric_mean
 
 import attrs
@@ -94,7 +95,10 @@ def compare(problems: Sequence[Problem], backend: str | None, rounds: int, cudnn
             return None
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        ready = [one for one in pool.map(prepared, problems) if one is not None]
+        # What the core chooses by may be set in the caller's context, of which a thread of the pool has none.
+        contexts = [copy_context() for _ in problems]
+        made = pool.map(lambda context, problem: context.run(prepared, problem), contexts, problems)
+        ready = [one for one in made if one is not None]
         list(pool.map(_compile, [run for one in ready for run in _all(one)]))
     rows: list[tuple[Cell, ...]] = []
     found: dict[tuple[Problem, str], Mapping[str, float]] = {}
