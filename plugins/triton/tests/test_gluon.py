@@ -50,7 +50,7 @@ def drawn(rng: np.random.Generator, kind: str) -> dict[str, Any]:
             call[name] = jnp.asarray(np.sort([0, *rng.integers(0, length + 1, count)]), jnp.int32)
     if kind == "segments":
         for name, length in (("q_segment_ids", q_length), ("kv_segment_ids", k_length)):
-            call[name] = jnp.asarray(np.sort(rng.integers(0, 4, (batch, length)), 1), jnp.int32)
+            call[name] = jnp.asarray(np.sort(rng.integers(-1, 4, (batch, length)), 1), jnp.int32)
     return call
 
 
@@ -141,7 +141,7 @@ def in_numpy(function: Any) -> Any:
     return types.FunctionType(function.fn.__code__, {"gl": names, **kept})
 
 
-def masks(call: dict[str, Any], of_queries: bool, block: int, other_block: int) -> Iterator[np.ndarray]:
+def masks(call: dict[str, Any], of_queries: bool, ends: bool, block: int, other_block: int) -> Iterator[np.ndarray]:
     """For each batch, all pairs of blocks as the kernels mask them: of queries forward, of keys backward."""
     with _jax_triton.importing():
         from ejkernel_triton.gluon_sm90 import _shared
@@ -160,7 +160,7 @@ def masks(call: dict[str, Any], of_queries: bool, block: int, other_block: int) 
             SEGMENTS=segments,
             BEFORE=before if of_queries else after,
             AFTER=after if of_queries else before,
-            ENDS=of_queries,
+            ENDS=ends,
             starts=Pointer(np.asarray(limits[0])),
             stops=Pointer(np.asarray(limits[1])),
             own_ids=Pointer(np.asarray(call[own_ids])),
@@ -174,12 +174,16 @@ def masks(call: dict[str, Any], of_queries: bool, block: int, other_block: int) 
         yield np.concatenate(rows)
 
 
-@pytest.mark.parametrize("of_queries", [True, False], ids=["queries", "keys"])
+@pytest.mark.parametrize(
+    ("of_queries", "ends"),
+    [(True, True), (False, False), (False, True)],
+    ids=["queries", "keys", "keys with a soft cap"],
+)
 @pytest.mark.parametrize("kind", ["band", "packed", "segments"])
-def test_masks_let_through_what_tokens_see(kind: str, of_queries: bool) -> None:
+def test_masks_let_through_what_tokens_see(kind: str, of_queries: bool, ends: bool) -> None:
     for seed in range(8):
         call = drawn(np.random.default_rng(seed), kind)
-        for batch, found in enumerate(masks(call, of_queries, 128, 64)):
+        for batch, found in enumerate(masks(call, of_queries, ends, 128, 64)):
             pairs = seen(call)[batch]
             right = np.zeros_like(found)
             right[: pairs.shape[not of_queries], : pairs.shape[of_queries]] = pairs if of_queries else pairs.T
