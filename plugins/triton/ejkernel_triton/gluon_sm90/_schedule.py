@@ -17,7 +17,7 @@ USUAL = 132
 #: up to 16 that have so many bytes. These do not stay there, but programs that share a head read it side by side.
 CACHE = 24 << 20
 AT_ONCE, TOGETHER = 16, 64 << 20
-#: Of so many turns at least, where tiles are dealt out there and back.
+#: Where tiles are dealt out there and back, those of the rows that are dealt out together take so many turns at least.
 TURNS = 4
 #: What beginning and ending a tile takes, in steps of its loop.
 AROUND = 1
@@ -35,8 +35,9 @@ def schedule(
     ``count`` programs, or one for each tile if these are fewer.
 
     A row is a head of a sequence in the batch, ``group`` neighbours of which read the same; ``steps`` are those of its
-    blocks. What is longest comes first, and each tile goes to who would be free first. Where only an array says how
-    many steps there are, the longest tiles of all rows come first, and are dealt out there and back.
+    blocks. Of a few rows at a time what is longest comes first, and each tile goes to who would be free first. Where
+    only an array says how many steps there are, the longest tiles of all rows come before the shorter ones, among these
+    those of a few rows, and they are dealt out there and back.
 
     >>> schedule(2, (1, 2, 3), row_bytes=0)
     array([[1, 2],
@@ -52,7 +53,7 @@ def schedule(
         # It takes so many that the longest tile of the last heads is no more than all that a program does for these.
         even = -(-(max(steps) + AROUND) * count // sum(step + AROUND for step in steps))
     else:
-        # Or every turn would begin with the longest tiles of its heads.
+        # With fewer turns than that each of them would begin with the longest tiles of its heads.
         even = -(-TURNS * count // steps.size)
     at_once = max(at_once, group * -(-even // group))
     at_once = group * -(-rows // (group * -(-rows // at_once)))
