@@ -66,8 +66,8 @@ class Queries:
         _tma.load(sources.shift, [at, row], full, self.shift.index(place))
 
     @gluon.jit
-    def wait_for_query(self, n):
-        mbarrier.wait(self.query_full.index(n % self.COUNT), (n // self.COUNT) & 1)
+    def wait_for_query(self, n, needed=True):
+        mbarrier.wait(self.query_full.index(n % self.COUNT), (n // self.COUNT) & 1, pred=needed)
 
     @gluon.jit
     def wait_for_d_out(self, n):
@@ -321,6 +321,10 @@ def _sum(
     if WIDTH == 128:
         k_0 = k_0.slice(ME * 64, 64, dim=1)
         k_1 = k_1.slice(ME * 64, 64, dim=1)
+    # The arithmetic of a cap keeps a step from its products for longer. There the first product of the next step is
+    # begun before the gradient of queries is written. Without a cap the registers that takes cost more than it gives;
+    # and where the halves write in turns, the product would have to leave a branch unfinished.
+    AHEAD: gl.constexpr = call.CAP > 0 and D_QUERY and PARTS == 2
     nothing = gl.zeros([64, Q_BLOCK], gl.float32, S)
     n = 0
     for turn in range(call.turns()):
@@ -333,17 +337,21 @@ def _sum(
         mbarrier.wait(shared.keys_full_0.index(0), turn & 1)
         mbarrier.wait(shared.keys_full_1.index(0), turn & 1)
         values.wait(turn)
+        n_end = n + (end - first) * GROUP
+        if AHEAD:
+            product = warpgroup_mma_wait(0, [_begin_logits(queries, n, n < n_end, k, nothing)])
         for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
             i = begin(call, block, first, end)
             for _ in range(first, end):
-                queries.wait_for_query(n)
-                q = queries.query_of(n)
-                product = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                if not AHEAD:
+                    product = _begin_logits(queries, n, True, k, nothing)
                 queries.wait_for_d_out(n)
                 d = queries.d_out_of(n)
                 d_product = warpgroup_mma(v, d.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 top = queries.top.index(n % queries.COUNT).load(S)
-                logits = bent(call, warpgroup_mma_wait(1, [product]))
+                if not AHEAD:
+                    product = warpgroup_mma_wait(1, [product])
+                logits = bent(call, product)
                 edge = (i < whole) | (i >= whole_end)
                 weights, logits = weigh(call, own, batch, i * Q_BLOCK, edge, logits, top)
                 factors = gl.convert_layout(weights.to(dtype), WEIGHTS)
@@ -358,6 +366,7 @@ def _sum(
                     slopes.index(n & 1).store(ds)
                     fence_async_shared()
                     mbarrier.arrive(shared.written.index(n & 1))
+                q = queries.query_of(n)
                 dk_sum = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q, dk, is_async=True)
                 if D_QUERY and (PARTS == 2 or (n & 1) == ME):
                     mbarrier.wait(shared.written.index(n & 1), (n >> 1) & 1)
@@ -371,8 +380,14 @@ def _sum(
                     dq_sum = warpgroup_mma(from_1.permute((1, 0)), k_1, dq_sum, is_async=True)
                     # What was added before has to have left its place.
                     _tma.store_wait(0)
-                    dv, dk, dq = warpgroup_mma_wait(0, [dv_sum, dk_sum, dq_sum])
-                    queries.release(n)
+                    if AHEAD:
+                        dv, dk = warpgroup_mma_wait(2, [dv_sum, dk_sum])
+                        queries.release(n)
+                        product = _begin_logits(queries, n + 1, n + 1 < n_end, k, nothing)
+                        dq = warpgroup_mma_wait(1, [dq_sum])
+                    else:
+                        dv, dk, dq = warpgroup_mma_wait(0, [dv_sum, dk_sum, dq_sum])
+                        queries.release(n)
                     part.store(by_threads(dq))
                     fence_async_shared()
                     place = (batch * call.HEADS * GROUP + head) * blocks + i
@@ -382,6 +397,8 @@ def _sum(
                 else:
                     dv, dk = warpgroup_mma_wait(0, [dv_sum, dk_sum])
                     queries.release(n)
+                if AHEAD:
+                    product = warpgroup_mma_wait(0, [product])
                 i = gl.where(i + 1 < end, i + 1, first)
                 n += 1
         # The values were read by this half alone, the keys by both; their gradients take their places on their way.
@@ -395,6 +412,13 @@ def _sum(
         keys.release(0)
         values.release(0)
     _tma.store_wait(0)
+
+
+@gluon.jit
+def _begin_logits(queries, n, needed, k, nothing):
+    """Begin the product of keys and queries; where it is not needed, of whatever is in their place."""
+    queries.wait_for_query(n, needed)
+    return warpgroup_mma(k, queries.query_of(n).permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
