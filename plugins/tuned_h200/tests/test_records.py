@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,12 @@ def test_every_record_says_how_it_was_found() -> None:
         mine = [took for tried, took in times.items() if tried.startswith(f"{record['backend']} ")]
         assert provenance["milliseconds"] in mine
         assert 0 < provenance["milliseconds"] <= USUAL * min(times.values())
+
+
+def test_no_two_records_answer_the_same_call() -> None:
+    """As when a problem is measured again, another kernel wins, and the file of the one before stays."""
+    problems = Counter(json.dumps(json.loads(file.read_text())["problem"], sort_keys=True) for file in FILES)
+    assert [problem for problem, count in problems.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
