@@ -110,7 +110,9 @@ def main(folder: Path, processes: int, threads: int, entries: int) -> None:
         os.kill(victim, signal.SIGKILL)
         failed += os.waitpid(victim, 0)[1] != signal.SIGKILL
         kills += 1
-        interrupted += any(f"-{victim}-" in name for name in os.listdir(folder / ".tmp"))
+        # Who was killed may have been the first to come, and not have made it yet.
+        unfinished = os.listdir(folder / ".tmp") if (folder / ".tmp").exists() else []
+        interrupted += any(f"-{victim}-" in name for name in unfinished)
         for pid in list(running):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
