@@ -152,6 +152,12 @@ def version() -> tuple[int, ...]:
     return found
 
 
+def version_of_triton() -> tuple[int, ...]:
+    found = _version("triton")
+    assert found is not None, missing()
+    return found
+
+
 @contextmanager
 def importing() -> Iterator[None]:
     """Around imports of kernels, one thread at a time. Triton's modules import one another in circles: who comes from

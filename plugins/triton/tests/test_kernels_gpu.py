@@ -146,6 +146,36 @@ def test_what_a_soft_cap_bounds(cap: float, dtype: str, size: float, sinks: floa
         close(ours, gradient)
 
 
+@pytest.mark.usefixtures("two_programs")
+@pytest.mark.parametrize("group", [1, 2], ids="group {}".format)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True, "sliding_window": (70, 0)},
+        {"q_segment_ids": None, "kv_segment_ids": None},
+        {"causal": True, "cum_seqlens_q": (0, 70, 70, 299, 333), "cum_seqlens_k": (0, 100, 250, 401, 401)},
+    ],
+    ids=["full", "window", "segments", "packed"],
+)
+def test_a_soft_cap_whose_next_logits_begin_early(group: int, options: dict[str, Any]) -> None:
+    """Tile after tile, among them some that no query sees: at the end of each there is no next step."""
+    arrays = [x[:, :, : 2 * group] for x in drawn(128)]
+    options = {**options, "logits_soft_cap": 20.0}
+    if "cum_seqlens_q" in options:
+        arrays = [x[0] for x in arrays]
+        options |= {name: jnp.array(options[name], jnp.int32) for name in ("cum_seqlens_q", "cum_seqlens_k")}
+    elif "q_segment_ids" in options:
+        options["q_segment_ids"] = jnp.tile(1 + jnp.arange(333, dtype=jnp.int32) // 200, (2, 1))
+        # The keys from 128 to 300 are nobody's.
+        options["kv_segment_ids"] = jnp.tile(jnp.repeat(jnp.array([1, 7, 2]), jnp.array([128, 172, 101])), (2, 1))
+    *qkv, d_out = arrays
+    _, pull_back = jax.vjp(lambda *a: call("flash_attention", *a, **options, backend="reference"), *wide(*qkv))
+    _, pull_ours = jax.vjp(lambda *a: call("flash_attention", *a, **options, backend="gluon_sm90"), *qkv)
+    for ours, gradient in zip(pull_ours(d_out), pull_back(*wide(d_out)), strict=True):
+        close(ours, gradient)
+
+
 def _backward_passes(given: dict[str, Any]) -> Iterator[tuple[Any, tuple[str, ...]]]:
     everything = ("query", "key", "value")
     for cfg in flash_attention_bwd.config_space(invocation("flash_attention_bwd", **given, wrt=everything)):

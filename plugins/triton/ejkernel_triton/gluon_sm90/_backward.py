@@ -174,12 +174,13 @@ def sum_over_queries(
     d_key, d_value,
     HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, SCALE: gl.constexpr,
     CAP: gl.constexpr, BEFORE: gl.constexpr, AFTER: gl.constexpr, PACKED: gl.constexpr, SEGMENTS: gl.constexpr,
-    Q_BLOCK: gl.constexpr, STAGES: gl.constexpr, D_QUERY: gl.constexpr,
+    Q_BLOCK: gl.constexpr, STAGES: gl.constexpr, D_QUERY: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """``d_query`` is (batch * heads * blocks * Q_BLOCK * WIDTH / 32, 32) in float32: by batch, head, block and tile of
     64 queries or dims what ``by_threads`` makes of that tile. It begins as zeros, and is not scaled yet; without
     ``D_QUERY`` it is left at what it is. ``tops`` and ``shifts`` are (batch * heads, padded), the first inf where there
-    is no query. ``BEFORE`` and ``AFTER`` are what a key sees of queries.
+    is no query. ``BEFORE`` and ``AFTER`` are what a key sees of queries. With ``AHEAD`` a step begins the next one's
+    first product before it writes the gradient of queries.
     """
     KV: gl.constexpr = HEADS // GROUP
     # Slopes have two places, and a group that does not read one knows by the queries that it may write there again.
@@ -214,8 +215,8 @@ def sum_over_queries(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_half_0, (call, keys_0, values_0, queries, shared, part_0, results, GROUP, D_QUERY)),
-            (_half_1, (call, keys_1, values_1, queries, shared, part_1, results, GROUP, D_QUERY)),
+            (_half_0, (call, keys_0, values_0, queries, shared, part_0, results, GROUP, D_QUERY, AHEAD)),
+            (_half_1, (call, keys_1, values_1, queries, shared, part_1, results, GROUP, D_QUERY, AHEAD)),
             (_fetch, (call, keys_0, keys_1, values_0, values_1, queries, key, value, sources, GROUP)),
         ],
         [4, 1],
@@ -279,13 +280,19 @@ def weigh(call, own, batch, first, edge, logits, top):
 
 
 @gluon.jit
-def _half_0(call, keys, values, queries, shared, part, results, GROUP: gl.constexpr, D_QUERY: gl.constexpr):
-    _sum(0, call, keys, values, queries, shared, shared.slopes_0, part, results, GROUP, D_QUERY)
+def _half_0(
+    call, keys, values, queries, shared, part, results,
+    GROUP: gl.constexpr, D_QUERY: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    _sum(0, call, keys, values, queries, shared, shared.slopes_0, part, results, GROUP, D_QUERY, AHEAD)
 
 
 @gluon.jit
-def _half_1(call, keys, values, queries, shared, part, results, GROUP: gl.constexpr, D_QUERY: gl.constexpr):
-    _sum(1, call, keys, values, queries, shared, shared.slopes_1, part, results, GROUP, D_QUERY)
+def _half_1(
+    call, keys, values, queries, shared, part, results,
+    GROUP: gl.constexpr, D_QUERY: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    _sum(1, call, keys, values, queries, shared, shared.slopes_1, part, results, GROUP, D_QUERY, AHEAD)
 
 
 @gluon.jit
@@ -301,6 +308,7 @@ def _sum(
     results,
     GROUP: gl.constexpr,
     D_QUERY: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """Four warps: 64 of the keys of each tile; and one half of the gradient of queries: of 128 dims, or of the 128
     queries of a block, or every other block.
@@ -321,10 +329,9 @@ def _sum(
     if WIDTH == 128:
         k_0 = k_0.slice(ME * 64, 64, dim=1)
         k_1 = k_1.slice(ME * 64, 64, dim=1)
-    # The arithmetic of a cap keeps a step from its products for longer. There the first product of the next step is
-    # begun before the gradient of queries is written. Without a cap the registers that takes cost more than it gives;
-    # and where the halves write in turns, the product would have to leave a branch unfinished.
-    AHEAD: gl.constexpr = call.CAP > 0 and D_QUERY and PARTS == 2
+    # Ahead, queries are let go of before all slopes are read. That these are, the other half knows because both wait
+    # for what was written in each step; where they take turns at it, nothing would tell.
+    gl.static_assert(PARTS == 2 or not AHEAD)
     nothing = gl.zeros([64, Q_BLOCK], gl.float32, S)
     n = 0
     for turn in range(call.turns()):
