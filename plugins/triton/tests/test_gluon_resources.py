@@ -243,10 +243,10 @@ def test_every_feature_compiles_for_hopper(launches: list[Launch], dim: int, cfg
 def test_a_soft_cap_with_and_without_early_logits(
     launches: list[Launch], ahead: bool, waits: int, spilled: tuple[int, int]
 ) -> None:
-    """By whichever Triton, of which but one has them: their product is one more to wait for at the end of a step."""
+    """By whichever Triton, though with 3.9 they are not taken: their product is one more to wait for in a step."""
     cfg = flash_attention_bwd.Config(64)
     launch = launched(launches, 128, cfg, FEATURES["soft cap"])
-    assert launch.constants["AHEAD"] == (_jax_triton.version_of_triton() < (3, 7))
+    assert launch.constants["AHEAD"] == (_jax_triton.version_of_triton() < (3, 9))
     kernel = attrs.evolve(launch, constants={**launch.constants, "AHEAD": ahead}).compiled()
     for body in loops(kernel.asm["cubin"], products_of_a_step(cfg, 128)):
         assert count(body, "DEPBAR") == waits

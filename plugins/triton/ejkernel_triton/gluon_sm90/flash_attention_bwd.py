@@ -155,11 +155,11 @@ def _over_queries(inv: Invocation, rows: Rows, cfg: Config) -> tuple[jax.Array, 
 
 
 def _begins_logits_early(inv: Invocation) -> bool:
-    """The arithmetic of a cap keeps a step from its products for longer: there they are worth their registers. With
-    Triton 3.6 that was measured, and a step reads back 10 numbers; with 3.9 it was not, and it would be 50.
+    """The arithmetic of a cap keeps a step from its products for longer: there they are worth their registers. That was
+    measured with Triton 3.6, where a step reads back 10 numbers, as with 3.8; with 3.9, not measured, it would be 50.
     """
     capped = inv["logits_soft_cap"] is not None
-    return capped and width(inv["query"].shape[3]) == 128 and _jax_triton.version_of_triton() < (3, 7)
+    return capped and width(inv["query"].shape[3]) == 128 and _jax_triton.version_of_triton() < (3, 9)
 
 
 def _within_reach(inv: Invocation, top: jax.Array) -> jax.Array:
