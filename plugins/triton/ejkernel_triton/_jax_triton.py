@@ -11,6 +11,7 @@ to 0.4.1      all                 warp-specialised kernels are launched with few
 to 0.4.1      all                 Gluon kernels go through the passes for Triton, which rewrite them, or fail
 to 0.4.1      all                 compiled kernels are kept in memory alone: every process would compile them anew
 to 0.4.1      triton 3.6          a word is missing that it wants of every array that is described for the copy engine
+all           triton 3.8, 3.9     its PTX wants CUDA 12.9, 13.4: an older one beside JAX cannot read it
 all           no CUDA plugin      lowering for CUDA needs classes of the plugin: `_portable` has them in plain Python
 ============  ==================  =====================================================================================
 
@@ -20,6 +21,7 @@ Nothing is imported before a kernel is called. ``missing`` asks the metadata of 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -40,6 +42,7 @@ from ejkernel_core._devices import absent
 #: The newest jax-triton that needs the mends for 0.4.
 _LAST_SEEN = (0, 4, 1)
 _TRITON, _JAX_TRITON = (3, 6), (0, 3, 1)
+_CARDS_OF_CUDA_12_8 = (*range(70, 91), 100, 101, 120)
 _LOCK = threading.RLock()
 _ABSENT = object()
 
@@ -184,10 +187,8 @@ def _load() -> ModuleType:
                 _admit_cuda(library)
             if (0, 4) <= version() <= _LAST_SEEN:
                 _keep_what_is_called(library)
-                _leave_gluon_as_it_is(library)
                 _miss_no_im2col(library)
-            if version() <= _LAST_SEEN:
-                _keep_on_disk(library)
+            _mend_compilations(library)
             _loaded = jax_triton
         return _loaded
 
@@ -308,27 +309,6 @@ def _keep(used_outs: Any, *more: Any) -> tuple[list[bool], Any]:
     return [True] * len(equation.invars), equation
 
 
-def _leave_gluon_as_it_is(library: Any) -> None:
-    """A Gluon kernel says itself what lies where and what runs beside what: Triton's compiler has passes of its own for
-    it, which change nothing of that.
-    """
-    compile_in_place = library.compile_ttir_inplace
-    if isinstance(compile_in_place, functools.partial):
-        return
-    library.compile_ttir_inplace = functools.partial(_compiled, compile_in_place)
-
-
-def _keep_on_disk(library: Any) -> None:
-    """Whoever asks jax-triton for the steps of a compilation is to see them."""
-    if library._JAX_TRITON_DUMP_DIR:
-        return
-    from ejkernel_triton import _kept
-
-    compile_in_place = library.compile_ttir_inplace
-    if getattr(compile_in_place, "func", None) is not _kept.compiled:
-        library.compile_ttir_inplace = functools.partial(_kept.compiled, library, compile_in_place)
-
-
 def _miss_no_im2col(library: Any) -> None:
     """Triton 3.6 knows one way in which the copy engine takes blocks, and does not say which it is. jax-triton, which
     takes no other, will not have its word missing.
@@ -339,13 +319,49 @@ def _miss_no_im2col(library: Any) -> None:
     known.__required_keys__ = known.__required_keys__ - {"is_im2col"}
 
 
-def _compiled(compile_in_place: Any, module: Any, backend: Any, *rest: Any) -> Any:
+def _mend_compilations(library: Any) -> None:
+    from ejkernel_triton import _kept  # noqa: F401  (imports of Triton, which are not for a thread that compiles)
+
+    compile_in_place = library.compile_ttir_inplace
+    if not isinstance(compile_in_place, functools.partial):
+        library.compile_ttir_inplace = functools.partial(_compiled, library, compile_in_place)
+
+
+def _compiled(library: Any, compile_in_place: Any, module: Any, backend: Any, options: Any, *target: Any) -> Any:
+    from ejkernel_triton import _kept
+
+    options = _for_older_cuda(options, backend.target.arch)
+    if version() > _LAST_SEEN:
+        return compile_in_place(module, backend, options, *target)
+    if version() >= (0, 4):
+        backend = _leaving_gluon_as_it_is(module, backend)
+    if library._JAX_TRITON_DUMP_DIR:  # whoever asks for the steps of a compilation is to see them
+        return compile_in_place(module, backend, options, *target)
+    return _kept.compiled(library, compile_in_place, module, backend, options, *target)
+
+
+def _for_older_cuda(options: Any, arch: Any) -> Any:
+    """With PTX for CUDA 12.8, where that knows the card.
+
+    Triton writes for its own ptxas, and that of JAX's CUDA reads it. Who names a ptxas to Triton has said which it is.
+    """
+    own = getattr(options, "ptx_version", _ABSENT)  # AMD's have none
+    named = any(os.environ.get(name) for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"))
+    if own is not None or named or arch not in _CARDS_OF_CUDA_12_8:
+        return options
+    return dataclasses.replace(options, ptx_version=87)
+
+
+def _leaving_gluon_as_it_is(module: Any, backend: Any) -> Any:
+    """A Gluon kernel says itself what lies where and what runs beside what: Triton's compiler has passes of its own for
+    it, which change nothing of that.
+    """
     # What Triton's own kernels get from their first pass, Gluon's have from the beginning.
     if module.get_int_attr("ttg.num-warps") is not None:
         backend = copy.copy(backend)
         backend.make_ttir = lambda module, *rest: module
         backend.make_ttgir = backend.gluon_to_ttgir
-    return compile_in_place(module, backend, *rest)
+    return backend
 
 
 def _capability(pair: tuple[int, int]) -> int:

@@ -72,7 +72,7 @@ class Launch:
         even = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")}
         constants = {(names.index(name),): constant for name, constant in self.constants.items()}
         source = GluonASTSource(self.kernel, dict(zip(names, types, strict=True)), constants, even)
-        options = {"num_warps": self.num_warps, "enable_fp_fusion": True}
+        options = {"num_warps": self.num_warps, "enable_fp_fusion": True, "ptx_version": 87}
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

@@ -320,6 +320,28 @@ def test_a_warp_specialised_kernel_gets_all_its_warps(monkeypatch):
     assert seen[1][1] == 4  # the need
 
 
+# -- what CUDA can read ------------------------------------------------------------------------------------------
+
+
+def test_the_code_is_for_cuda_12_8_unless_the_card_or_the_user_says_otherwise(monkeypatch):
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    named = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
+    for name in named:
+        monkeypatch.delenv(name, raising=False)
+    (kernel,) = compiled_for("NVIDIA H200", added, VECTOR, VECTOR)
+    assert re.search(r"^\.version (\S+)", kernel.ptx, re.MULTILINE)[1] == "8.7"  # Triton 3.9 writes 9.4
+    own, asked = CUDAOptions(), CUDAOptions(ptx_version=90)
+    assert _jax_triton._for_older_cuda(own, 90) == CUDAOptions(ptx_version=87)
+    assert _jax_triton._for_older_cuda(own, 103) is own
+    assert _jax_triton._for_older_cuda(asked, 90) is asked
+    assert _jax_triton._for_older_cuda(amd := SimpleNamespace(), "gfx942") is amd
+    for name in named:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "/cuda/bin/ptxas")
+            assert _jax_triton._for_older_cuda(own, 90) is own
+
+
 # -- once, and for all threads -----------------------------------------------------------------------------------
 
 
@@ -328,8 +350,11 @@ def test_mending_twice_is_mending_once():
     import jax_triton.triton_lib as library
 
     before = library.triton_kernel_call_lib
+    compile_in_place = library.compile_ttir_inplace
     _jax_triton._complete(library)
+    _jax_triton._mend_compilations(library)
     assert library.triton_kernel_call_lib is before
+    assert library.compile_ttir_inplace is compile_in_place
     assert not isinstance(before._native, _jax_triton._Library)
     assert _jax_triton.load() is module
 
