@@ -25,7 +25,7 @@ class _Document:
     file: str
     text: str
     problem: str
-    software: str
+    software: frozenset[tuple[str, str]]
     #: When it was measured; "" for what was put there by hand.
     when: str
 
@@ -42,8 +42,9 @@ class PackagedRecords:
     """A policy that answers with the records in a package, or in a folder, laid out as a ``PersistentCache`` is.
 
     ``where`` is the name of a package, or a ``Path``. A record holds for its problem whatever the software: who
-    publishes records says for what they are good. What was measured has to be something that its kernel offers here,
-    too. Nothing is read before the first call asks.
+    publishes records says for what they are good. Of several contests for one problem
+    that counts whose versions are most like those that are here, or else the latest. What was measured has to be something that its kernel
+    offers here, too. Nothing is read before the first call asks.
     """
 
     #: After what was measured on this machine, before models.
@@ -59,22 +60,24 @@ class PackagedRecords:
     def select_config(self, inv: Invocation, candidates: Sequence[Candidate]) -> Choice | None:
         """The fastest record for this call, or for those like it."""
 
+        backends = [candidate.backend for candidate in candidates]
+
         def offered(key: Key, candidate: Candidate) -> Record | None:
-            record = self.find(key, candidate)
+            record = self.find(key, candidate, backends)
             if record is not None and record.provenance is not None and not candidate.kernel.offers(inv, record.cfg):
                 raise RecordError(f"{candidate.backend} does not offer {record.cfg} here")
             return record
 
         return recall(inv, candidates, f"packaged records ({self.where})", offered)
 
-    def find(self, key: Key, candidate: Candidate) -> Record | None:
-        """The record for this kernel: of the same software if there is one, else the latest."""
+    def find(self, key: Key, candidate: Candidate, backends: Sequence[str] = ()) -> Record | None:
+        """The record for this kernel, unless one of these backends won the contest that counts."""
         place = component(key.device), component(key.op)
         if place not in self._shelves:
             self._shelves[place] = _shelf(_root(self.where), place)
         shelf = self._shelves[place]
         records, faults = [], list(shelf.faults)
-        for document in _ordered(shelf, key, candidate):
+        for document in _ordered(shelf, key, candidate, backends):
             try:
                 records.append(decoded(document.text, key, candidate.config_type, {}, any_software=True))
             except RecordError as fault:
@@ -85,11 +88,23 @@ class PackagedRecords:
         return record
 
 
-def _ordered(shelf: _Shelf, key: Key, candidate: Candidate) -> list[_Document]:
+def _ordered(shelf: _Shelf, key: Key, candidate: Candidate, backends: Sequence[str]) -> list[_Document]:
     """What was put there by hand goes before what was measured, as everywhere."""
-    folders = component(candidate.backend), component(None)
-    ours = [d for folder in folders for d in shelf.documents.get(folder, ()) if d.problem == key.problem]
-    return sorted(ours, key=lambda d: (d.software == key.software, not d.when, d.when), reverse=True)
+    here = json.loads(key.software).items()
+
+    def rank(document: _Document) -> tuple[int, bool, str]:
+        return len(document.software & here), not document.when, document.when
+
+    def of(*backends: str | None) -> list[_Document]:
+        folders = {component(backend) for backend in backends}
+        found = [d for folder in folders for d in shelf.documents.get(folder, ()) if d.problem == key.problem]
+        return sorted(found, key=rank, reverse=True)
+
+    ours = of(candidate.backend, None)
+    best = next((d for d in of(candidate.backend, None, *backends) if d.when), None)
+    if best is not None and best not in ours:
+        return [d for d in ours if not d.when]
+    return ours
 
 
 def _root(where: str | os.PathLike[str]) -> Traversable:
@@ -118,8 +133,8 @@ def _document(name: str, file: Traversable) -> _Document:
     try:
         data: Any = json.loads(text)
         when = data["provenance"]["when"] if data["provenance"] else ""
-        return _Document(name, text, canonical(data["problem"]), canonical(data["software"]), str(when))
-    except (ValueError, LookupError, TypeError, RecursionError) as fault:
+        return _Document(name, text, canonical(data["problem"]), frozenset(data["software"].items()), str(when))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as fault:
         raise RecordError(f"no record: {type(fault).__name__}: {fault}") from fault
 
 

@@ -73,12 +73,12 @@ class Scale:
         self.use(Config())
         self.registry.register(policy, "cache")
 
-    def use(self, heuristic: Any, config_space: Callable[[Any], Any] | None = None) -> None:
+    def use(self, heuristic: Any, config_space: Callable[[Any], Any] | None = None, backend: str = "two") -> None:
         """Have the kernel take configurations of this type, and this one where it has to guess; offering these."""
         kernel = _kernel(heuristic)
         if config_space is not None:
             kernel.config_space = hookimpl(config_space)
-        self.registry.register(kernel, "scale.two")
+        self.registry.register(kernel, f"scale.{backend}")
 
     def keys(self, length: int = 5) -> tuple[Key, ...]:
         return self.registry.invocation("scale", jnp.ones(length)).tuning_keys

@@ -101,6 +101,39 @@ def test_of_several_the_same_software_goes_first_and_then_the_latest(scale_op, s
     assert scale_op.used() == 4
 
 
+def test_of_several_contests_that_counts_which_was_held_with_versions_like_ours(scale_op, shipped):
+    """Though another kernel won the other one, in less time."""
+    (document,) = (json.loads(file.read_text()) for file in shipped.rglob("*.json"))
+    shutil.rmtree(shipped)
+
+    def held(backend, factor, milliseconds, year, **software):
+        told = {"milliseconds": milliseconds, "when": f"{year}-01-01T00:00:00+00:00", "backends": ["one", "two"]}
+        changes = {
+            "backend": backend,
+            "config": {**document["config"], "fields": {"factor": factor}},
+            "provenance": {**document["provenance"], **told},
+            "software": {**document["software"], **software},
+        }
+        file = shipped / "cpu" / "scale" / backend / "record.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({**document, **changes}))
+
+    def used():
+        scale_op.fresh()
+        scale_op.use(scale_op.Config(), backend="one")
+        use(scale_op, PackagedRecords(shipped))
+        return scale_op.used()
+
+    held("one", 3, 1.0, 2026, jax="0.1")
+    assert used() == 3
+    held("two", 4, 2.0, 2025)
+    assert used() == 4
+    held("two", 4, 2.0, 2025, jax="0.2")  # neither's: the latest
+    assert used() == 3
+    held("two", 4, 2.0, 2027, jax="0.2")
+    assert used() == 4
+
+
 def test_the_layers_are_asked_in_order(scale_op, shipped, tmp_path):
     use(scale_op, PackagedRecords(shipped))
     cache = default_cache()

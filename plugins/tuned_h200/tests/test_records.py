@@ -14,7 +14,7 @@ import pytest
 import ejkernel_tuned_h200
 from ejkernel_bench._problem import Problem
 from ejkernel_bench.records import PROBLEMS, calls_of
-from ejkernel_core import Candidate, Choice, Invocation, Unsupported
+from ejkernel_core import Candidate, Choice, Invocation, Registry, Unsupported
 from ejkernel_core._plan import ask_all
 from ejkernel_triton import _jax_triton
 from ejkernel_xla import _cudnn
@@ -67,8 +67,9 @@ def test_every_record_says_how_it_was_found() -> None:
 
 def test_no_two_records_answer_the_same_call() -> None:
     """As when a problem is measured again, another kernel wins, and the file of the one before stays."""
-    problems = Counter(json.dumps(json.loads(file.read_text())["problem"], sort_keys=True) for file in FILES)
-    assert [problem for problem, count in problems.items() if count > 1] == []
+    records = [json.loads(file.read_text()) for file in FILES]
+    calls = Counter(json.dumps([record["problem"], record["software"]["triton"]], sort_keys=True) for record in records)
+    assert [call for call, count in calls.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
@@ -81,13 +82,24 @@ def test_what_was_measured_is_answered(problem: Problem) -> None:
         assert isinstance(choice.cfg, chosen.config_type)
 
 
-def test_wide_heads_go_forward_by_gluon_and_backward_by_cudnn() -> None:
-    forward, backward = (answer(inv)[0] for inv in on_h200(Problem(1, 8192, 16, 256, "bfloat16")))
+def with_triton(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(Registry, "software", lambda self, op: {"triton": version})
+
+
+@pytest.mark.parametrize(("version", "backend"), [("3.6.0", "xla"), ("3.9.0", "gluon_sm90")])
+@pytest.mark.parametrize("length", [4096, 8192, 16384])
+def test_wide_heads_go_backward_by_cudnn_unless_tritons_compiler_is_new(
+    monkeypatch: pytest.MonkeyPatch, version: str, backend: str, length: int
+) -> None:
+    with_triton(monkeypatch, version)
+    forward, backward = (answer(inv)[0] for inv in on_h200(Problem(1, length, 16, 256, "bfloat16")))
     assert forward.backend == "gluon_sm90"
-    assert (backward.backend, backward.cfg.implementation) == ("xla", "cudnn")
+    assert backward.backend == backend
+    assert getattr(backward.cfg, "implementation", "cudnn") == "cudnn"
 
 
 def test_cudnn_is_not_taken_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_triton(monkeypatch, "3.6.0")
     monkeypatch.setattr(_cudnn, "_library", lambda: "not here")
     _, backward = on_h200(Problem(1, 8192, 16, 256, "bfloat16"))
     with pytest.raises(Unsupported, match="xla does not offer Config.implementation='cudnn'"):
