@@ -42,9 +42,9 @@ class PackagedRecords:
     """A policy that answers with the records in a package, or in a folder, laid out as a ``PersistentCache`` is.
 
     ``where`` is the name of a package, or a ``Path``. A record holds for its problem whatever the software: who
-    publishes records says for what they are good. Of several contests for one problem
-    that counts whose versions are most like those that are here, or else the latest. What was measured has to be something that its kernel
-    offers here, too. Nothing is read before the first call asks.
+    publishes records says for what they are good. Of several contests for one problem that counts whose versions are
+    most like those that are here, or else the latest. What was measured has to be something that its kernel offers
+    here, too. Nothing is read before the first call asks.
     """
 
     #: After what was measured on this machine, before models.
@@ -59,7 +59,6 @@ class PackagedRecords:
     @hookimpl
     def select_config(self, inv: Invocation, candidates: Sequence[Candidate]) -> Choice | None:
         """The fastest record for this call, or for those like it."""
-
         backends = [candidate.backend for candidate in candidates]
 
         def offered(key: Key, candidate: Candidate) -> Record | None:
