@@ -32,6 +32,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -343,13 +344,23 @@ def _compiled(library: Any, compile_in_place: Any, module: Any, backend: Any, op
 def _for_older_cuda(options: Any, arch: Any) -> Any:
     """With PTX for CUDA 12.8, where that knows the card.
 
-    Triton writes for its own ptxas, and that of JAX's CUDA reads it. Who names a ptxas to Triton has said which it is.
+    Triton writes for the ptxas that came with it, and that of JAX's CUDA reads it. Who names another one to Triton has
+    said for which to write.
     """
-    own = getattr(options, "ptx_version", _ABSENT)  # AMD's have none
-    named = any(os.environ.get(name) for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"))
-    if own is not None or named or arch not in _CARDS_OF_CUDA_12_8:
+    asked = getattr(options, "ptx_version", _ABSENT)  # AMD's have none
+    if asked is not None or arch not in _CARDS_OF_CUDA_12_8 or _names_a_ptxas(arch):
         return options
     return dataclasses.replace(options, ptx_version=87)
+
+
+def _names_a_ptxas(arch: int) -> bool:
+    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    try:
+        return not Path(get_ptxas(arch).path).is_relative_to(Path(knobs.__file__).parent)
+    except RuntimeError:  # there is none
+        return False
 
 
 def _leaving_gluon_as_it_is(module: Any, backend: Any) -> Any:

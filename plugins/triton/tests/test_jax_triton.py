@@ -323,8 +323,8 @@ def test_a_warp_specialised_kernel_gets_all_its_warps(monkeypatch):
 # -- what CUDA can read ------------------------------------------------------------------------------------------
 
 
-def test_the_code_is_for_cuda_12_8_unless_the_card_or_the_user_says_otherwise(monkeypatch):
-    from triton.backends.nvidia.compiler import CUDAOptions
+def test_the_code_is_for_cuda_12_8_unless_the_card_or_the_user_says_otherwise(monkeypatch, tmp_path):
+    from triton.backends.nvidia.compiler import CUDAOptions, get_ptxas
 
     named = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
     for name in named:
@@ -336,10 +336,17 @@ def test_the_code_is_for_cuda_12_8_unless_the_card_or_the_user_says_otherwise(mo
     assert _jax_triton._for_older_cuda(own, 103) is own
     assert _jax_triton._for_older_cuda(asked, 90) is asked
     assert _jax_triton._for_older_cuda(amd := SimpleNamespace(), "gfx942") is amd
-    for name in named:
-        with monkeypatch.context() as patch:
-            patch.setenv(name, "/cuda/bin/ptxas")
-            assert _jax_triton._for_older_cuda(own, 90) is own
+    mine = tmp_path / "ptxas"
+    mine.symlink_to(get_ptxas(90).path)
+    # Which of the two Triton asks for a card is of its version. What cannot be run it passes over.
+    for path, names in ((mine, True), (tmp_path / "none", False)):
+        found = []
+        for name in named:
+            with monkeypatch.context() as patch:
+                patch.setenv(name, str(path))
+                assert (get_ptxas(90).path == str(path)) == (_jax_triton._for_older_cuda(own, 90) is own)
+                found.append(get_ptxas(90).path == str(path))
+        assert sum(found) == names
 
 
 # -- once, and for all threads -----------------------------------------------------------------------------------
