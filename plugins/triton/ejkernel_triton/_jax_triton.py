@@ -11,7 +11,7 @@ to 0.4.1      all                 warp-specialised kernels are launched with few
 to 0.4.1      all                 Gluon kernels go through the passes for Triton, which rewrite them, or fail
 to 0.4.1      all                 compiled kernels are kept in memory alone: every process would compile them anew
 to 0.4.1      triton 3.6          a word is missing that it wants of every array that is described for the copy engine
-all           triton 3.8, 3.9     its PTX wants CUDA 12.9, 13.4: an older one beside JAX cannot read it
+to 0.4.1      triton 3.8, 3.9     its PTX wants CUDA 12.9, 13.4: an older one beside JAX cannot read it
 all           no CUDA plugin      lowering for CUDA needs classes of the plugin: `_portable` has them in plain Python
 ============  ==================  =====================================================================================
 
@@ -189,7 +189,8 @@ def _load() -> ModuleType:
             if (0, 4) <= version() <= _LAST_SEEN:
                 _keep_what_is_called(library)
                 _miss_no_im2col(library)
-            _mend_compilations(library)
+            if version() <= _LAST_SEEN:
+                _mend_compilations(library)
             _loaded = jax_triton
         return _loaded
 
@@ -321,24 +322,23 @@ def _miss_no_im2col(library: Any) -> None:
 
 
 def _mend_compilations(library: Any) -> None:
-    from ejkernel_triton import _kept  # noqa: F401  (imports of Triton, which are not for a thread that compiles)
+    from ejkernel_triton import _kept
 
     compile_in_place = library.compile_ttir_inplace
     if not isinstance(compile_in_place, functools.partial):
-        library.compile_ttir_inplace = functools.partial(_compiled, library, compile_in_place)
+        kept = functools.partial(_kept.compiled, library)
+        library.compile_ttir_inplace = functools.partial(_compiled, library, kept, compile_in_place)
 
 
-def _compiled(library: Any, compile_in_place: Any, module: Any, backend: Any, options: Any, *target: Any) -> Any:
-    from ejkernel_triton import _kept
-
+def _compiled(
+    library: Any, kept: Any, compile_in_place: Any, module: Any, backend: Any, options: Any, *target: Any
+) -> Any:
     options = _for_older_cuda(options, backend.target.arch)
-    if version() > _LAST_SEEN:
-        return compile_in_place(module, backend, options, *target)
     if version() >= (0, 4):
         backend = _leaving_gluon_as_it_is(module, backend)
     if library._JAX_TRITON_DUMP_DIR:  # whoever asks for the steps of a compilation is to see them
         return compile_in_place(module, backend, options, *target)
-    return _kept.compiled(library, compile_in_place, module, backend, options, *target)
+    return kept(compile_in_place, module, backend, options, *target)
 
 
 def _for_older_cuda(options: Any, arch: Any) -> Any:
