@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PLUGINS := ops xla cache packed triton pallas_tpu tuned_h200 bench
+PLUGINS := ops xla cache tuning packed triton pallas_tpu tuned_h200 testing classes bench
 
 # A second `make` installs nothing: the stamp is newer than everything that says what to install.
 STAMP := $(VENV)/.installed
@@ -44,8 +44,11 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# setuptools packs what it finds in these from the last time, too: a module that is gone would be shipped on.
+LEFTOVERS := build/lib build/bdist.* *.egg-info $(PLUGINS:%=plugins/%/build) $(PLUGINS:%=plugins/%/*.egg-info)
+
 wheels: $(STAMP)
-	rm -rf build/wheels
+	rm -rf build/wheels $(LEFTOVERS)
 	$(BIN)/python -m pip wheel -q --no-deps -w build/wheels . $(PLUGINS:%=./plugins/%)
 	ls build/wheels
 
@@ -58,4 +61,4 @@ $(BIN)/python:
 	$(BIN)/python -m pip install -q --upgrade pip
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) build dist $(LEFTOVERS)

@@ -19,7 +19,7 @@ def listing() -> str:
         if group == POLICIES:
             lines += [f"  {name:<32} built in" for name in BUILT_IN_NAMES]
         elif not mine:
-            lines.append("  none; 'pip install ejkernel-ops ejkernel-xla' brings the standard ones")
+            lines.append("; ".join(filter(None, ("  none", registry.what_to_install()))))
         for entry, broken in mine:
             lines.append(f"  {entry.name:<32} {entry.provider}")
             if broken:

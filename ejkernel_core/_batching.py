@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from ._jax_versions import is_sharded
+from ._jax_versions import explicit_spec, is_sharded, leading_over, vary_alike
 from ._request import Request, request
 
 Bind = Callable[[Request, Sequence[Any]], tuple[Any, ...]]
@@ -20,8 +21,30 @@ def batch(asked: Request, arrays: Sequence[Any], axes: Sequence[int | None], bin
         array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True)
     ]
     mapped = [axis is not None for axis in axes]
+    sharded = next((a for a, yes in zip(leading, mapped, strict=True) if yes and explicit_spec(a)[0] is not None), None)
+    if sharded is not None:
+        return _over_devices(asked, leading, mapped, sharded, bind)
     size = next(array.shape[0] for array, yes in zip(leading, mapped, strict=True) if yes)
     return _folded(asked, leading, mapped, size, bind) or _looped(asked, leading, mapped, bind)
+
+
+def _over_devices(
+    asked: Request, arrays: Sequence[Any], mapped: Sequence[bool], sharded: Any, bind: Bind
+) -> tuple[Any, ...]:
+    """Every device takes its own part of the mapped axis, which is that of ``sharded`` for all: a loop could not walk
+    over what others have.
+    """
+    mesh, over = jax.typeof(sharded).sharding.mesh, explicit_spec(sharded)[0]
+    specs = tuple(PartitionSpec(over) if yes else PartitionSpec() for yes in mapped)
+
+    def own(*parts: Any) -> tuple[Any, ...]:
+        return batch(asked, vary_alike(parts), [0 if yes else None for yes in mapped], bind)
+
+    placed = [leading_over(array, mesh, over, yes) for array, yes in zip(arrays, mapped, strict=True)]
+    names = set(over) if isinstance(over, tuple) else {over}
+    run = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(over), axis_names=names)
+    results: tuple[Any, ...] = run(*placed)
+    return results
 
 
 def _folded(

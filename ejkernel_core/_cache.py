@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
-from ._records import Record, as_record, fitting
-
-if TYPE_CHECKING:
-    from ._plan import Candidate
+from ._display import counted
+from ._plan import Candidate, fitting
+from ._records import Record, as_record
 
 
 class ConfigCache:
@@ -28,6 +28,11 @@ class ConfigCache:
         self.generation = 0
         self._lock = threading.Lock()
         self._records: OrderedDict[Hashable, tuple[Record, ...]] = OrderedDict()
+        self._listeners: set[weakref.WeakMethod[Callable[[], None]]] = set()
+
+    def notify(self, listener: Callable[[], None]) -> None:
+        """Call this bound method after every change, as long as its object lives."""
+        self._listeners.add(weakref.WeakMethod(listener, self._listeners.discard))
 
     def put(self, key: Hashable, value: Any) -> None:
         """Remember a configuration, or a ``Record`` of one: in the place of what is there for the same backend."""
@@ -38,6 +43,7 @@ class ConfigCache:
             self.generation += 1
             if self.maxsize is not None and len(self._records) > self.maxsize:
                 self._records.popitem(last=False)
+        self._changed()
 
     def get(self, key: Hashable, default: Any = None) -> Any:
         """The configuration that was put last, or the default."""
@@ -65,6 +71,13 @@ class ConfigCache:
         with self._lock:
             self._records.clear()
             self.generation += 1
+        self._changed()
+
+    def _changed(self) -> None:
+        # Without the lock: who listens may look something up.
+        for listener in [reference() for reference in tuple(self._listeners)]:
+            if listener is not None:
+                listener()
 
     def __contains__(self, key: Hashable) -> bool:
         with self._lock:
@@ -72,6 +85,10 @@ class ConfigCache:
 
     def __len__(self) -> int:
         return len(self._records)
+
+    def __repr__(self) -> str:
+        bound = "" if self.maxsize is None else f", at most {self.maxsize}"
+        return f"ConfigCache({counted(len(self), 'key')}{bound})"
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter([key for key, _ in self.items()])

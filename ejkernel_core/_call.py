@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import jax
@@ -17,18 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _gradients, _scopes
+from ._choice import with_space_faults
 from ._devices import Target, current_platform, target
-from ._errors import NoConfig, NoKernel, NotDifferentiable, PluginError
+from ._errors import NoConfig, NoKernel, PluginError, Unsupported
 from ._invocation import Invocation
-from ._keys import sharding_fingerprint
+from ._keys import content, sharding_fingerprint
 from ._operation import Operation, Restore
 from ._plan import Explanation, Plan
+from ._plugins import Plugins
 from ._primitive import outputs
-from ._request import Request, Terms, kind_of, request
-
-if TYPE_CHECKING:
-    from ._registry import Registry
-
+from ._request import Request, Terms, request
 
 #: How many compiled functions are kept for one way of writing a call: one for each set of options, the oldest go first.
 KEPT = 512
@@ -46,14 +44,14 @@ class Layout:
     compiled: dict[Any, Callable[..., Any]] = attrs.field(factory=dict, repr=False)
 
 
-def call(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(registry: Plugins, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """See ``ejkernel_core.call``. This is the path of every eager call: each line costs its users time."""
     backend, cfg = kwargs.pop("backend", None), kwargs.pop("cfg", None)
     layout, arrays, options = _taken_apart(registry, name, args, kwargs)
     scope = _scopes.current()
     cut = _cut(layout, arrays)
-    key = (*options, *map(kind_of, options), backend, cfg, kind_of(cfg), scope.digest, cut)
     try:
+        key = (*options, *map(content, options), backend, cfg, content(cfg), scope.digest, cut)
         compiled = layout.compiled.get(key)
     except TypeError:
         raise _unhashable(layout, options, backend, cfg) from None
@@ -68,7 +66,7 @@ def call(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _taken_apart(
-    registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    registry: Plugins, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Layout, list[Any], list[Any]]:
     written = (name, len(args), *kwargs)
     layout = registry.calls.get(written) or _layout(registry, written, args, kwargs)
@@ -79,7 +77,7 @@ def _taken_apart(
 def _run(layout: Layout, run: Callable[..., Any], arrays: Sequence[Any]) -> Any:
     try:
         return run(*arrays)
-    except (TypeError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         told = _told(layout, arrays, error)
         if told is None:
             raise
@@ -115,19 +113,19 @@ def _is_whole(array: Any) -> bool:
     return type(sharding) is jax.sharding.SingleDeviceSharding
 
 
-def invocation(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invocation:
+def invocation(registry: Plugins, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invocation:
     """The abstract invocation of that call."""
     asked, _, avals, where, _ = asked_for(registry, name, args, kwargs)
     return asked.invocation(avals, where)
 
 
-def plan(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def plan(registry: Plugins, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """The plan of that call."""
     asked, _, avals, where, _ = asked_for(registry, name, args, kwargs)
     return asked.plan(avals, where)
 
 
-def explain(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
+def explain(registry: Plugins, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
     """The plan of that call and of its gradients."""
     asked, _, avals, where, restore = asked_for(registry, name, args, kwargs)
     explanation = _explain(asked, avals, where)
@@ -139,7 +137,7 @@ def explain(registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[s
     return attrs.evolve(explanation, backward=_explain(backward, values, where))
 
 
-def _layout(registry: Registry, written: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout:
+def _layout(registry: Plugins, written: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout:
     calls = registry.calls  # before the operation is read: what is registered meanwhile starts with another one
     operation = registry.operation(written[0])
     places = operation.bind(tuple(range(len(args))), {name: len(args) + i for i, name in enumerate(kwargs)})
@@ -173,7 +171,7 @@ def _compile(layout: Layout, options: Sequence[Any], terms: Terms) -> Callable[.
     return jax.jit(run)
 
 
-def _check_backend(registry: Registry, op: str, backend: Any) -> None:
+def _check_backend(registry: Plugins, op: str, backend: Any) -> None:
     """An unknown or broken backend is told before anything else is done."""
     if backend is None:
         return
@@ -190,20 +188,18 @@ def _prepared(
     # Numbers are arrays too; under ``jax.disable_jit`` nobody has made them so.
     arrays = [jnp.asarray(value) if isinstance(value, _NUMBERS) else value for value in arrays]
     given = dict(zip((*layout.array_names, *layout.option_names), (*arrays, *options), strict=True))
-    arguments, restore = operation.prepare(operation.complete(given))
+    arguments, restore = operation.prepared(operation.complete(given))
     return *request(terms, operation, arguments), restore
 
 
 def asked_for(
-    registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], concrete: bool = False
+    registry: Plugins, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], concrete: bool = False
 ) -> tuple[Request, list[Any] | None, list[Any], Target, Restore]:
     """The request of a call, its prepared arrays (``concrete``, and if there are some), their shapes, where it runs,
     and how its results are given back.
     """
-    backend, cfg = kwargs.pop("backend", None), kwargs.pop("cfg", None)
-    layout, arrays, options = _taken_apart(registry, name, args, kwargs)
-    _check_backend(registry, name, backend)
-    terms = Terms(registry, backend, cfg, _scopes.current(), _cut(layout, arrays))
+    layout, arrays, options, terms = _opened(registry, name, args, kwargs)
+    terms = attrs.evolve(terms, scope=attrs.evolve(terms.scope, may_measure=False))
     seen: list[tuple[Request, Restore]] = []
 
     def trace(*arrays: Any) -> list[Any]:
@@ -217,14 +213,35 @@ def asked_for(
     return asked, values, avals, target(current_platform(arrays)), restore
 
 
+def whole(
+    registry: Plugins, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], inlined: bool = False
+) -> tuple[tuple[Any, ...], Restore]:
+    """All results of a call as its kernel gives them, and how the caller gets them; to be traced. They have the
+    derivative of a call, or ``inlined`` the one that JAX makes of the kernel.
+    """
+    layout, arrays, options, terms = _opened(registry, name, args, kwargs)
+    asked, values, restore = _prepared(layout, arrays, options, terms)
+    return (_gradients.inlined if inlined else _gradients.apply)(asked, values), restore
+
+
+def _opened(
+    registry: Plugins, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Layout, list[Any], list[Any], Terms]:
+    backend, cfg = kwargs.pop("backend", None), kwargs.pop("cfg", None)
+    layout, arrays, options = _taken_apart(registry, name, args, kwargs)
+    _check_backend(registry, name, backend)
+    return layout, arrays, options, Terms(registry, backend, cfg, _scopes.current(), _cut(layout, arrays))
+
+
 def _is_abstract(array: Any) -> bool:
     return isinstance(array, (jax.core.Tracer, jax.ShapeDtypeStruct))
 
 
 def _explain(asked: Request, avals: Sequence[Any], where: Target) -> Explanation:
     try:
-        return Explanation(asked.operation.name, asked.plan(avals, where), None)
-    except (NoKernel, NoConfig, PluginError) as error:
+        kernels, _ = asked.registry.kernels(asked.operation.name)
+        return Explanation(asked.operation.name, with_space_faults(asked.plan(avals, where), kernels), None)
+    except (NoKernel, NoConfig, PluginError, Unsupported) as error:
         return Explanation(asked.operation.name, None, str(error))
 
 
@@ -259,19 +276,24 @@ def _check_arrays(layout: Layout, arrays: Sequence[Any]) -> None:
 
 def _told(layout: Layout, arrays: Sequence[Any], error: Exception) -> Exception | None:
     """What we can say better than the error that JAX raised."""
-    if isinstance(error, OverflowError):
-        given = zip(layout.array_names, arrays, strict=True)
-        large = [f"{name}={value}" for name, value in given if type(value) is int and value.bit_length() > 31]
-        return OverflowError(f"{layout.operation.name}: too large for 32 bits: {', '.join(large)}") if large else None
-    if str(error).startswith("can't apply forward-mode"):
-        return NotDifferentiable(
-            f"{layout.operation.name}: forward-mode differentiation (jvp, jacfwd, hessian) goes through the reference "
-            "alone: pass backend='reference'"
-        )
+    if not isinstance(error, TypeError):
+        return _too_large(layout, arrays)
     try:
         _check_arrays(layout, arrays)
     except TypeError as better:
         return better
+    return None
+
+
+def _too_large(layout: Layout, arrays: Sequence[Any]) -> ValueError | None:
+    """A plain int takes the dtype that JAX has for ints, whatever the operation would make of it."""
+    bits = 8 * jax.dtypes.canonicalize_dtype(int).itemsize
+    for name, value in zip(layout.array_names, arrays, strict=True):
+        if type(value) is int and not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
+            return ValueError(
+                f"{layout.operation.name}: {name} takes an int from -2**{bits - 1} to 2**{bits - 1} - 1, as JAX does, "
+                f"or a number with a dtype, as jnp.uint32 is; got one of {value.bit_length()} bits"
+            )
     return None
 
 
@@ -292,9 +314,15 @@ def _unhashable(layout: Layout, options: Sequence[Any], backend: Any, cfg: Any) 
         except TypeError:
             return TypeError(
                 f"{layout.operation.name}: {name} is a static option and has to be hashable; "
-                f"got {type(value).__name__} {_brief(value)}" + (" (give a tuple)" if isinstance(value, list) else "")
+                f"got {type(value).__name__} {_brief(value)}" + _way_out(name, value)
             )
     return TypeError(f"{layout.operation.name}: an option is not hashable")
+
+
+def _way_out(name: str, value: Any) -> str:
+    if name == "cfg":
+        return " (give a frozen Config of the kernel)"
+    return " (give a tuple)" if isinstance(value, list) and name != "backend" else ""
 
 
 def _brief(value: Any) -> str:

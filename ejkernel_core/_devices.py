@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import os
 import re
 from collections.abc import Iterable
+from platform import machine
 from typing import Any
 
 import attrs
@@ -18,6 +22,7 @@ class Target:
     """What a kernel may know of the device it is compiled for."""
 
     platform: str
+    #: See ``device_name``.
     device_kind: str | None = None
     compute_capability: tuple[int, int] | None = None
 
@@ -78,35 +83,41 @@ def target(platform: str) -> Target:
         device = jax.local_devices(backend=platform)[0]
     except RuntimeError:
         return Target(jax_platform(platform))
-    return Target(jax_platform(platform), device.device_kind, _capability(device))
+    return Target(jax_platform(platform), device_name(device), _capability(device))
 
 
-def get_device_platform(device: Any = None) -> str:
-    """What JAX calls the platform of a device (its first by default): gpu, tpu or cpu; unknown for any other.
+def device_name(device: Any) -> str:
+    """What tells devices apart that are not equally fast: JAX's ``device_kind``, and of a CPU the processor.
 
-    >>> get_device_platform(jax.devices("cpu")[0])
-    'cpu'
+    >>> device_name(jax.devices("cpu")[0]) == processor()
+    True
     """
-    platform = jax_platform(_given(device).platform.lower())
-    return platform if platform in ("gpu", "tpu", "cpu") else "unknown"
+    return processor() if device.platform == "cpu" else str(device.device_kind)
 
 
-def device_kind(device: Any = None) -> str:
-    """The same as ``get_device_platform``; what the device is called is ``device.device_kind``.
+@functools.cache
+def processor() -> str:
+    """The model of this machine's processor, and how many of its cores this process may use.
 
-    >>> device_kind(jax.devices("cpu")[0])
-    'cpu'
+    JAX calls every CPU "cpu", and what is best on one is not on another. Families and numbers of models are in it
+    because a virtual machine may be told little more than the maker's name.
     """
-    return get_device_platform(device)
+    known = _cpuinfo()
+    name = known.get("model name") or known.get("cpu") or os.environ.get("PROCESSOR_IDENTIFIER") or machine() or "cpu"
+    numbers = (known.get(field) for field in ("cpu family", "model", "CPU implementer", "CPU part"))
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    words = [name, "-".join(filter(None, numbers))]
+    return " ".join(" ".join(words).split()) + f", {usable} core{'s' * (usable > 1)}"
 
 
-def preferred_backend(device: Any = None) -> str:
-    """The backend that is written for this kind of device: "triton", "pallas_tpu", or "xla" for all others.
-
-    >>> preferred_backend(jax.devices("cpu")[0])
-    'xla'
-    """
-    return {"gpu": "triton", "tpu": "pallas_tpu"}.get(get_device_platform(device), "xla")
+def _cpuinfo() -> dict[str, str]:
+    """What Linux tells of the first core."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            fields = [line.partition(":") for line in itertools.takewhile(str.strip, lines)]
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in fields}
 
 
 def _given(device: Any) -> Any:
@@ -118,14 +129,14 @@ def _given(device: Any) -> Any:
 
 
 def device_fingerprint(device: Any = None) -> str:
-    """What a device is, in one line that is the same in every process: its kind, and its platform's version.
+    """What a device is, in one line that is the same in every process: its name, and its platform's version.
 
-    >>> device_fingerprint(jax.devices("cpu")[0]).startswith("cpu (")
+    >>> device_fingerprint(jax.devices("cpu")[0]).startswith(f"{processor()} (")
     True
     """
     device = _given(device)
     version = " ".join(str(device.client.platform_version).split())
-    return f"{device.device_kind} ({version})"
+    return f"{device_name(device)} ({version})"
 
 
 def jax_platform(platform: str) -> str:

@@ -1,4 +1,4 @@
-"""What is installed, read from entry-point metadata alone: no plugin is imported here."""
+"""What is installed, and what could be, read from metadata alone: no plugin is imported here."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ import attrs
 KERNELS = "ejkernel.kernels"
 OPERATIONS = "ejkernel.operations"
 POLICIES = "ejkernel.policies"
+
+#: The distribution of the core. Its extras name the plugins that belong to it, and share the first word of their names.
+CORE = "ejkernel-core"
+FAMILY = "ejkernel-"
+#: One line of a distribution's requirements that holds for an extra alone.
+_REQUIREMENT = re.compile(r"""(?P<name>[\w.-]+).*;.*\bextra\s*==\s*['"](?P<extra>[\w.-]+)['"]""")
 
 
 @attrs.frozen
@@ -38,6 +44,14 @@ class Entry:
         return self._point.load()
 
 
+@attrs.frozen
+class Broken:
+    """A plugin that cannot be used, and why."""
+
+    entry: Entry
+    reason: str
+
+
 def installed(selection: str | None) -> tuple[Entry, ...]:
     """Every entry of the three groups, of the distributions that ``selection`` (EJKERNEL_PLUGINS) lets in.
 
@@ -61,9 +75,34 @@ def version_of(distribution: str) -> str:
         return "not installed"
 
 
+def extras() -> dict[str, tuple[str, ...]]:
+    """The extras of the core that name plugins, and the distributions that each names."""
+    try:
+        requirements = metadata.requires(CORE) or []
+    except metadata.PackageNotFoundError:
+        requirements = []
+    named: dict[str, tuple[str, ...]] = {}
+    for needed in filter(None, map(_REQUIREMENT.match, requirements)):
+        name, extra = normal(needed["name"]), needed["extra"]
+        if name.startswith(FAMILY) and name != CORE:
+            named[extra] = (*named.get(extra, ()), name)
+    return named
+
+
+def backend_of(distribution: str) -> str:
+    """The backend that a distribution of the core's family has in its name.
+
+    >>> backend_of("ejkernel-pallas-tpu")
+    'pallas_tpu'
+    """
+    return distribution.removeprefix(FAMILY).replace("-", "_")
+
+
 def _entry(point: metadata.EntryPoint) -> Entry:
     dist = point.dist
-    name, version = (dist.name, dist.version) if dist else ("unknown distribution", "")
+    # Where an installation was interrupted, there are entry points without the rest.
+    described: Any = (dist and dist.metadata) or {}
+    name, version = described.get("Name") or "unknown distribution", described.get("Version") or ""
     return Entry(point.group, point.name, point.value, name, version, point)
 
 
@@ -71,14 +110,19 @@ def _selected(distribution: str, selection: str | None) -> bool:
     if selection is None:
         return True
     words = [word.strip() for word in selection.split(",") if word.strip()]
-    left_out = {_normal(word[1:]) for word in words if word.startswith("-")}
-    let_in = {_normal(word) for word in words if not word.startswith("-")}
-    name = _normal(distribution)
+    left_out = {normal(word[1:]) for word in words if word.startswith("-")}
+    let_in = {normal(word) for word in words if not word.startswith("-")}
+    name = normal(distribution)
     # "-a" alone means all but a; an empty list means none.
     return name not in left_out and (name in let_in or (bool(left_out) and not let_in))
 
 
-def _normal(distribution: str) -> str:
+def normal(distribution: str) -> str:
+    """The one of the ways to write its name that metadata compares.
+
+    >>> normal("Ejkernel_Pallas.TPU")
+    'ejkernel-pallas-tpu'
+    """
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 

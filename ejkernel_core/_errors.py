@@ -15,6 +15,22 @@ What a caller gave wrongly is Python's own ``TypeError`` or ``ValueError``, and 
 
 from __future__ import annotations
 
+#: What goes through wherever a plugin's faults are caught: the user's interrupt, and a generator that is closed. All
+#: else is caught, for not every fault is an ``Exception``: a panic in Rust is none, nor is an exit or a test's skip.
+PASSING = (KeyboardInterrupt, GeneratorExit)
+
+
+def described(fault: BaseException) -> str:
+    """The fault in words, as the last line of its traceback has it.
+
+    >>> described(ValueError("too long"))
+    'ValueError: too long'
+    """
+    try:
+        return f"{type(fault).__name__}: {fault}"
+    except Exception:  # it is a plugin's own class, and may be as broken as the plugin
+        return type(fault).__name__
+
 
 class EjkernelError(Exception):
     """The root of the tree."""

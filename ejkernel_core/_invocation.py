@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
+from ._display import html_table, one_line
 from ._keys import abstractify, short_hash, stable_json
+from ._operation import Operation
 
-if TYPE_CHECKING:
-    from ._operation import Operation
-    from ._registry import Registry
+
+def _text() -> Any:
+    def check(key: Any, field: attrs.Attribute[str], value: Any) -> None:
+        if not isinstance(value, str):
+            raise TypeError(f"Key: {field.name} takes text; got {type(value).__name__} {value!r:.60}")
+
+    return attrs.field(validator=check)
 
 
 @attrs.frozen
 class Key:
     """What a configuration is remembered by: content alone, so that it is the same in every process."""
 
-    op: str
+    op: str = _text()
     #: The device's name.
-    device: str
+    device: str = _text()
     #: What is computed, of what, and on what: as ``stable_json``.
-    problem: str
+    problem: str = _text()
     #: The versions of all that could change the answer, likewise.
-    software: str
+    software: str = _text()
 
     @property
     def digest(self) -> str:
@@ -48,15 +54,17 @@ class Invocation(Mapping[str, Any]):
     arguments: Mapping[str, Any]
     #: JAX's word: "cpu", "gpu", "tpu".
     platform: str
-    #: The device's name, "NVIDIA H200" for one; None where the device is not at hand (compiling for another machine).
+    #: The device's name: "NVIDIA H200", "AMD EPYC 9654 25-17, 16 cores" (JAX calls every processor "cpu"); None where
+    #: the device is not at hand (compiling for another machine).
     device_kind: str | None = None
     #: (9, 0) on a Hopper GPU; None elsewhere.
     compute_capability: tuple[int, int] | None = None
     #: The arguments that are cut over several devices, and how: see ``sharding_fingerprint``.
     sharding: tuple[tuple[str, str], ...] = ()
-    #: What is called, and where it was found: for who measures.
+    #: What is called.
     operation: Operation | None = attrs.field(default=None, repr=False)
-    registry: Registry | None = attrs.field(default=None, repr=False)
+    #: The versions of all that could change which configuration is best.
+    software: Mapping[str, str] = attrs.field(factory=dict, repr=False)
 
     @functools.cached_property
     def key(self) -> Key:
@@ -77,8 +85,7 @@ class Invocation(Mapping[str, Any]):
             "sharding": dict(self.sharding),
             "device": [self.platform, self.device_kind, self.compute_capability],
         }
-        software = self.registry.software(self.op) if self.registry else {}
-        return Key(self.op, self.device_kind or self.platform, stable_json(problem), stable_json(software))
+        return Key(self.op, self.device_kind or self.platform, stable_json(problem), stable_json(self.software))
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -90,17 +97,27 @@ class Invocation(Mapping[str, Any]):
         return len(self.arguments)
 
     def __str__(self) -> str:
-        device = f" ({self.device_kind})" if self.device_kind else ""
-        return f"{self.op}({', '.join(_described(self.arguments))}) on {self.platform}{device}"
+        arguments = ", ".join(f"{name}={text}" for name, text in _described(self.arguments))
+        return f"{self.op}({arguments}) on {self._where}"
+
+    def __repr__(self) -> str:
+        return f"Invocation({one_line(self)})"
+
+    def _repr_html_(self) -> str:
+        return html_table(f"{self.op} on {self._where}", _described(self.arguments))
+
+    @property
+    def _where(self) -> str:
+        return self.platform + (f" ({self.device_kind})" if self.device_kind else "")
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> Invocation:
         """The same invocation on these arrays."""
         return attrs.evolve(self, arguments={**self.arguments, **arrays})
 
 
-def _described(arguments: Mapping[str, Any]) -> list[str]:
-    """The arguments that are given, one short text each."""
-    return [f"{name}={_short(value)}" for name, value in arguments.items() if value is not None and value is not False]
+def _described(arguments: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The arguments that are given, by name, as short texts."""
+    return [(name, _short(value)) for name, value in arguments.items() if value is not None and value is not False]
 
 
 def _short(value: Any) -> str:

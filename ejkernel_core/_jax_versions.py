@@ -14,7 +14,16 @@ try:
 except ImportError:
     from jax.extend.core import Primitive
 
-__all__ = ["Primitive", "aval_like", "is_sharded", "lower_with_devices", "sharded_like", "vary_alike"]
+__all__ = [
+    "Primitive",
+    "aval_like",
+    "explicit_spec",
+    "is_sharded",
+    "leading_over",
+    "lower_with_devices",
+    "sharded_like",
+    "vary_alike",
+]
 
 
 def vary_alike(arrays: Sequence[Any]) -> list[Any]:
@@ -42,15 +51,44 @@ def aval_like(aval: Any, result: jax.ShapeDtypeStruct) -> Any:
     return aval.update(shape=result.shape, dtype=result.dtype, weak_type=False, sharding=sharding)
 
 
+def explicit_spec(array: Any) -> tuple[Any, ...]:
+    """What each axis of the array is sharded over, as its type says: only explicit mesh axes are a part of types."""
+    spec = jax.typeof(array).sharding.spec
+    return (*spec, *(None,) * (array.ndim - len(spec)))
+
+
 def is_sharded(array: Any) -> bool:
-    """Whether the array's type says that it is cut: only explicit mesh axes are a part of types."""
-    return any(axes is not None for axes in jax.typeof(array).sharding.spec)
+    """Whether the array's type says that it is cut."""
+    return any(axes is not None for axes in explicit_spec(array))
+
+
+def leading_over(array: Any, mesh: Any, over: Any, leading: bool) -> Any:
+    """``array`` with its first axis sharded over these mesh axes, or none of its axes, where it has no ``leading``
+    axis that is mapped. The types of what ``shard_map`` is given have to say what its specs say.
+    """
+    names = {over} if isinstance(over, str) else set(over)
+    spec = [_without(axes, names) for axes in explicit_spec(array)]
+    spec[:1] = [over] if leading else spec[:1]
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    own = jax.typeof(array).sharding
+    is_outside = own.mesh.empty and not leading  # it has no sharding that could be another one
+    return array if is_outside or sharding == own else jax.sharding.reshard(array, sharding)
+
+
+def _without(axes: Any, names: set[str]) -> Any:
+    kept = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if axis not in names)
+    return kept if len(kept) > 1 else next(iter(kept), None)
 
 
 def sharded_like(array: Any, other: Any) -> Any:
-    """``array`` with the sharding of ``other``, where shardings are part of the type (explicit mesh axes)."""
+    """``array`` with the sharding of ``other``, where shardings are part of the type (explicit mesh axes).
+
+    What comes from outside of every mesh has none to be brought to.
+    """
     wanted = jax.typeof(other).sharding
-    return array if jax.typeof(array).sharding == wanted else jax.sharding.reshard(array, wanted)
+    if wanted.mesh.empty or jax.typeof(array).sharding == wanted:
+        return array
+    return jax.sharding.reshard(array, wanted)
 
 
 def lower_with_devices(primitive: Any) -> None:

@@ -13,6 +13,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import Any
 
 import attrs
@@ -41,6 +42,46 @@ def short_hash(value: Any, length: int = 16) -> str:
     'c5ab4a7f'
     """
     return hashlib.sha256(stable_json(value).encode()).hexdigest()[:length]
+
+
+#: Of these, equal means the same.
+_SIMPLE = frozenset({type(None), bool, int, str, bytes})
+
+
+def content(value: Any) -> Any:
+    """What is hashable and equal where two values are the same: of one type, and so is everything inside of them.
+
+    In Python, 1, 1.0 and True are equal, 0.0 and -0.0 too, and a class may leave fields out of its comparison.
+
+    >>> content((1, 0.0)) == content((1, 0.0)), content(1) == content(True), content(0.0) == content(-0.0)
+    (True, False, False)
+    """
+    kind: Any = type(value)
+    if kind in _SIMPLE:
+        return kind, value
+    if fields := _fields(kind):
+        return (kind, *(content(getattr(value, name)) for name in fields))
+    if isinstance(value, (float, complex)):
+        return kind, repr(value)
+    if isinstance(value, (np.generic, np.ndarray)):
+        return kind, value.dtype, value.shape, value.tobytes()
+    if isinstance(value, (tuple, list)):
+        return (kind, *map(content, value))
+    if isinstance(value, (frozenset, set)):
+        return kind, frozenset(map(content, value))
+    if isinstance(value, Mapping):
+        return kind, frozenset((content(key), content(inner)) for key, inner in value.items())
+    if isinstance(value, (Decimal, range)):
+        return kind, repr(value)
+    return kind, value
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[str, ...]:
+    """The names of all fields of a class of attrs, or of a dataclass."""
+    if attrs.has(kind):
+        return tuple(field.name for field in attrs.fields(kind))
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
 
 
 def abstract(value: Any) -> jax.ShapeDtypeStruct:
@@ -112,8 +153,18 @@ _JaxScalarType = type(jax.numpy.float32)
 
 def _dtype(value: Any, inner: Inner) -> Any:
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
-        return {f"{TAG}dtype": np.dtype(value).name}
+        return {f"{TAG}dtype": _dtype_content(np.dtype(value))}
     return {f"{TAG}dtype": value.dtype.name} if isinstance(value, _JaxScalarType) else None
+
+
+def _dtype_content(dtype: np.dtype[Any]) -> Any:
+    """Its name; with the byte order where that is not this machine's, and with the fields of a record."""
+    if dtype.fields:
+        fields = {name: [_dtype_content(part[0]), part[1]] for name, part in dtype.fields.items()}
+        return [dtype.itemsize, fields]
+    if dtype.subdtype:
+        return [_dtype_content(dtype.subdtype[0]), *dtype.subdtype[1]]
+    return dtype.name if dtype.isnative else dtype.str
 
 
 def _number(value: Any, inner: Inner) -> Any:
@@ -172,13 +223,11 @@ def _mapping(value: Any, inner: Inner) -> Any:
 def _record(value: Any, inner: Inner) -> Any:
     if isinstance(value, type):
         return None
-    if attrs.has(type(value)):
-        names = [field.name for field in attrs.fields(type(value)) if field.eq]
-    elif dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value) if field.compare]
-    else:
+    if not (attrs.has(type(value)) or dataclasses.is_dataclass(value)):
         return None
-    return {f"{TAG}object": [_path_of(type(value)), {name: inner(getattr(value, name)) for name in names}]}
+    kind: Any = type(value)
+    fields = {name: inner(getattr(value, name)) for name in _fields(kind)}
+    return {f"{TAG}object": [_path_of(type(value)), fields]}
 
 
 def _callable(value: Any, inner: Inner) -> Any:

@@ -11,7 +11,7 @@ import functools
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
@@ -20,7 +20,7 @@ import jax
 from ._errors import RecordError
 from ._keys import abstractify, stable_json
 from ._plan import Plan
-from ._records import from_json, imported_type, to_json
+from ._records import to_json
 
 #: What a label starts with; then what it is of, and what it says, all between these.
 MARK = "ejk~"
@@ -129,34 +129,3 @@ def _read(kind: str, name: str, packed: str | None) -> Label:
 
 def _hashable(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (dict, list)) else value
-
-
-def labels_to_configs(labels: Iterable[Label], types: Mapping[str, type] | None = None) -> dict[Label, Any]:
-    """The configuration of every call among the labels, by its label.
-
-    ``types`` gives the class by the name of a kernel, "flash_attention.xla". By default it is the installed kernel's,
-    or the one that is imported by that name. ``RecordError`` tells where a configuration does not fit it.
-
-    >>> from ejkernel_core import FwdParams
-    >>> made = Label("double", "xla", config=to_json(FwdParams(num_warps=4)))
-    >>> labels_to_configs([made], {"double.xla": FwdParams})[made].num_warps
-    4
-    """
-    found = {}
-    for one in labels:
-        if one.backend is not None and one.config is not None:
-            found[one] = from_json(one.config, _type_of(one, types or {}))
-    return found
-
-
-def _type_of(one: Label, types: Mapping[str, type]) -> Any:
-    import ejkernel_core
-
-    name = f"{one.name}.{one.backend}"
-    if name in types:
-        return types[name]
-    if one.backend in ejkernel_core.registry.backends(one.name):
-        return ejkernel_core.registry.kernel(one.name, one.backend).config_type
-    # A kernel of a script is not installed, but its class is there.
-    kind = json.loads(one.config or "{}").get("type")
-    return None if kind is None else imported_type(kind)

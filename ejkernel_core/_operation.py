@@ -9,6 +9,8 @@ from typing import Any
 
 import attrs
 
+from ._axes import Axes
+
 Arguments = dict[str, Any]
 Restore = Callable[[tuple[Any, ...]], Any]
 
@@ -30,49 +32,134 @@ class Operation:
     arguments turns them into what the caller gets.
 
     Only ``name`` and ``signature`` are required. The signature's positional parameters are arrays and its keyword-only
-    parameters static options, unless ``arrays`` says otherwise.
+    parameters static options, unless ``axes`` or ``arrays`` say otherwise. What ``axes`` says has not to be said again:
+    ``results``, ``outputs``, ``fold``, ``tuning_key``, ``samples`` and ``cost`` follow from it, and are given where an
+    operation needs more.
     """
 
     name: str
     signature: inspect.Signature = attrs.field(converter=_signature)
     #: Raised when results change for equal arguments: part of every stored configuration's key.
     version: int = 1
+    #: What the axes of the canonical arguments mean: every call is checked against it.
+    axes: Axes | None = None
     #: The parameters that are arrays. Everything else is a static option, hashable and known while tracing.
     arrays: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
     #: The arrays a gradient may be asked for.
     differentiable: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
     #: The names of what a kernel returns, in order.
-    results: tuple[str, ...] = attrs.field(default=("out",), converter=tuple[str, ...])
+    results: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
     #: Arguments to (checked, canonical arguments; a function from the results to what the caller gets).
     prepare: Callable[[Arguments], tuple[Arguments, Restore]] = _unprepared
     #: Prepared arguments to one ``jax.ShapeDtypeStruct`` a result, with a sharding where the arguments' tells it. By
     #: default the reference is asked.
-    outputs: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None = None
+    outputs: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None = attrs.field()
     #: The operation that computes the gradients, see ``gradient_signature``; else the reference is differentiated.
     backward: str | None = None
     #: Prepared arguments to what of them matters to tuning. Calls that agree in it share configurations, where none was
     #: measured for exactly the call.
-    tuning_key: Callable[[Mapping[str, Any]], Any] | None = None
+    tuning_key: Callable[[Mapping[str, Any]], Any] | None = attrs.field()
     #: The backend that is plain JAX: what JAX may differentiate, in any order.
     reference: str = "reference"
     #: (prepared arguments, names of those with a leading mapped axis, its size) to (arguments without that axis, a
-    #: function that gives the results their leading axis back), or None where ``jax.vmap`` has to loop.
-    fold: Callable[[Mapping[str, Any], frozenset[str], int], tuple[Arguments, Restore] | None] | None = None
+    #: function that gives the results their leading axis back), or None where ``jax.vmap`` has to loop. The call that
+    #: it gives is like any other: its gradient is that of all the elements together.
+    fold: Callable[[Mapping[str, Any], frozenset[str], int], tuple[Arguments, Restore] | None] | None = attrs.field()
     #: Abstract arguments to concrete ones that mean something, for measuring: (arguments, a random key).
-    samples: Callable[[Mapping[str, Any], Any], Arguments] | None = None
+    samples: Callable[[Mapping[str, Any], Any], Arguments] | None = attrs.field()
     #: Prepared arguments to a ``Cost``.
-    cost: Callable[[Mapping[str, Any]], Cost] | None = None
-    #: The cases every kernel is proved on: see ``ejkernel_core.testing``.
+    cost: Callable[[Mapping[str, Any]], Cost] | None = attrs.field()
+    #: The cases every kernel is proved on: see ``ejkernel_testing``.
     cases: Callable[[], Iterable[Any]] | None = None
 
     @arrays.default
-    def _positional(self) -> tuple[str, ...]:
+    def _arrays(self) -> tuple[str, ...]:
         parameters = self.signature.parameters.values()
+        if self.axes is not None:
+            return tuple(p.name for p in parameters if p.name in self.axes.arrays)
         return tuple(p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY)
 
     @differentiable.default
     def _every_array(self) -> tuple[str, ...]:
         return self.arrays
+
+    @results.default
+    def _results(self) -> tuple[str, ...]:
+        return ("out",) if self.axes is None or self.axes.of_gradients else tuple(self.axes.results)
+
+    @outputs.default
+    def _outputs(self) -> Callable[[Mapping[str, Any]], tuple[Any, ...]] | None:
+        return self.axes.outputs if self.axes is not None else None
+
+    @tuning_key.default
+    def _tuning_key(self) -> Callable[[Mapping[str, Any]], Any] | None:
+        return self.axes.bucket if self.axes is not None and self.axes.rounded else None
+
+    @fold.default
+    def _fold(self) -> Callable[[Mapping[str, Any], frozenset[str], int], tuple[Arguments, Restore] | None] | None:
+        return self.axes.fold if self.axes is not None else None
+
+    @samples.default
+    def _samples(self) -> Callable[[Mapping[str, Any], Any], Arguments] | None:
+        return self.axes.samples if self.axes is not None else None
+
+    @cost.default
+    def _cost(self) -> Callable[[Mapping[str, Any]], Cost] | None:
+        axes = self.axes
+        return None if axes is None else lambda arguments: Cost(0.0, axes.bytes(arguments))
+
+    def __attrs_post_init__(self) -> None:
+        if self.axes is not None:
+            self._check_parameters([*self.axes.arrays, *(option for option, _ in self.axes.when)])
+
+    def _check_parameters(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self.signature.parameters:
+                raise ValueError(f"axes of {self.name}: {name!r} is no parameter{self._nearest([name])}")
+
+    def prepared(self, arguments: Arguments) -> tuple[Arguments, Restore]:
+        """Checked, canonical arguments; and what turns the results into what the caller gets."""
+        canonical, restore = self.prepare(arguments)
+        return (canonical if self.axes is None else self.axes.canonical(canonical)), restore
+
+    def gradients(self, **fields: Any) -> Operation:
+        """The backward operation, as far as it follows from this one's axes."""
+        if self.axes is None or self.backward is None:
+            raise ValueError(
+                f"{self.name}: gradients follow from 'axes', and 'backward' names their operation; give both"
+            )
+        axes = self.axes.backward()
+        derived = {
+            "name": self.backward,
+            "version": self.version,
+            "signature": gradient_signature(self.signature, self.results),
+            "axes": axes,
+            "differentiable": (*self.differentiable, *(name for name in axes.arrays if name not in self.axes.arrays)),
+            "prepare": self.prepare_gradients,
+        }
+        return Operation(**{**derived, **fields})
+
+    def prepare_gradients(self, arguments: Arguments) -> tuple[Arguments, Restore]:
+        """The forward's checks; gradients in the shapes of what they belong to, as the caller has them."""
+        canonical, _ = self.prepared(arguments)
+        shapes = [arguments[name].shape for name in self._checked_wrt(arguments)]
+        assert self.outputs is not None
+        for name, promised in zip(self.results, self.outputs(canonical), strict=True):
+            for saved in (name, f"d_{name}"):
+                _check_saved(saved, canonical[saved], promised)
+        return canonical, lambda gradients: tuple(g.reshape(s) for g, s in zip(gradients, shapes, strict=True))
+
+    def _checked_wrt(self, arguments: Arguments) -> tuple[str, ...]:
+        wrt = arguments["wrt"]
+        if not isinstance(wrt, tuple) or not set(wrt) <= set(self.differentiable):
+            raise ValueError(f"wrt: takes a tuple of names among {self.differentiable}; got {wrt!r}")
+        twice = [name for name in dict.fromkeys(wrt) if wrt.count(name) > 1]
+        if twice:
+            raise ValueError(f"wrt: takes each name once; got {', '.join(twice)} more often")
+        absent = [name for name in wrt if arguments[name] is None]
+        if absent:
+            raise ValueError(f"wrt: names {', '.join(absent)}, which the call does not have")
+        return wrt
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """The given arguments by name, without the defaults."""
@@ -85,7 +172,7 @@ class Operation:
         """Every parameter by name, with the defaults."""
         return {name: given.get(name, p.default) for name, p in self.signature.parameters.items()}
 
-    def _nearest(self, kwargs: Mapping[str, Any]) -> str:
+    def _nearest(self, kwargs: Iterable[str]) -> str:
         unknown = [name for name in kwargs if name not in self.signature.parameters]
         near = [match for name in unknown for match in difflib.get_close_matches(name, self.signature.parameters, 1)]
         return f"; did you mean {near[0]!r}?" if near else ""
@@ -97,6 +184,15 @@ class Cost:
 
     flops: float
     bytes: float
+
+
+def _check_saved(name: str, value: Any, promised: Any) -> None:
+    if value is None:
+        return
+    if value.shape != promised.shape:
+        raise ValueError(f"{name}: takes the forward's shape {promised.shape}; got {value.shape}")
+    if value.dtype != promised.dtype:
+        raise TypeError(f"{name}: takes the forward's dtype {promised.dtype}; got {value.dtype}")
 
 
 def gradient_signature(operation: inspect.Signature, results: Iterable[str]) -> inspect.Signature:

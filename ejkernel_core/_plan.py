@@ -1,20 +1,16 @@
-"""How the installed kernels and one invocation become a choice."""
+"""The outcome of a choice, and what it is made of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import attrs
 
-from ._errors import NoKernel, PluginError, Unsupported
+from ._display import html_table, html_text, one_line
 from ._invocation import Invocation, Key
 from ._kernel import LoadedKernel
 from ._records import Record
-
-if TYPE_CHECKING:
-    from ._registry import Registry
-    from ._scopes import Scope
 
 
 @attrs.frozen
@@ -35,6 +31,19 @@ class Candidate:
         return self.kernel.config_type or (None if self.cfg is None else type(self.cfg))
 
 
+def fitting(records: Iterable[Record], candidate: Candidate) -> Record | None:
+    """The first that is for the candidate's kernel; one without a backend is for every kernel that takes its type.
+
+    >>> from types import SimpleNamespace
+    >>> candidate = SimpleNamespace(backend="xla", config_type=int)  # as far as is looked at here
+    >>> fitting([Record(64, "triton"), Record("no int"), Record(128)], candidate)
+    Record(cfg=128, backend=None, provenance=None)
+    """
+    kind = candidate.config_type
+    ours = (r for r in records if r.backend in (None, candidate.backend) and (kind is None or isinstance(r.cfg, kind)))
+    return next(ours, None)
+
+
 @attrs.frozen
 class Choice:
     """What a policy answers: which candidate, with which configuration, and where the answer came from."""
@@ -51,7 +60,9 @@ class Choice:
     def __str__(self) -> str:
         found = f"\n  remembered as {self.key}" if self.key else ""
         provenance = self.record.provenance if self.record else None
-        return f"{self.origin}{found}" + (f", {provenance}" if provenance else ", put there by hand" if found else "")
+        if provenance is None:
+            return f"{self.origin}{found}" + (", put there by hand" if found else "")
+        return "\n  ".join([f"{self.origin}{found}, {provenance}", *provenance.casualties])
 
 
 @attrs.frozen
@@ -96,6 +107,19 @@ class Plan:
         lines = [f"{self.kernel.name} with {self.cfg}, by {self.choice}", f"  for {self.invocation}"]
         return "\n".join([*lines, *(f"  {verdict}" for verdict in self.verdicts)])
 
+    @property
+    def summary(self) -> str:
+        """Kernel, configuration and origin, in one line."""
+        return one_line(f"{self.kernel.name} with {self.cfg}, by {self.origin}")
+
+    def __repr__(self) -> str:
+        return f"Plan({self.summary})"
+
+    def _repr_html_(self) -> str:
+        own = [("configuration", self.cfg), ("chosen by", self.choice), ("for", self.invocation)]
+        others = [(v.name, v.provider, v.status, v.reason) for v in self.verdicts]
+        return html_table(self.kernel.name, [*own, *others])
+
 
 @attrs.frozen
 class Explanation:
@@ -111,81 +135,17 @@ class Explanation:
         own = str(self.plan) if self.plan else self.error or ""
         return own + (f"\n{self.backward}" if self.backward else f"\n  ({self.note})")
 
+    @property
+    def summary(self) -> str:
+        """That of the plan and of the backward's, or the error, in one line."""
+        own = self.plan.summary if self.plan else one_line(self.error)
+        return own + (f"; {self.backward.summary}" if self.backward else "")
 
-def make_plan(registry: Registry, inv: Invocation, backend: str | None, cfg: Any, scope: Scope) -> Plan:
-    """Ask every installed kernel in order of its rank on the platform, then the policies."""
-    candidates, verdicts = ask_all(registry, inv, backend, cfg)
-    if not candidates:
-        raise _nobody(inv, verdicts, registry, backend)
-    for listener in scope.listeners:
-        listener(inv)
-    choice, policies = registry.select_config(inv, candidates, scope)
-    chosen = next(c.kernel for c in candidates if c.backend == choice.backend)
-    return Plan(inv, chosen, choice, (*_with_choice(verdicts, chosen.name), *policies))
+    def __repr__(self) -> str:
+        return f"Explanation({self.summary})"
 
-
-def ask_all(
-    registry: Registry, inv: Invocation, backend: str | None, cfg: Any
-) -> tuple[list[Candidate], list[Verdict]]:
-    kernels, verdicts = registry.kernels(inv.op)
-    candidates = []
-    for kernel in sorted(kernels, key=lambda kernel: -(kernel.rank(inv.platform) or 0)):
-        heuristic, verdict = _ask(kernel, inv, backend, cfg)
-        verdicts.append(verdict)
-        if verdict.status == "able":
-            candidates.append(Candidate(kernel, heuristic if cfg is None else cfg, cfg is not None))
-    return candidates, verdicts
-
-
-def _ask(kernel: LoadedKernel, inv: Invocation, backend: str | None, cfg: Any) -> tuple[Any, Verdict]:
-    def verdict(status: str, reason: str = "") -> Verdict:
-        return Verdict(kernel.name, kernel.provider, status, reason)
-
-    if backend is not None and kernel.backend != backend:
-        return None, verdict("left out", f"backend={backend!r} was asked for")
-    if cfg is not None and (kernel.config_type is None or not isinstance(cfg, kernel.config_type)):
-        return None, verdict(
-            "left out", f"the given cfg is a {type(cfg).__module__}.{type(cfg).__qualname__}, not its Config"
-        )
-    if getattr(cfg, "interpret", False):
-        return None, verdict("able")  # the heuristic knows nothing of such a platform, and is not needed
-    if kernel.rank(inv.platform) is None:
-        return None, verdict("refused", f"it runs on {', '.join(kernel.platforms or ())}; this is {inv.platform}")
-    try:
-        heuristic = kernel.heuristic_cfg(inv)
-        if cfg is None and kernel.config_type is not None and not isinstance(heuristic, kernel.config_type):
-            return None, verdict("broken", f"heuristic_cfg gives a {type(heuristic).__qualname__}, not its Config")
-        return heuristic, verdict("able")
-    except Unsupported as refusal:
-        return None, verdict("refused", str(refusal))
-    except Exception as fault:  # one broken plugin must not break the others' calls; it is named in every explanation
-        return None, verdict("broken", f"heuristic_cfg raised {type(fault).__name__}: {fault}")
-
-
-def misfit(choice: Any, candidates: Sequence[Candidate]) -> str | None:
-    """What is wrong with a policy's answer."""
-    if choice is None:
-        return None
-    if not isinstance(choice, Choice):
-        return f"select_config returned a {type(choice).__name__}, no Choice"
-    if choice.measured and (choice.record is None or choice.record.provenance is None):
-        return f"{choice.origin} measured, and gives no record with a provenance"
-    chosen = next((c for c in candidates if c.backend == choice.backend), None)
-    if chosen is None:
-        return f"{choice.origin} chose backend {choice.backend!r}, which is not among the candidates"
-    kind = chosen.kernel.config_type  # not the heuristic's type: a kernel that does not say may take several
-    if kind is not None and not isinstance(choice.cfg, kind):
-        return f"{choice.origin} chose a {type(choice.cfg).__name__} for {chosen.kernel.name}, not its Config"
-    return None
-
-
-def _with_choice(verdicts: Iterable[Verdict], chosen: str) -> tuple[Verdict, ...]:
-    return tuple(attrs.evolve(v, status="chosen") if v.name == chosen else v for v in verdicts)
-
-
-def _nobody(inv: Invocation, verdicts: Sequence[Verdict], registry: Registry, backend: str | None) -> Exception:
-    told = "\n".join(f"  {verdict}" for verdict in verdicts) or "  no kernel is installed"
-    broken = [v for v in verdicts if v.status == "broken" and v.name == f"{inv.op}.{backend}"]
-    if broken:
-        return PluginError(str(broken[0]))
-    return NoKernel(f"no kernel can do {inv}\n{told}\n{registry.how_to_install()}")
+    def _repr_html_(self) -> str:
+        own = self.plan._repr_html_() if self.plan else html_text(self.error)
+        if self.backward:
+            return own + self.backward._repr_html_()
+        return own + (html_text(self.note) if self.plan else "")

@@ -1,147 +1,161 @@
-"""The policies that ship with the core, and the chain that all policies form.
-
-They are asked in this order: an explicit ``cfg``, the overlays of the scope, what is in memory, then everybody's
-(stores and models, by RANK), and last the heuristic. pluggy's ``tryfirst`` and ``trylast`` move a policy up or down,
-but not past an explicit ``cfg``, an overlay, memory, or the heuristic.
-"""
+"""Who has a say in the choice, and how a store answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import attrs
 import pluggy
 
-from ._cache import ConfigCache
-from ._errors import NoConfig, RecordError, Unsupported
-from ._hookspecs import PROJECT, PolicyHooks, hookimpl
+from ._configuration import changeable
+from ._errors import PASSING, RecordError, Unsupported, described
+from ._hookspecs import BUILT_IN_PREFIX, PROJECT, PolicyHooks, hookimpl
 from ._invocation import Invocation, Key
-from ._plan import Candidate, Choice, misfit
+from ._kernel import LoadedKernel
+from ._plan import Candidate, Choice, Verdict
 from ._records import Record, successor
 from ._scopes import Scope
 
-#: The rank of a policy that does not say: after the stores, before what measures.
+#: The rank of a policy that does not say: after the stores.
 DEFAULT_RANK = 50
-
-
-class Override:
-    """The first of the chain: a configuration that the caller gave is obeyed."""
-
-    @staticmethod
-    @hookimpl(tryfirst=True)
-    def select_config(candidates: Sequence[Candidate]) -> Choice | None:
-        first = candidates[0]
-        return Choice(first.backend, first.cfg, "explicit cfg") if first.explicit else None
-
-
-class Overlays:
-    """The second: what ``overlay_cache`` laid over everything, the innermost first."""
-
-    @staticmethod
-    @hookimpl(tryfirst=True)
-    def select_config(inv: Invocation, candidates: Sequence[Candidate], scope: Scope) -> Choice | None:
-        # Who lays something over everything means it, whatever took part when it was measured.
-        found = (recall(inv, candidates, "overlay", overlay.find, by_hand=True) for overlay in scope.overlays)
-        return next((choice for choice in found if choice is not None), None)
-
-
-class Remembered:
-    """What was measured and put into a store, or put there by hand: a ``ConfigCache``, or anything with its methods."""
-
-    def __init__(self, store: Any, origin: str) -> None:
-        self.store, self.origin = store, origin
-
-    @hookimpl(tryfirst=True)
-    def select_config(self, inv: Invocation, candidates: Sequence[Candidate]) -> Choice | None:
-        return recall(inv, candidates, self.origin, self.store.find)
-
-    @hookimpl
-    def config_selected(self, inv: Invocation, choice: Choice) -> None:
-        assert choice.record is not None  # nobody is told of a choice without one
-        for key in inv.tuning_keys:
-            same = (r for r in self.store.records(key) if r.backend == choice.backend)
-            self.store.put(key, successor(next(same, None), choice.record))
-
-
-class Heuristic:
-    """The last of the chain: the best candidate by rank, with the configuration its own heuristic gave."""
-
-    @staticmethod
-    @hookimpl(trylast=True)
-    def select_config(inv: Invocation, candidates: Sequence[Candidate], scope: Scope) -> Choice:
-        best = candidates[0]
-        if scope.policy.mode == "error_on_miss":
-            raise NoConfig(f"no configuration is remembered for {inv}{_keyed(inv)}; the policy is error_on_miss")
-        return Choice(best.backend, best.cfg, "heuristic")
-
-
-def _keyed(inv: Invocation) -> str:
-    try:
-        return f" (key {inv.key})"
-    except TypeError:  # an option that has no content to be remembered by
-        return ""
-
-
-def policy_chain(policies: Iterable[tuple[str, Any]], memory: ConfigCache | None, scope: Scope) -> pluggy.PluginManager:
-    """One manager for all policies: these, and the built-in ones around them."""
-    policies = list(policies)
-    if scope.policy.mode == "on_miss":
-        from .tuning import TUNER  # which builds on this module, and is not loaded before something is measured
-
-        policies.append(("built-in tuner", TUNER))
-    manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(PolicyHooks)
-    # pluggy asks the one that was registered last first.
-    for name, policy in sorted(policies, key=lambda item: getattr(item[1], "RANK", DEFAULT_RANK)):
-        manager.register(policy, name)
-    if memory is not None:
-        manager.register(Remembered(memory, "memory"), "built-in memory")
-    for name, built_in in BUILT_IN.items():
-        manager.register(built_in, f"built-in {name}")
-    return manager
-
-
-BUILT_IN: dict[str, Any] = {"heuristic": Heuristic, "overlay": Overlays, "override": Override}
-#: In the order in which they are asked.
+#: The origin of what was laid over everything.
+OVERLAY = "overlay"
+#: The core's own, in the order in which they are asked.
 BUILT_IN_NAMES = ("override", "overlay", "memory", "heuristic")
 
 
-def first_answer(
-    chain: pluggy.PluginManager, inv: Invocation, candidates: Sequence[Candidate], scope: Scope
-) -> tuple[Choice, list[tuple[str, str, str]]]:
-    """Ask each policy in turn. The others' (name, status, reason): one that fails, or answers what cannot be, is
-    passed over as broken; one that says why it has no answer is heard.
+@attrs.frozen
+class Policies:
+    """Whoever has a say in the choice, for one state of a registry and one scope."""
+
+    #: All that is installed or registered, with memory among them.
+    stores: pluggy.PluginManager
+    #: What measures: asked last, whatever the scope's own policies are.
+    tuners: pluggy.PluginManager
+    #: Those that do not load.
+    broken: tuple[Verdict, ...] = ()
+    providers: Mapping[str, str] = attrs.field(factory=dict)
+    #: By policy and hook: what a policy failed at when it was last told of something. The registry's own.
+    failures: dict[tuple[str, str], str] = attrs.field(factory=dict)
+
+    def provider(self, name: str) -> str:
+        """Who brings a policy."""
+        return self.providers.get(name, "built in")
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """What is broken, or failed at the last time it was told of something."""
+        failures = [(policy, failure) for (policy, _), failure in list(self.failures.items())]
+        return [*self.broken, *(Verdict(name, self.provider(name), "broken", failure) for name, failure in failures)]
+
+
+def chain(policies: Iterable[tuple[str, Any]], first: Iterable[tuple[str, Any]] = ()) -> pluggy.PluginManager:
+    """One manager for policies by name: ``first`` is asked before the others, whatever their rank."""
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(PolicyHooks)
+    # pluggy asks the one that was registered last first.
+    ordered = sorted(policies, key=lambda item: getattr(item[1], "RANK", DEFAULT_RANK))
+    for name, policy in (*ordered, *first):
+        if not manager.is_registered(policy):  # under another name
+            manager.register(policy, name)
+    return manager
+
+
+def recalled(
+    inv: Invocation, candidates: Sequence[Candidate], policies: Policies, scope: Scope
+) -> tuple[Choice | None, list[Verdict]]:
+    """The answer of the first that has one: an overlay, memory, or a policy. One that fails, or answers what cannot be,
+    is passed over as broken; one that says why it has no answer is heard.
     """
-    passed = []
     given = {"inv": inv, "candidates": candidates, "scope": scope}
-    for policy in reversed(chain.hook.select_config.get_hookimpls()):
+    passed: list[Verdict] = []
+    for name, answer in _in_order(given, policies, scope):
+        status, wrong, choice = "broken", None, None
         try:
-            choice: Any = policy.function(*(given[name] for name in policy.argnames))
+            choice = answer()
             wrong = misfit(choice, candidates)
+            if choice is not None and not wrong:
+                _kernel_of(choice, candidates).check_cfg(inv, choice.cfg)
         except Unsupported as reason:
-            passed.append((policy.plugin_name, "no answer", str(reason)))
-            continue
-        except NoConfig as missing:
-            why = "".join(f"\n  {name}: {status}, {reason}" for name, status, reason in passed)
-            raise NoConfig(f"{missing}{why}") from None
-        except Exception as fault:  # as for kernels: one broken plugin must not break everybody's calls
-            wrong, choice = f"select_config raised {type(fault).__name__}: {fault}", None
+            if choice is not None and choice.origin == OVERLAY:  # who lays something over everything means it
+                raise
+            status, wrong = "no answer", str(reason)
+        except PASSING:
+            raise
+        except BaseException as fault:
+            wrong = f"select_config raised {described(fault)}"
         if wrong:
-            passed.append((policy.plugin_name, "broken", wrong))
+            passed.append(Verdict(name, policies.provider(name), status, wrong))
         elif choice is not None:
             return choice, passed
-    raise AssertionError("the heuristic policy always answers")
+    return None, passed
 
 
-def tell(chain: pluggy.PluginManager, hook: str, **given: Any) -> list[tuple[str, str, str]]:
-    """Tell every policy that implements this hook; the faults, as above."""
-    faults = []
-    for policy in getattr(chain.hook, hook).get_hookimpls():
+def _in_order(
+    given: Mapping[str, Any], policies: Policies, scope: Scope
+) -> Iterator[tuple[str, Callable[[], Choice | None]]]:
+    for overlay in scope.overlays:
+        # Who lays something over everything means it, whatever took part when it was measured.
+        find = partial(recall, given["inv"], given["candidates"], OVERLAY, overlay.find, by_hand=True)
+        yield f"{BUILT_IN_PREFIX}overlay", find
+    for policy in reversed(policies.stores.hook.select_config.get_hookimpls()):
+        ask: Any = policy.function
+        yield policy.plugin_name, partial(ask, *(given[name] for name in policy.argnames))
+
+
+def _kernel_of(choice: Choice, candidates: Sequence[Candidate]) -> LoadedKernel:
+    return next(candidate.kernel for candidate in candidates if candidate.backend == choice.backend)
+
+
+def misfit(choice: Any, candidates: Sequence[Candidate]) -> str | None:
+    """What is wrong with a policy's answer."""
+    if choice is None:
+        return None
+    if not isinstance(choice, Choice):
+        return f"select_config returned a {type(choice).__name__}, no Choice"
+    if choice.measured and (choice.record is None or choice.record.provenance is None):
+        return f"{choice.origin} measured, and gives no record with a provenance"
+    chosen = next((c for c in candidates if c.backend == choice.backend), None)
+    if chosen is None:
+        return f"{choice.origin} chose backend {choice.backend!r}, which is not among the candidates"
+    kind = chosen.kernel.config_type  # not the heuristic's type: a kernel that does not say may take several
+    if kind is not None and not isinstance(choice.cfg, kind):
+        return f"{choice.origin} chose a {type(choice.cfg).__name__} for {chosen.kernel.name}, not its Config"
+    reason = changeable(choice.cfg)
+    return reason and f"{choice.origin} chose what can be changed for {chosen.kernel.name}: {reason}"
+
+
+def tell(policies: Policies, hook: str, until: type | None = None, **given: Any) -> Any:
+    """Tell every policy that implements this hook; with ``until``, up to the first that answers with one of these,
+    which is given back, or says by ``Unsupported`` why not. Who failed is noted: what cannot be remembered or shown can
+    be used.
+    """
+    for policy in reversed(getattr(policies.stores.hook, hook).get_hookimpls()):
+        answer, failure = None, None
         try:
-            policy.function(*(given[name] for name in policy.argnames))
-        except Exception as fault:  # what cannot be remembered or shown can be used all the same
-            faults.append((policy.plugin_name, "broken", f"{hook} raised {type(fault).__name__}: {fault}"))
-    return faults
+            answer = policy.function(*(given[name] for name in policy.argnames))
+        except PASSING:
+            raise
+        except BaseException as fault:
+            if until is not None and isinstance(fault, Unsupported):
+                raise
+            failure = f"{hook} raised {described(fault)}"
+        if until is not None and not isinstance(answer, until | None):
+            answer, failure = None, f"{hook} returned a {type(answer).__name__}, no {until.__name__}"
+        if failure is not None:
+            policies.failures[policy.plugin_name, hook] = failure
+        else:
+            policies.failures.pop((policy.plugin_name, hook), None)
+        if until is not None and answer is not None:
+            return answer
+    return None
+
+
+def learn(policies: Policies, inv: Invocation, choice: Choice) -> None:
+    """Tell everybody who remembers what was measured."""
+    tell(policies, "config_selected", inv=inv, choice=choice)
 
 
 # -- how a store answers ---------------------------------------------------------------------------------------------
@@ -193,3 +207,21 @@ def recall(
 def _milliseconds(record: Record) -> float:
     """What was put there by hand goes before all that was measured."""
     return record.provenance.milliseconds if record.provenance else 0.0
+
+
+class Remembered:
+    """What was measured and put into a store, or put there by hand: a ``ConfigCache``, or anything with its methods."""
+
+    def __init__(self, store: Any, origin: str) -> None:
+        self.store, self.origin = store, origin
+
+    @hookimpl(tryfirst=True)
+    def select_config(self, inv: Invocation, candidates: Sequence[Candidate]) -> Choice | None:
+        return recall(inv, candidates, self.origin, self.store.find)
+
+    @hookimpl
+    def config_selected(self, inv: Invocation, choice: Choice) -> None:
+        assert choice.record is not None  # nobody is told of a choice without one
+        for key in inv.tuning_keys:
+            same = (r for r in self.store.records(key) if r.backend == choice.backend)
+            self.store.put(key, successor(next(same, None), choice.record))

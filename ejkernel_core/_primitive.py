@@ -14,12 +14,13 @@ from typing import Any
 
 import jax
 from jax.core import ShapedArray
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 
 from . import _batching
 from ._devices import absent, current_platform, target
-from ._errors import NoKernel, NotDifferentiable, PluginError, Unsupported
-from ._jax_versions import Primitive, aval_like, lower_with_devices
+from ._errors import NoKernel, PluginError, Unsupported
+from ._fallback import warn_of_reference
+from ._jax_versions import Primitive, aval_like, lower_with_devices, vary_alike
 from ._keys import abstract
 from ._labels import label_of
 from ._plan import Plan
@@ -29,12 +30,13 @@ kernel_call = Primitive("ejkernel_call")
 lower_with_devices(kernel_call)
 #: The same, where JAX compiles for a device that is not here and could not say which ones.
 absent_call = Primitive("ejkernel_call")
+CALLS = (kernel_call, absent_call)
 
 
 def bind(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """The results of the best kernel for the request, whatever JAX does with it around here."""
     primitive = kernel_call if absent() is None else absent_call
-    return tuple(primitive.bind(*arrays, request=request))
+    return tuple(primitive.bind(*vary_alike(arrays), request=request))
 
 
 def outputs(request: Request, arrays: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -59,6 +61,8 @@ def outputs(request: Request, arrays: Sequence[Any]) -> tuple[jax.ShapeDtypeStru
 
 def execute(request: Request, plan: Plan, arrays: Sequence[Any], promised: Sequence[Any]) -> tuple[Any, ...]:
     """Run the plan and hold the kernel to what the operation promises."""
+    if request.terms.backend is None and request.terms.cfg is None:
+        warn_of_reference(plan, request.registry)
     results = request.run(plan, arrays)
     given, wanted = _types(results), _types(promised)
     if given != wanted:
@@ -89,10 +93,11 @@ def _run_eagerly(*arrays: Any, request: Request) -> tuple[Any, ...]:  # only und
 def _lower(context: Any, *operands: Any, request: Request, platform: str | None) -> Any:
     # A kernel computes on its shard: it has no business with the mesh, so its avals carry no trace of one.
     avals = [ShapedArray(aval.shape, aval.dtype) for aval in context.avals_in]
-    plan = request.plan(avals, target(platform or context.module_context.platforms[0]))
+    with request.settings.entered():
+        plan = request.plan(avals, target(platform or context.module_context.platforms[0]))
 
     def run(*arrays: Any) -> tuple[Any, ...]:
-        with jax.named_scope(label_of(plan)):
+        with request.settings.entered(), jax.named_scope(label_of(plan)):
             return execute(request, plan, arrays, context.avals_out)
 
     return mlir.lower_fun(run, multiple_results=True)(context.replace(avals_in=avals), *operands)
@@ -103,18 +108,11 @@ def _batch(arrays: Sequence[Any], axes: Sequence[int | None], *, request: Reques
     return results, [0] * len(results)
 
 
-def _no_derivative(primals: Any, tangents: Any, *, request: Request) -> Any:
-    raise NotDifferentiable(
-        f"{request.operation.name!r} has neither a backward operation nor a reference kernel to differentiate"
-    )
-
-
-for _primitive in (kernel_call, absent_call):
+for _primitive in CALLS:
     _primitive.multiple_results = True
     _primitive.def_impl(_run_eagerly)
     _primitive.def_abstract_eval(_abstract_eval)
     batching.primitive_batchers[_primitive] = _batch
-    ad.primitive_jvps[_primitive] = _no_derivative
     # A function lowered for several platforms at once gets a plan for each; any other platform gets the last rule.
     for _platform in ("cpu", "cuda", "rocm", "tpu"):
         mlir.register_lowering(_primitive, partial(_lower, platform=_platform), platform=_platform)

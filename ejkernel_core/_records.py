@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Set
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, get_origin
+from typing import Any, get_origin
 
 import attrs
 import jax
@@ -22,10 +22,22 @@ from ._errors import RecordError
 from ._invocation import Key
 from ._keys import TAG, stable_json
 
-if TYPE_CHECKING:
-    from ._plan import Candidate
-
 SCHEMA = 1
+#: How the reason begins of a configuration that took a process with it: it is told wherever its record is.
+DIED = "the process died"
+
+
+@attrs.frozen
+class Shortfall:
+    """A budget that was too short to measure everything."""
+
+    #: How many configurations it did not reach.
+    unreached: int
+    budget_s: float
+
+    def __str__(self) -> str:
+        count = f"{self.unreached} configuration{'s were' if self.unreached > 1 else ' was'}"
+        return f"{count} not reached in {self.budget_s:g} s, and a larger budget goes on there"
 
 
 @attrs.frozen(kw_only=True)
@@ -43,9 +55,17 @@ class Provenance:
     software: dict[str, str] = attrs.field(factory=dict)
     #: Every configuration that was tried, as text, with its milliseconds, or why it has none.
     tried: tuple[tuple[str, float | str], ...] = ()
+    #: None where everything was measured; it is not written then, as in records that are older than this field.
+    shortfall: Shortfall | None = None
+
+    @property
+    def casualties(self) -> list[str]:
+        """What is out because it took a process with it, and the way back."""
+        return [f"{what}: {why}" for what, why in self.tried if isinstance(why, str) and why.startswith(DIED)]
 
     def __str__(self) -> str:
-        return f"measured {_ago(self.when)} on {self.device}: {self.milliseconds:.3g} ms"
+        rest = f"; {self.shortfall}" if self.shortfall else ""
+        return f"measured {_ago(self.when)} on {self.device}: {self.milliseconds:.3g} ms{rest}"
 
 
 @attrs.frozen
@@ -87,27 +107,14 @@ def successor(old: Record | None, new: Record) -> Record:
     return attrs.evolve(new, provenance=attrs.evolve(new.provenance, backends=old.provenance.backends))
 
 
-def fitting(records: Iterable[Record], candidate: Candidate) -> Record | None:
-    """The first that is for the candidate's kernel; one without a backend is for every kernel that takes its type.
-
-    >>> from types import SimpleNamespace
-    >>> candidate = SimpleNamespace(backend="xla", config_type=int)  # as far as is looked at here
-    >>> fitting([Record(64, "triton"), Record("no int"), Record(128)], candidate)
-    Record(cfg=128, backend=None, provenance=None)
-    """
-    kind = candidate.config_type
-    ours = (r for r in records if r.backend in (None, candidate.backend) and (kind is None or isinstance(r.cfg, kind)))
-    return next(ours, None)
-
-
 def to_json(value: Any) -> str:
     """A configuration (a frozen attrs class or dataclass) as JSON, with its type and the version of the format.
 
     Raises ``RecordError`` where a field holds something that JSON cannot.
 
-    >>> from ejkernel_core import FwdParams
-    >>> json.loads(to_json(FwdParams(num_warps=4)))["fields"]["num_warps"]
-    4
+    >>> Config = attrs.make_class("Config", {"block": attrs.field(type=int)}, frozen=True)
+    >>> json.loads(to_json(Config(block=64)))["fields"]["block"]
+    64
     """
     return _dump({"schema": SCHEMA, **_written(value)})
 
@@ -115,8 +122,8 @@ def to_json(value: Any) -> str:
 def from_json(text: str, kind: type[Any]) -> Any:
     """The configuration that ``to_json`` wrote. ``RecordError`` names the place where it does not fit ``kind``.
 
-    >>> from ejkernel_core import FwdParams
-    >>> from_json(to_json(FwdParams(num_warps=4)), FwdParams) == FwdParams(num_warps=4)
+    >>> Config = attrs.make_class("Config", {"block": attrs.field(type=int)}, frozen=True)
+    >>> from_json(to_json(Config(block=64)), Config) == Config(block=64)
     True
     """
     data = _parsed(text)
@@ -127,9 +134,9 @@ def from_json(text: str, kind: type[Any]) -> Any:
 def record_to_json(key: Key, record: Record) -> str:
     """A record as a document of its own: what the key stands for, the configuration, and its provenance.
 
-    >>> from ejkernel_core import FwdParams
+    >>> Config = attrs.make_class("Config", {"block": attrs.field(type=int)}, frozen=True)
     >>> key = Key("double", "cpu", problem=stable_json({"op": "double"}), software=stable_json({"jax": "0.10"}))
-    >>> sorted(json.loads(record_to_json(key, Record(FwdParams(num_warps=4), "xla"))))
+    >>> sorted(json.loads(record_to_json(key, Record(Config(block=64), "xla"))))
     ['backend', 'config', 'problem', 'provenance', 'schema', 'software']
     """
     document = {
@@ -148,10 +155,10 @@ def record_from_json(text: str, key: Key, kind: type[Any] | None, any_software: 
 
     ``any_software`` also takes what was measured with other versions.
 
-    >>> from ejkernel_core import FwdParams
+    >>> Config = attrs.make_class("Config", {"block": attrs.field(type=int)}, frozen=True)
     >>> key = Key("double", "cpu", problem=stable_json({"op": "double"}), software=stable_json({"jax": "0.10"}))
-    >>> record = Record(FwdParams(num_warps=4), "xla")
-    >>> record_from_json(record_to_json(key, record), key, FwdParams) == record
+    >>> record = Record(Config(block=64), "xla")
+    >>> record_from_json(record_to_json(key, record), key, Config) == record
     True
     """
     data = _parsed(text)
@@ -287,6 +294,7 @@ def _difference(given: Any, read: Any, place: str) -> str | None:
 @functools.cache
 def _converter() -> Any:
     # Imported here: a program that remembers nothing never loads it.
+    from cattrs.gen import make_dict_unstructure_fn, override
     from cattrs.preconf.json import make_converter
 
     # The order of a set is another one in every process.
@@ -296,6 +304,8 @@ def _converter() -> Any:
         converter.register_unstructure_hook(kind, _named)
     converter.register_structure_hook(np.dtype, lambda data, _: np.dtype(data[f"{TAG}dtype"]))
     converter.register_structure_hook_func(_may_be_a_dtype, lambda data, _: _plain(data))
+    written = make_dict_unstructure_fn(Provenance, converter, shortfall=override(omit_if_default=True))
+    converter.register_unstructure_hook(Provenance, written)
     return converter
 
 
@@ -304,10 +314,11 @@ def _may_be_a_dtype(kind: Any) -> bool:
 
 
 def _named(value: Any) -> dict[str, str]:
-    content: dict[str, str] = json.loads(stable_json(value))
-    if f"{TAG}dtype" not in content:
-        raise TypeError(f"{value!r} is no dtype")
-    return content
+    content: Any = json.loads(stable_json(value))
+    if not isinstance(content, dict) or not isinstance(content.get(f"{TAG}dtype"), str):
+        raise TypeError(f"{value!r} is no dtype of numbers")
+    named: dict[str, str] = content
+    return named
 
 
 def _plain(data: Any) -> Any:

@@ -7,24 +7,47 @@ in JAX's jit key: a function that was compiled under equal content is not traced
 from __future__ import annotations
 
 import contextlib
+import difflib
+import math
+import numbers
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import jax
-from attrs.validators import gt, in_
 
+from ._invocation import Invocation, Key
 from ._keys import short_hash, stable_json
-from ._records import Record, as_record, fitting
-
-if TYPE_CHECKING:
-    from ._invocation import Invocation, Key
-    from ._plan import Candidate
+from ._plan import Candidate, fitting
+from ._records import Record, as_record
 
 MODES = ("off", "on_miss", "error_on_miss")
+
+
+def _is_mode(policy: Any, field: Any, value: Any) -> None:
+    if not (isinstance(value, str) and value in MODES):
+        *others, last = MODES
+        raise ValueError(f"{field.name}: takes {', '.join(others)} or {last}; got {value!r:.60}")
+
+
+def _is_seconds(policy: Any, field: Any, value: Any) -> None:
+    message = f"{field.name}: takes seconds above 0; got {value!r:.60}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(message)
+    if not 0 < float(value) < math.inf:
+        raise ValueError(message)
+
+
+def _is_bool(policy: Any, field: Any, value: Any) -> None:
+    _check_bool(field.name, value)
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: takes True or False; got {value!r:.60}")
 
 
 @attrs.frozen
@@ -34,11 +57,11 @@ class AutotunePolicy:
     "off" takes the heuristic, "on_miss" measures, "error_on_miss" raises ``NoConfig``.
     """
 
-    mode: str = attrs.field(default="off", validator=in_(MODES))
+    mode: str = attrs.field(default="off", validator=_is_mode)
     #: How long one measurement may take, compiling included.
-    budget_s: float = attrs.field(default=60.0, validator=gt(0))
+    budget_s: float = attrs.field(default=60.0, validator=_is_seconds)
     #: Whether a thread waits for another that measures the same; if not, it takes the heuristic.
-    wait: bool = True
+    wait: bool = attrs.field(default=True, validator=_is_bool)
 
 
 def _default_policy() -> AutotunePolicy:
@@ -73,10 +96,12 @@ class Scope:
     policy: AutotunePolicy = DEFAULT_POLICY
     #: The policies that answer instead of the registry's own, and the state in which they are.
     policies: tuple[tuple[str, Any], ...] | None = attrs.field(default=None, eq=False, repr=False)
-    #: Who hears of every invocation that a choice is made for.
-    listeners: tuple[Callable[[Invocation], None], ...] = attrs.field(default=(), eq=False, repr=False)
+    #: Who hears of every invocation that a choice is made for, and of the plugins that it is made among.
+    listeners: tuple[Callable[[Invocation, Any], None], ...] = attrs.field(default=(), eq=False, repr=False)
     #: What tells this chain of policies, and these listeners, from others.
     state: str = ""
+    #: False for a question, as ``plan`` and ``explain`` are: a policy that measures says what it would do.
+    may_measure: bool = True
     #: The content as a text; "" for nothing.
     digest: str = attrs.field(init=False, repr=False)
 
@@ -111,23 +136,33 @@ def overlay_cache(cache: Any) -> contextlib.AbstractContextManager[None]:
     return entered(lambda scope: attrs.evolve(scope, overlays=(overlay, *scope.overlays)))
 
 
-def policy_override(**fields: Any) -> contextlib.AbstractContextManager[None]:
+def policy_override(*unnamed: Any, **fields: Any) -> contextlib.AbstractContextManager[None]:
     """Change fields of the ``AutotunePolicy``; ``autotune=True`` is ``mode="on_miss"``, and False ``mode="off"``.
 
     >>> with policy_override(autotune=True, budget_s=5):
     ...     current().policy
     AutotunePolicy(mode='on_miss', budget_s=5, wait=True)
     """
+    _check_names(unnamed, fields)
     if "autotune" in fields:
-        fields["mode"] = "on_miss" if fields.pop("autotune") else "off"
-    known = [field.name for field in attrs.fields(AutotunePolicy)]
-    for name in fields:
-        if name not in known:
-            raise TypeError(
-                f"policy_override: no field {name!r} in AutotunePolicy; it has autotune, {', '.join(known)}"
-            )
+        autotune = fields.pop("autotune")
+        _check_bool("autotune", autotune)
+        fields["mode"] = "on_miss" if autotune else "off"
     attrs.evolve(AutotunePolicy(), **fields)  # what is wrong with them is told here, where they are written
     return entered(lambda scope: attrs.evolve(scope, policy=attrs.evolve(scope.policy, **fields)))
+
+
+def _check_names(unnamed: Sequence[Any], fields: Mapping[str, Any]) -> None:
+    known = ["autotune", *(field.name for field in attrs.fields(AutotunePolicy))]
+    if unnamed:
+        raise TypeError(f"policy_override: takes its fields by name, as mode='on_miss'; got {unnamed[0]!r:.60}")
+    for name in fields:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise TypeError(f"policy_override: has no {name!r}{hint} It has {', '.join(known)}")
+    if {"autotune", "mode"} <= fields.keys():
+        raise TypeError("policy_override: autotune=True is mode='on_miss'; give one of the two")
 
 
 class entered(contextlib.AbstractContextManager[None]):  # noqa: N801  # it reads as a function, and may be entered again

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -107,7 +109,7 @@ def tuner(cfg: Any, backend: str = "two", backends: tuple[str, ...] = ("two",)) 
 
 @pytest.fixture
 def registry() -> Registry:
-    fresh = Registry(plugins="")
+    fresh = Registry(plugins="ejkernel-tuning")
     fresh.register(operation())
     fresh.register(kernel(), "scale.two")
     return fresh
@@ -126,10 +128,18 @@ def origin(registry: Registry, **options: Any) -> str:
     return registry.plan("scale", X, **options).origin
 
 
-def test_a_configuration_that_interprets_is_obeyed_on_any_platform():
+def test_the_kernel_says_which_configurations_of_a_callers_it_takes() -> None:
     @attrs.frozen
     class Config:
         interpret: bool = False
+        beads: int = 1
+
+    @hookimpl
+    def check_cfg(inv, cfg):
+        if not cfg.interpret:
+            raise Unsupported(f"it runs on an abacus; this is {inv.platform}")
+        if cfg.beads > len(inv["x"]):
+            raise Unsupported(f"there are but {len(inv['x'])} beads")
 
     @hookimpl
     def heuristic_cfg(inv):
@@ -139,15 +149,46 @@ def test_a_configuration_that_interprets_is_obeyed_on_any_platform():
     def run_backend(inv, cfg):
         return inv["x"] * 7 + inv["shift"]
 
-    registry = Registry(plugins="")
+    registry = Registry(plugins="ejkernel-tuning")
     registry.register(operation())
-    hooks = {"heuristic_cfg": heuristic_cfg, "run_backend": run_backend}
+    hooks = {"heuristic_cfg": heuristic_cfg, "check_cfg": check_cfg, "run_backend": run_backend}
     registry.register(SimpleNamespace(Config=Config, PLATFORMS={"abacus": 9}, **hooks), "scale.bead")
     np.testing.assert_allclose(registry.call("scale", X, cfg=Config(interpret=True)), X * 7)
-    with pytest.raises(NoKernel, match="it runs on abacus; this is cpu"):
-        registry.call("scale", X, cfg=Config())
+    for ask in (registry.call, registry.plan):
+        with pytest.raises(NoKernel, match=r"scale.bead.*: refused, it runs on an abacus; this is cpu"):
+            ask("scale", X, cfg=Config())
+        with pytest.raises(NoKernel, match=r"scale.bead.*: refused, there are but \d+ beads"):
+            ask("scale", X, cfg=Config(interpret=True, beads=10**6))
     with pytest.raises(NoKernel, match="it runs on abacus; this is cpu"):
         registry.call("scale", X)
+
+
+def test_a_remembered_configuration_is_checked_too() -> None:
+    @hookimpl
+    def heuristic_cfg(inv):
+        return 2
+
+    @hookimpl
+    def check_cfg(inv, cfg):
+        if cfg > 4:
+            raise Unsupported(f"{cfg} does not fit into 4")
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        return inv["x"] * cfg + inv["shift"]
+
+    registry = Registry(plugins="")
+    registry.register(operation())
+    hooks = {"heuristic_cfg": heuristic_cfg, "check_cfg": check_cfg, "run_backend": run_backend}
+    registry.register(SimpleNamespace(Config=int, **hooks), "scale.small")
+    key = registry.invocation("scale", X).key
+    registry.remember(key, 3)
+    assert (registry.plan("scale", X).cfg, registry.plan("scale", X).origin) == (3, "memory")
+    registry.remember(key, 5)
+    plan = registry.plan("scale", X)
+    assert (plan.cfg, plan.origin) == (2, "heuristic")
+    assert [v.reason for v in plan.verdicts if v.status == "no answer"] == ["5 does not fit into 4"]
+    np.testing.assert_allclose(registry.call("scale", X), X * 2)
 
 
 # -- the order -------------------------------------------------------------------------------------------------------
@@ -232,6 +273,22 @@ def test_a_policy_may_be_called_as_a_built_in_one(registry: Registry) -> None:
     for name in ("memory", "overlay", "override", "heuristic"):
         registry.register(policy(f"my {name}", None), name)
     assert used(registry) == 2
+    with pytest.raises(ejkernel_core.PluginError, match="'built-in memory' of registered at run time: such names are"):
+        registry.register(policy("mine", None), "built-in memory")
+    assert used(registry) == 2
+
+
+def test_only_the_heuristic_ends_a_call_without_a_record(registry: Registry) -> None:
+    @hookimpl
+    def select_config(inv):
+        raise NoConfig("not mine to say")
+
+    registry.register(SimpleNamespace(select_config=select_config), "stern")
+    assert used(registry) == 2
+    (verdict,) = (v for v in registry.plan("scale", X).verdicts if v.name == "stern")
+    assert (verdict.status, verdict.reason) == ("broken", "select_config raised NoConfig: not mine to say")
+    with policy_override(mode="error_on_miss"), pytest.raises(NoConfig, match=r"(?s)error_on_miss.*stern: broken"):
+        registry.call("scale", X)
 
 
 # -- what is obeyed --------------------------------------------------------------------------------------------------
@@ -304,6 +361,48 @@ def test_a_call_that_was_compiled_before_learns_of_a_record(registry: Registry) 
     assert used(registry) == 2
     registry.remember(registry.invocation("scale", X).key, Config(9))
     assert used(registry) == 9
+
+
+def test_calls_that_were_made_learn_of_whatever_changes_the_memory(registry: Registry) -> None:
+    key = registry.invocation("scale", X).key
+    assert used(registry) == 2
+    registry.memory.put(key, Config(9))
+    assert (used(registry), origin(registry)) == (9, "memory")
+    registry.memory.clear()
+    assert (used(registry), origin(registry)) == (2, "heuristic")
+
+
+def test_calls_that_were_made_learn_of_what_a_full_memory_forgets(registry: Registry) -> None:
+    registry.memory = ConfigCache(maxsize=1)
+    registry.memory.put(registry.invocation("scale", X).key, Config(9))
+    assert used(registry) == 9
+    registry.memory.put(registry.invocation("scale", jnp.ones(50)).key, Config(5))
+    assert (used(registry), origin(registry)) == (2, "heuristic")
+
+
+def test_calls_that_were_made_learn_of_another_memory(registry: Registry) -> None:
+    other = ConfigCache()
+    other.put(registry.invocation("scale", X).key, Config(9))
+    assert used(registry) == 2
+    registry.memory = other
+    assert (used(registry), origin(registry)) == (9, "memory")
+
+
+def test_a_registry_that_takes_the_policies_of_another_shares_its_memory(registry: Registry) -> None:
+    inner = Registry(plugins="", policies_of=registry)
+    inner.register(operation())
+    inner.register(kernel(), "scale.two")
+    assert used(inner) == 2
+    inner.remember(inner.invocation("scale", X).key, Config(9))
+    assert (used(inner), origin(inner)) == (9, "memory")
+    registry.memory.clear()
+    assert (used(inner), origin(inner)) == (2, "heuristic")
+
+
+def test_a_memory_does_not_keep_its_registry(registry: Registry) -> None:
+    inner = weakref.ref(Registry(plugins="", policies_of=registry))
+    gc.collect()
+    assert inner() is None
 
 
 def test_a_measured_choice_needs_its_provenance(registry: Registry) -> None:

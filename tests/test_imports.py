@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import ejkernel_core
+
 #: Parts of a module's dotted name. JAX has a pallas inside, which importing JAX does not load.
-FORBIDDEN = ("triton", "jax_triton", "pallas", "cattrs", "platformdirs", "pytest", "ejkernel_core.testing")
+FORBIDDEN = ("triton", "jax_triton", "pallas", "cattrs", "platformdirs", "pytest", "ejkernel_testing")
 OURS = (
     "ejkernel_ops",
     "ejkernel_xla",
     "ejkernel_cache",
     "ejkernel_packed",
     "ejkernel_bench",
-    "ejkernel_core._params",
-    "ejkernel_core.calibration",
-    "ejkernel_core.classes",
-    "ejkernel_core.tuning",
+    "ejkernel_classes",
+    "ejkernel_tuning",
 )
 
 EFFECTS = """
@@ -91,6 +93,22 @@ def test_the_core_is_imported(imported):
     assert "jax" in imported["modules"]
 
 
+def imported_by(tree: ast.AST) -> set[str]:
+    """The top-level packages that are imported anywhere in a module: in a function or for types alone, too."""
+    nodes = [*ast.walk(tree)]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+    return {name.partition(".")[0] for name in names}
+
+
+def test_the_core_names_no_plugin_in_an_import():
+    files = sorted(Path(ejkernel_core.__file__).parent.rglob("*.py"))
+    assert len(files) > 30
+    plugins = {f"{path.name}: {name}" for path in files for name in imported_by(ast.parse(path.read_text()))}
+    assert sorted(line for line in plugins if ": ejkernel_" in line and not line.endswith(": ejkernel_core")) == []
+    assert imported_by(ast.parse("def call():\n    from ejkernel_ops.attention import x")) == {"ejkernel_ops"}
+
+
 def test_there_are_plugins_to_leave_out():
     assert {"ejkernel_ops", "ejkernel_xla"} <= plugin_packages()
 
@@ -129,14 +147,28 @@ def test_a_call_loads_the_plugins_of_its_operation_alone(tmp_path):
     modules = python(program, tmp_path).split()
     assert within(modules, "ejkernel_ops.reference.flash_attention")
     assert within(modules, "ejkernel_bench") == []
-    assert within(modules, "ejkernel_core.testing") == []
+    assert within(modules, "ejkernel_testing") == []
 
 
 def test_the_core_alone_says_what_to_install(tmp_path):
-    said = python(NOTHING_INSTALLED, tmp_path, EJKERNEL_PLUGINS="")
+    path = os.pathsep.join([str(core_metadata(tmp_path)), os.environ.get("PYTHONPATH", "")])
+    said = python(NOTHING_INSTALLED, tmp_path, EJKERNEL_PLUGINS="", PYTHONPATH=path)
     assert "'flash_attention'" in said
-    assert "pip install ejkernel-ops ejkernel-xla" in said
+    assert 'pip install "ejkernel-core[cpu]"' in said
     assert "EJKERNEL_PLUGINS=''" in said
+
+
+def core_metadata(home: Path) -> Path:
+    """A folder with what a wheel of this core says of its extras: that of an older checkout may be installed here."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    needs = [(extra, line) for extra, lines in project["optional-dependencies"].items() for line in lines]
+    info = home / "metadata" / "ejkernel_core-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    lines = [f'Requires-Dist: {line}; extra == "{extra}"' for extra, line in needs]
+    (info / "METADATA").write_text(
+        "\n".join(["Metadata-Version: 2.1", "Name: ejkernel-core", "Version: 0.1.0", *lines])
+    )
+    return info.parent
 
 
 def test_without_kernels_the_call_says_what_to_install(tmp_path):
@@ -159,6 +191,7 @@ def test_without_kernels_the_call_says_what_to_install(tmp_path):
         "except ejkernel_core.NoKernel as error:\n"
         "    print(error)\n"
     )
-    said = python(program, tmp_path, PYTHONPATH=str(folder))
+    path = os.pathsep.join([str(folder), str(core_metadata(tmp_path)), os.environ.get("PYTHONPATH", "")])
+    said = python(program, tmp_path, PYTHONPATH=path, EJKERNEL_PLUGINS="only-meaning")
     assert "no kernel is installed" in said
-    assert "pip install" in said
+    assert 'pip install "ejkernel-core[cpu]"' in said

@@ -219,9 +219,9 @@ def test_another_version_is_another_key_of_the_same_problem(
         distribution("good-dist", modules, version=versions["good-dist"], **points)
         distribution("compiler-dist", {}, version=versions["compiler-dist"])
         monkeypatch.setattr(jax, "__version__", versions["jax"])
-        real = ejkernel_core._registry.metadata.version
+        real = ejkernel_core._plugins.metadata.version
         monkeypatch.setattr(
-            ejkernel_core._registry,
+            ejkernel_core._plugins,
             "metadata",
             SimpleNamespace(version=lambda dist: versions["jaxlib"] if dist == "jaxlib" else real(dist)),
         )

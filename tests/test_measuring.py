@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_core import get_memory_usage, timer
-from ejkernel_core.tuning import _measuring
+from ejkernel_tuning import _measuring, get_memory_usage, timer
 
 
 class Pending:

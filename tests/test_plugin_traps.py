@@ -7,15 +7,41 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_core import NoKernel, PluginError, Registry, hookimpl
+from ejkernel_core import (
+    AutotunePolicy,
+    NoKernel,
+    Operation,
+    PluginError,
+    Registry,
+    Scope,
+    UnknownBackend,
+    Unsupported,
+    hookimpl,
+    policy_override,
+)
 from tests.conftest import KERNEL, MakeDistribution
 
 X = np.array([1.0, 2.0], np.float32)
+
+
+@hookimpl
+def heuristic_cfg(inv: object) -> None:
+    return None
+
+
+@hookimpl
+def run_backend(inv: dict[str, jax.Array], cfg: object) -> jax.Array:
+    return inv["x"] * 2
+
+
+HOOKS = {"heuristic_cfg": heuristic_cfg, "run_backend": run_backend}
 
 BROKEN = {
     "import error": ("import no_such_module_anywhere", "No module named 'no_such_module_anywhere'"),
@@ -38,6 +64,26 @@ BROKEN = {
     "missing hook": (
         "from ejkernel_core import hookimpl\n\n@hookimpl\ndef heuristic_cfg(inv):\n    return None\n",
         "the hook run_backend is missing",
+    ),
+    "hook that is None": (
+        KERNEL + "\n    run_backend = None\n",
+        "the hook run_backend is missing",
+    ),
+    "heuristic that is None": (
+        KERNEL + "\n    heuristic_cfg = None\n",
+        "the hook heuristic_cfg is missing",
+    ),
+    "panics while imported": (
+        "class PanicException(BaseException): ...\n\nraise PanicException('index out of bounds')",
+        "PanicException: index out of bounds",
+    ),
+    "skips while imported": (
+        "import pytest\n\npytest.skip('no device', allow_module_level=True)",
+        "Skipped: no device",
+    ),
+    "fault that cannot be told": (
+        "class Fault(Exception):\n    def __str__(self):\n        return self.message\n\nraise Fault",
+        "does not load: Fault",
     ),
     "hook under another name": (
         KERNEL.replace("    @hookimpl\n    def heuristic_cfg", "    @hookimpl(specname='zzz')\n    def heuristic_cfg"),
@@ -81,6 +127,202 @@ def test_a_broken_kernel_is_named_and_breaks_nobody(distribution: MakeDistributi
         registry.call("double", X, backend="broken")
     assert reason in str(caught.value)
     assert "broken-dist 3.1" in str(caught.value)
+
+
+def test_an_optional_hook_that_is_none_is_as_good_as_absent(double: None) -> None:
+    registry = Registry()
+    registry.register(SimpleNamespace(**HOOKS, config_space=None), "double.plain")
+    np.testing.assert_array_equal(registry.call("double", X, backend="plain"), 2 * X)
+    registry.register(SimpleNamespace(select_config=_nothing, config_selected=None, tuning_progress=None), "quiet")
+    statuses = {verdict.name: verdict.status for verdict in registry.plan("double", X).verdicts}
+    assert statuses == {"double.good": "chosen", "double.plain": "able"}
+
+
+def test_a_policy_without_its_hook_is_broken(distribution: MakeDistribution, double: None) -> None:
+    distribution("mute-dist", {"mute": "select_config = None"}, policies={"mute": "mute"})
+    registry = Registry()
+    np.testing.assert_array_equal(registry.call("double", X), 2 * X)
+    assert "mute (mute-dist 1.0): broken, 'mute' of mute-dist 1.0 (mute): the hook select_config is missing" in str(
+        registry.plan("double", X)
+    )
+
+
+def test_one_policy_under_two_names_is_asked_once(distribution: MakeDistribution, double: None) -> None:
+    source = """
+        from ejkernel_core import Unsupported, hookimpl
+
+        @hookimpl
+        def select_config(inv):
+            raise Unsupported("nothing is known")
+    """
+    distribution("twice-dist", {"twice": source}, policies={"once": "twice", "again": "twice"})
+    registry = Registry()
+    np.testing.assert_array_equal(registry.call("double", X), 2 * X)
+    reasons = [verdict.reason for verdict in registry.plan("double", X).verdicts]
+    assert reasons.count("nothing is known") == 1
+
+
+def test_a_distribution_whose_metadata_is_gone_has_no_name(distribution: MakeDistribution, double: None) -> None:
+    folder = distribution("gone-dist", {"gone": KERNEL, "gone_too": "1/0"}, kernels={"double.gone": "gone_too"})
+    (folder / "gone_dist-1.0.dist-info" / "METADATA").unlink()
+    for plugins in (None, "-bad-dist"):
+        registry = Registry(plugins=plugins)
+        np.testing.assert_array_equal(registry.call("double", X), 2 * X)
+        (verdict,) = (v for v in registry.plan("double", X).verdicts if v.name == "double.gone")
+        assert (verdict.provider, verdict.status) == ("unknown distribution", "broken")
+        with pytest.raises(UnknownBackend, match="did you mean 'gone'"):
+            registry.call("double", X, backend="gon")
+
+
+class PanicException(BaseException):
+    """As what Rust code raises in Python."""
+
+
+OUTSIDE_OF_EXCEPTION = {
+    "panic": (PanicException("blocks of 0"), "PanicException: blocks of 0"),
+    "exit": (SystemExit("no licence"), "SystemExit: no licence"),
+    "skip": (pytest.skip.Exception("no device"), "Skipped: no device"),
+}
+
+
+def test_a_reference_that_fails_to_say_what_is_returned_is_named(double: None) -> None:
+    registry = Registry()
+    registry.register(Operation(name="odd", signature=lambda x: None))
+    registry.register(
+        SimpleNamespace(**{**HOOKS, "heuristic_cfg": _raising("heuristic_cfg", KeyError("boom"))}), "odd.reference"
+    )
+    with pytest.raises(KeyError, match="boom") as caught:
+        registry.call("odd", X)
+    assert "in heuristic_cfg of odd.reference (registered at run time)" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("name", OUTSIDE_OF_EXCEPTION)
+def test_what_is_no_exception_breaks_its_plugin_alone(double: None, name: str) -> None:
+    fault, told = OUTSIDE_OF_EXCEPTION[name]
+    registry = Registry()
+    registry.register(SimpleNamespace(**{**HOOKS, "heuristic_cfg": _raising("heuristic_cfg", fault)}), "double.bad")
+    registry.register(SimpleNamespace(select_config=_raising("select_config", fault)), "bad policy")
+    np.testing.assert_array_equal(registry.call("double", X), 2 * X)
+    verdicts = {verdict.name: verdict for verdict in registry.plan("double", X).verdicts}
+    assert (verdicts["double.bad"].status, verdicts["double.bad"].reason) == ("broken", f"heuristic_cfg raised {told}")
+    assert (verdicts["bad policy"].status, verdicts["bad policy"].reason) == ("broken", f"select_config raised {told}")
+    with pytest.raises(PluginError, match=told):
+        registry.call("double", X, backend="bad")
+
+
+@pytest.mark.parametrize("passing", [KeyboardInterrupt, GeneratorExit])
+def test_an_interrupt_is_nobodys_fault(
+    distribution: MakeDistribution, double: None, passing: type[BaseException]
+) -> None:
+    for hooks, name in (
+        (SimpleNamespace(**{**HOOKS, "heuristic_cfg": _raising("heuristic_cfg", passing())}), "double.slow"),
+        (SimpleNamespace(select_config=_raising("select_config", passing())), "slow policy"),
+    ):
+        registry = Registry()
+        registry.register(hooks, name)
+        with pytest.raises(passing):
+            registry.plan("double", X)
+    module = f"interrupted_by_{passing.__name__}"
+    distribution("slow-dist", {module: f"raise {passing.__name__}"}, kernels={"double.slow": module})
+    with pytest.raises(passing):
+        Registry().plan("double", X)
+
+
+def test_who_fails_to_remember_or_to_show_is_named(double: None) -> None:
+    fault, told = OUTSIDE_OF_EXCEPTION["panic"]
+    hooks = {name: _raising(name, fault) for name in ("config_selected", "tuning_started", "tuning_progress")}
+    registry = Registry(plugins="good-dist, ejkernel-tuning")
+    registry.register(SimpleNamespace(select_config=_nothing, **hooks), "a full disk")
+    with policy_override(autotune=True, budget_s=60):
+        np.testing.assert_array_equal(registry.call("double", X), 2 * X)
+    mine = [verdict for verdict in registry.plan("double", X).verdicts if verdict.name == "a full disk"]
+    assert {verdict.status for verdict in mine} == {"broken"}
+    assert {verdict.reason for verdict in mine} == {f"{hook} raised {told}" for hook in hooks}
+    registry.register(SimpleNamespace(select_config=_nothing), "a full disk")
+    assert [verdict.name for verdict in registry.plan("double", X).verdicts] == ["double.good"]
+
+
+def test_a_store_that_refuses_to_remember_is_named_too(double: None) -> None:
+    hooks = {"config_selected": _raising("config_selected", Unsupported("it is full"))}
+    registry = Registry(plugins="good-dist, ejkernel-tuning")
+    registry.register(SimpleNamespace(select_config=_nothing, **hooks), "a full disk")
+    with policy_override(autotune=True, budget_s=60):
+        np.testing.assert_array_equal(registry.call("double", X), 2 * X)
+    told = [v.reason for v in registry.plan("double", X).verdicts if v.name == "a full disk"]
+    assert told == ["config_selected raised Unsupported: it is full"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (None, ("broken", "measure raised PluginError: it gives no record; where nothing")),
+        (Unsupported("the clock stands"), ("no answer", "the clock stands")),
+    ],
+)
+def test_a_tuner_that_gives_nothing_is_named_and_the_heuristic_is_taken(
+    double: None, fault: BaseException | None, told: tuple[str, str]
+) -> None:
+    @hookimpl
+    def measure(inv: object) -> object:
+        if fault is not None:
+            raise fault
+        return ()
+
+    registry = Registry(plugins="good-dist")
+    registry.register(SimpleNamespace(measure=measure), "a clock")
+    with policy_override(autotune=True):
+        np.testing.assert_array_equal(registry.call("double", X), 2 * X)
+    plan = registry.choose(registry.invocation("double", X), None, None, Scope(policy=AutotunePolicy("on_miss")))
+    assert plan.origin == "heuristic"
+    ((status, reason),) = ((v.status, v.reason) for v in plan.verdicts if v.name == "a clock")
+    assert (status, reason[: len(told[1])]) == told
+
+
+def test_a_failure_to_remember_is_forgotten_once_it_is_mended(double: None) -> None:
+    full = [True]
+
+    @hookimpl
+    def tuning_started(inv: object) -> object:
+        return "there is no room" if full else None
+
+    registry = Registry(plugins="good-dist, ejkernel-tuning")
+    registry.register(SimpleNamespace(select_config=_nothing, tuning_started=tuning_started), "a disk")
+    for wanted in (["tuning_started returned a str, no Earlier"], []):
+        with policy_override(autotune=True, budget_s=60):
+            np.testing.assert_array_equal(registry.call("double", X), 2 * X)
+        assert [v.reason for v in registry.plan("double", X).verdicts if v.name == "a disk"] == wanted
+        full.clear()
+        registry.forget()
+
+
+@hookimpl
+def _nothing(inv: object) -> None:
+    return None
+
+
+def _raising(hook: str, fault: BaseException) -> Callable[..., object]:
+    """The hook of this name, which raises."""
+
+    def raising(inv: object) -> object:
+        raise fault
+
+    raising.__name__ = hook
+    return hookimpl(raising)
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, Unsupported, PanicException, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("backend", ["fails", None])
+def test_what_run_backend_raises_is_the_callers_and_says_whose_it_is(
+    double: None, kind: type[BaseException], backend: str | None
+) -> None:
+    registry = Registry()
+    registry.register(
+        SimpleNamespace(**{**HOOKS, "run_backend": _raising("run_backend", kind("boom"))}), "double.fails"
+    )
+    with pytest.raises(kind, match="boom") as caught:
+        registry.call("double", X, backend=backend)
+    assert type(caught.value) is kind
+    assert "in run_backend of double.fails (registered at run time)" in caught.value.__notes__
 
 
 def test_a_kernel_that_raises_in_its_heuristic_is_passed_over(distribution: MakeDistribution, double: None) -> None:

@@ -26,12 +26,12 @@ from ejkernel_core import (
     find_labels_in_lowered,
     hookimpl,
     label,
-    labels_to_configs,
 )
-from ejkernel_core.tuning import (
+from ejkernel_tuning import (
     autotune_recorded,
     clear_invocations,
     get_invocations,
+    labels_to_configs,
     record_invocation,
     recording,
 )
@@ -123,6 +123,27 @@ def test_what_was_recorded_is_tuned_and_only_once(monkeypatch: pytest.MonkeyPatc
     explained = ejkernel_core.explain("flash_attention", Q, K, V, causal=True, sliding_window=(20, 0))
     assert explained.plan.origin == "memory"
     assert [t.keys[0] for t in autotune_recorded([first], retune=True).tuned] == [first.key]
+
+
+def test_what_another_registry_has_recorded_is_tuned_there_also_when_it_was_forgotten() -> None:
+    own = Registry(plugins="")
+    own.register(Operation(name="thrice", signature=lambda x: None, outputs=lambda a: (a["x"],)))
+
+    @hookimpl
+    def heuristic_cfg(inv):
+        return None
+
+    @hookimpl
+    def run_backend(inv):
+        return inv["x"] * 3
+
+    own.register(SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend), "thrice.reference")
+    with recording():
+        jax.jit(lambda x: own.call("thrice", x)).lower(Q)
+    invocations = get_invocations()
+    clear_invocations()
+    assert [one.best.backend for one in autotune_recorded(invocations).tuned] == ["reference"]
+    assert own.plan("thrice", Q).origin == "memory"
 
 
 # -- labels ----------------------------------------------------------------------------------------------------------
@@ -259,7 +280,7 @@ def test_a_configuration_of_another_version_is_told() -> None:
 def test_a_configuration_that_cannot_be_written_leaves_a_label_all_the_same() -> None:
     @hookimpl
     def heuristic_cfg(inv):
-        return lambda: "a strange configuration"
+        return 1j  # a number that no record can hold
 
     @hookimpl
     def run_backend(inv, cfg):

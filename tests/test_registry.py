@@ -25,8 +25,7 @@ from ejkernel_core import (
     Unsupported,
     hookimpl,
 )
-from ejkernel_core.__main__ import listing
-from ejkernel_core._plan import misfit
+from ejkernel_core._policies import misfit
 from tests.conftest import KERNEL, MakeDistribution
 
 X = np.array([1.0, 2.0], np.float32)
@@ -132,10 +131,12 @@ def test_a_cfg_of_nobody_is_refused(registry: Registry) -> None:
 
 def test_unknown_names_get_the_nearest_and_the_way_to_more(registry: Registry) -> None:
     with pytest.raises(
-        UnknownOperation, match=r"no operation 'scael' is installed; did you mean 'scale'\?.*pip install"
+        UnknownOperation, match=r"no operation 'scael' is installed; did you mean 'scale'\?.*python -m ejkernel_core"
     ):
         registry.call("scael", X)
-    with pytest.raises(UnknownBackend, match=r"'tow' is installed; did you mean 'two'\?.*pip install"):
+    with pytest.raises(
+        UnknownBackend, match=r"no backend 'tow' of 'scale' is installed; did you mean 'two'\?.*python -m ejkernel_core"
+    ):
         registry.call("scale", X, backend="tow")
 
 
@@ -207,9 +208,18 @@ def test_a_kernels_own_error_is_raised_as_it_is(registry: Registry) -> None:
     assert caught.value.__cause__ is not caught.value
 
 
+def test_an_operation_is_called_by_its_name(registry: Registry) -> None:
+    for wrong in (3, print, None):
+        with pytest.raises(TypeError, match="op: takes the name of an operation, as 'flash_attention'; got"):
+            registry.call(wrong, X)  # type: ignore[arg-type]
+
+
 def test_what_does_not_fit_32_bits_is_named(registry: Registry) -> None:
-    with pytest.raises(OverflowError, match="scale: too large for 32 bits: x=1099511627776"):
-        registry.call("scale", 2**40)
+    for number, bits in ((2**40, 41), (2**31, 32), (-(2**31) - 1, 32), (10**5000, 16610)):
+        with pytest.raises(ValueError, match=f"scale: x takes an int from -2\\*\\*31 to .*; got one of {bits} bits"):
+            registry.call("scale", number)
+    with jax.enable_x64(True), pytest.raises(ValueError, match="scale: x takes an int from -2\\*\\*63 to"):
+        registry.call("scale", 2**70)
 
 
 def test_plan_names_what_call_names(registry: Registry) -> None:
@@ -243,6 +253,7 @@ def test_compiled_calls_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> N
     ("name", "value", "told"),
     [
         ("PLATFORMS", ["gpu"], "PLATFORMS takes {platform: rank} with whole numbers; got ['gpu']"),
+        ("PLATFORMS", {1: 2}, "PLATFORMS takes {platform: rank} with whole numbers; got {1: 2}"),
         ("PLATFORMS", {"cpu": "high"}, "PLATFORMS takes {platform: rank} with whole numbers"),
         ("Config", Config(3), "Config is the type of the configurations; got Config(times=3)"),
     ],
@@ -262,6 +273,31 @@ def test_register_says_what_it_needs(registry: Registry) -> None:
         registry.register(kernel(), "scale")
     with pytest.raises(PluginError, match="the hook run_backend is missing"):
         registry.register(object(), "scale.empty")
+
+
+@pytest.mark.parametrize("name", ["scale.", ".xla", "."])
+def test_a_kernel_has_a_whole_name(registry: Registry, name: str) -> None:
+    with pytest.raises(PluginError, match=rf"kernel '{name}' of .*: a kernel is named <operation>.<backend>"):
+        registry.register(kernel(), name)
+
+
+def test_an_empty_backend_is_refused(registry: Registry) -> None:
+    for ask in (registry.call, registry.plan, registry.explain):
+        with pytest.raises(UnknownBackend, match=r"scale: backend='' is no name\. Known: two\."):
+            ask("scale", X, backend="")
+
+
+def test_an_entry_point_without_a_whole_name_is_broken(distribution: MakeDistribution, double: None) -> None:
+    distribution("half-dist", {"half": KERNEL}, kernels={"double.": "half", ".xla": "half"})
+    fresh = Registry()
+    np.testing.assert_array_equal(fresh.call("double", X), 2 * X)
+    told = {entry.name: broken.reason for entry, broken in fresh.inspect() if broken}
+    assert told == {
+        name: f"kernel {name!r} of half-dist 1.0: a kernel is named <operation>.<backend>"
+        for name in ("double.", ".xla")
+    }
+    with pytest.raises(UnknownBackend, match=r"double: backend='' is no name\. Known: good\."):
+        fresh.call("double", X, backend="")
 
 
 def test_registries_do_not_see_each_other(registry: Registry) -> None:
@@ -326,12 +362,6 @@ def test_the_listing_shows_who_brings_what_and_what_is_broken(distribution: Make
     )
     assert "heuristic built in" in lines
     assert lines.count("bad bad-dist 0.3") == 1
-
-
-def test_the_listing_of_nothing_says_how_to_get_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ejkernel_core.__main__.registry", Registry(plugins=""))
-    assert "EJKERNEL_PLUGINS=''" in listing()
-    assert "'pip install ejkernel-ops ejkernel-xla' brings the standard ones" in listing()
 
 
 def test_a_policy_of_a_third_party_answers_before_the_heuristic(distribution: MakeDistribution, double: None) -> None:

@@ -55,7 +55,7 @@ class Counted:
             traced.append(cfg.factor)
             return inv["x"] * cfg.factor
 
-        self.registry = Registry(plugins="")
+        self.registry = Registry(plugins="ejkernel-tuning")
         self.registry.register(Operation(name="scale", signature=scale, outputs=lambda a: (a["x"],)))
         self.registry.register(
             SimpleNamespace(Config=Config, heuristic_cfg=heuristic_cfg, run_backend=run_backend), "scale.two"
@@ -185,8 +185,10 @@ def test_an_overlay_with_the_key_that_explain_tells_decides_the_backward() -> No
     backward = ejkernel_core.explain("flash_attention", *arrays).backward.plan
     impossible = attrs.evolve(backward.cfg, implementation="cudnn")
     loss = jax.grad(lambda *a: ejkernel_core.call("flash_attention", *a).sum(), (0, 1, 2))
-    with overlay_cache({backward.invocation.key: impossible}), pytest.raises(ejkernel_core.Unsupported, match="cuDNN"):
-        loss(*arrays)
+    with overlay_cache({backward.invocation.key: impossible}):
+        with pytest.raises(ejkernel_core.Unsupported, match="cuDNN"):
+            loss(*arrays)
+        assert "cuDNN" in str(ejkernel_core.explain("flash_attention", *arrays).backward.error)
 
 
 def test_a_call_under_vmap_is_inside_the_scope(times: Counted) -> None:
@@ -266,12 +268,52 @@ def test_tasks_that_take_turns_see_their_own(times: Counted) -> None:
 
 
 def test_policy_override_knows_its_fields() -> None:
-    with pytest.raises(
-        TypeError, match="policy_override: no field 'autotnue' in AutotunePolicy; it has autotune, mode"
-    ):
+    known = "It has autotune, mode, budget_s, wait"
+    with pytest.raises(TypeError, match=f"policy_override: has no 'autotnue'; did you mean 'autotune'\\? {known}"):
         policy_override(autotnue=True)
-    with pytest.raises(ValueError, match="'mode' must be in"):
-        policy_override(mode="always")
+    with pytest.raises(TypeError, match=f"policy_override: has no 'zzz'. {known}"):
+        policy_override(zzz=1)
+    with pytest.raises(TypeError, match="policy_override: takes its fields by name, as mode='on_miss'; got 'on_miss'"):
+        policy_override("on_miss")
+    with pytest.raises(TypeError, match="policy_override: autotune=True is mode='on_miss'; give one of the two"):
+        policy_override(autotune=True, mode="on_miss")
+    with pytest.raises(TypeError, match="autotune: takes True or False; got 'off'"):
+        policy_override(autotune="off")
+    with pytest.raises(TypeError, match="autotune: takes True or False; got None"):
+        policy_override(autotune=None)
+
+
+WRONG_FIELDS = [
+    ("mode", "always", ValueError, "mode: takes off, on_miss or error_on_miss; got 'always'"),
+    ("mode", "on_mis", ValueError, "mode: takes off, on_miss or error_on_miss; got 'on_mis'"),
+    ("mode", True, ValueError, "mode: takes off, on_miss or error_on_miss; got True"),
+    ("mode", ["off"], ValueError, "mode: takes off, on_miss or error_on_miss; got \\['off'\\]"),
+    ("mode", None, ValueError, "mode: takes off, on_miss or error_on_miss; got None"),
+    ("budget_s", "x", TypeError, "budget_s: takes seconds above 0; got 'x'"),
+    ("budget_s", True, TypeError, "budget_s: takes seconds above 0; got True"),
+    ("budget_s", None, TypeError, "budget_s: takes seconds above 0; got None"),
+    ("budget_s", 0, ValueError, "budget_s: takes seconds above 0; got 0"),
+    ("budget_s", -1.5, ValueError, "budget_s: takes seconds above 0; got -1.5"),
+    ("budget_s", float("nan"), ValueError, "budget_s: takes seconds above 0; got nan"),
+    ("budget_s", float("inf"), ValueError, "budget_s: takes seconds above 0; got inf"),
+    ("wait", 1, TypeError, "wait: takes True or False; got 1"),
+    ("wait", "no", TypeError, "wait: takes True or False; got 'no'"),
+]
+
+
+@pytest.mark.parametrize("make", [AutotunePolicy, policy_override])
+@pytest.mark.parametrize(("field", "value", "error", "message"), WRONG_FIELDS)
+def test_fields_of_a_policy_take_what_they_take(
+    make: Any, field: str, value: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{message}$"):
+        make(**{field: value})
+
+
+def test_a_budget_may_be_any_real_number() -> None:
+    for budget in (5, 0.5, np.float32(0.25), np.int64(3)):
+        with policy_override(budget_s=budget):
+            assert _scopes.current().policy.budget_s == budget
 
 
 def test_overrides_nest(times: Counted) -> None:

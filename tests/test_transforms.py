@@ -195,20 +195,42 @@ def test_a_backward_that_refuses_is_told_with_its_reason() -> None:
         jax.grad(lambda x: registry.call("scaled", x, W)[1].sum())(X)
 
 
-def test_forward_mode_goes_through_the_reference_alone() -> None:
-    registry = make(backward=True)
-    for backend in ("reference", None):
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backend", ["reference", None])
+def test_forward_mode_goes_through_the_reference(backend: str | None, backward: bool) -> None:
+    registry = make(backward=backward, scaled__fast=kernel(compute, {"cpu": 50}))
 
-        def call(x: Any, backend: str | None = backend) -> Any:
-            return registry.call("scaled", x, W, backend=backend)[0].sum()
+    def call(x: Any, w: Any) -> Any:
+        out, total = registry.call("scaled", x, w, COUNTS, power=2, backend=backend)
+        return (out**2).sum(), total
 
-        if backend:
-            close(jax.jvp(call, (X,), (X,))[1], (jnp.cos(X) * X * W).sum())
-            close(jax.hessian(call)(X), jax.hessian(lambda x: scaled(x, W)[0].sum())(X))
-        else:
-            for forward_mode in (lambda: jax.jvp(call, (X,), (X,)), lambda: jax.hessian(call)(X)):
-                with pytest.raises(NotDifferentiable, match="pass backend='reference'"):
-                    forward_mode()
+    def plain(x: Any, w: Any) -> Any:
+        out, total = scaled(x, w, COUNTS, power=2)
+        return (out**2).sum(), total
+
+    for derivative in (
+        lambda f: jax.jvp(f, (X, W), (X * 2, W + 1)),
+        lambda f: jax.jvp(lambda x: f(x, W), (X,), (X,)),
+        lambda f: jax.jacfwd(f, (0, 1))(X, W),
+        lambda f: jax.hessian(f, (0, 1))(X, W),
+        lambda f: jax.jacrev(jax.jacfwd(f, (0, 1)), 1)(X, W),
+        lambda f: jax.linear_transpose(jax.linearize(f, X, W)[1], X, W)(plain(X, W)),
+        lambda f: jax.vmap(lambda x: jax.jvp(f, (x, W), (X, W)))(jnp.stack([X, X + 1])),
+    ):
+        close(derivative(call), derivative(plain))
+        close(jax.jit(derivative, static_argnums=0)(call), derivative(plain))
+
+
+def test_forward_mode_without_a_reference_is_refused() -> None:
+    bare = make(reference=False, backward=True, scaled__fast=kernel(compute))
+
+    def call(x: Any) -> Any:
+        return bare.call("scaled", x, W)[0].sum()
+
+    close(jax.grad(call)(X), jnp.cos(X) * W)
+    for forward_mode in (lambda: jax.jvp(call, (X,), (X,)), lambda: jax.jit(jax.jacfwd(call))(X)):
+        with pytest.raises(NotDifferentiable, match="goes through the reference kernel, and it has none"):
+            forward_mode()
 
 
 @pytest.mark.parametrize("folds", [False, True])
@@ -319,6 +341,29 @@ def test_the_platform_is_the_one_that_is_compiled_for() -> None:
     both = traced.lower(lowering_platforms=("cpu", "cuda")).as_text()
     assert "1.5" in both
     assert "2.5" in both
+
+
+def test_a_kernel_is_traced_under_the_settings_of_its_call() -> None:
+    """JAX may lower elsewhere what it has traced."""
+
+    def product(a: Mapping[str, Any]) -> Any:
+        out = (a["x"] @ jnp.diag(a["weight"])).astype(a["x"].dtype)
+        return out, jnp.zeros(len(out), out.dtype)
+
+    registry = make(scaled__fast=kernel(product, {"cpu": 50}))
+    call = jax.jit(lambda x, w: registry.call("scaled", x, w)[0])
+    with jax.enable_x64(True):
+        x, w = np.asarray(X, np.float64) / 3, np.asarray(W, np.float64)
+        traced = call.trace(x, w)
+    compiled = traced.lower().compile()
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(compiled(x, w), x * w, rtol=1e-14)
+    with jax.default_matmul_precision("highest"):
+        traced = call.trace(X, W)
+    assert "HIGHEST" in traced.lower().as_text()
+    traced = call.trace(X, W)
+    with jax.default_matmul_precision("highest"):
+        assert "HIGHEST" not in traced.lower().as_text()
 
 
 def test_a_kernel_may_call_back_to_the_host() -> None:

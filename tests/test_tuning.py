@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -19,13 +20,16 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_core
-from ejkernel_core import Operation, Registry, Unsupported, hookimpl, policy_override
-from ejkernel_core._plan import ask_all
-from ejkernel_core.classes import Kernel
-from ejkernel_core.tuning import Entry, Progress, Tuned, TuningResult, _autotune, _timing, autotune
-from ejkernel_core.tuning._autotune import check_tunable, made, tune
-from ejkernel_core.tuning._contest import Contest, Entrant
-from ejkernel_core.tuning._tuner import show
+from ejkernel_classes import Kernel
+from ejkernel_core import Choice, Operation, Registry, Unsupported, _turns, hookimpl, policy_override
+from ejkernel_core._choice import able
+from ejkernel_core._devices import processor
+from ejkernel_core._scopes import current
+from ejkernel_core._turns import check_tunable
+from ejkernel_tuning import Entry, Progress, Tuned, TuningResult, _autotune, _timing, autotune
+from ejkernel_tuning._autotune import made, tune
+from ejkernel_tuning._contest import Contest, Entrant
+from ejkernel_tuning._progress import show
 
 X = jnp.linspace(0.1, 1.0, 64).reshape(4, 16)
 
@@ -106,7 +110,7 @@ CALLS = itertools.count()
 
 def registry(*space: str, heuristic: str = "slow", reference: bool = True, **operation: Any) -> Registry:
     """The operation ``triple``, with a kernel that has these configurations."""
-    fresh = Registry(plugins="")
+    fresh = Registry(plugins="ejkernel-tuning")
 
     @hookimpl
     def heuristic_cfg(inv):
@@ -143,8 +147,38 @@ def registry(*space: str, heuristic: str = "slow", reference: bool = True, **ope
 
 def contest(fresh: Registry, budget_s: float = 20.0, x: Any = X, inputs: Any = None, **more: Any) -> Tuned:
     inv = fresh.invocation("triple", x)
-    candidates, _ = ask_all(fresh, inv, None, None)
-    return tune(inv, candidates, budget_s, inputs or {"x": x}, **more)
+    candidates, _ = able(inv, fresh.kernels(inv.op)[0], None, None)
+    return tune(inv, candidates, fresh.judge(inv), budget_s, inputs or {"x": x}, **more)
+
+
+def chosen(fresh: Registry, x: Any) -> tuple[Choice, list[str]]:
+    """What a call would be computed with, measured as for a call, and what the policies said."""
+    plan = fresh.choose(fresh.invocation("triple", x), None, None, current())
+    return plan.choice, [verdict.reason for verdict in plan.verdicts if verdict.reason]
+
+
+def test_a_given_configuration_that_the_kernel_does_not_take_never_runs() -> None:
+    @hookimpl
+    def heuristic_cfg(inv):
+        return Config("slow")
+
+    @hookimpl
+    def check_cfg(inv, cfg):
+        if cfg.kind != "slow":
+            raise Unsupported(f"{cfg.kind} does not fit")
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        assert cfg.kind == "slow"
+        return inv["x"] * 3
+
+    fresh = registry()
+    hooks = {"heuristic_cfg": heuristic_cfg, "check_cfg": check_cfg, "run_backend": run_backend}
+    fresh.register(SimpleNamespace(Config=Config, **hooks), "triple.kinds")
+    tuned = contest(fresh, configs=[Config("slow"), Config("fast")])
+    assert tuned.best.cfg == Config("slow")
+    reasons = {e.cfg: e.reason for e in tuned.entries if e.backend == "kinds"}
+    assert reasons == {Config("slow"): "", Config("fast"): "refused, fast does not fit"}
 
 
 def entry(tuned: Tuned, kind: str) -> Entry:
@@ -344,10 +378,10 @@ def test_where_nobody_can_be_measured_the_heuristic_is_taken() -> None:
     fresh = registry(heuristic="fast", reference=False)
     with policy_override(autotune=True, budget_s=1e-6):
         np.testing.assert_allclose(fresh.call("triple", X), X * 3)
-        plan = fresh.plan("triple", X)
-    assert plan.origin == "heuristic"
+        choice, reasons = chosen(fresh, X)
+    assert choice.origin == "heuristic"
     assert len(fresh.memory) == 0
-    assert any("nothing could be measured" in verdict.reason for verdict in plan.verdicts)
+    assert any("nothing could be measured" in reason for reason in reasons)
 
 
 def test_of_a_contest_without_a_winner_nothing_is_kept() -> None:
@@ -379,10 +413,10 @@ def test_where_the_reference_cannot_say_and_results_differ_nobody_wins(monkeypat
     assert "nobody wins" in tuned.notes[-1]
 
 
-def test_without_a_reference_the_first_says_what_is_right() -> None:
-    tuned = contest(registry("wrong", heuristic="slow", reference=False))
-    assert tuned.best.cfg == Config("slow")
-    assert tuned.notes == ("checked against triple.kinds",)
+def test_without_a_reference_the_fastest_wins_where_all_agree() -> None:
+    tuned = contest(registry("fast", heuristic="slow", reference=False))
+    assert tuned.best.cfg == Config("fast")
+    assert tuned.notes == ("checked against triple.kinds, because there is no reference",)
 
 
 def test_a_broken_config_space_costs_the_space_alone() -> None:
@@ -433,12 +467,12 @@ def test_a_thread_that_does_not_wait_takes_the_heuristic() -> None:
     RELEASE.clear()
     first = threading.Thread(target=lambda: tuned_call(fresh, budget_s=6.0))
     first.start()
-    while not ejkernel_core.tuning.TUNER._flights:
+    while not _turns._flights:
         time.sleep(0.01)
     with policy_override(autotune=True, wait=False):
-        plan = fresh.plan("triple", X)
-    assert plan.origin == "heuristic"
-    assert any("another thread is measuring this" in verdict.reason for verdict in plan.verdicts)
+        choice, reasons = chosen(fresh, X)
+    assert choice.origin == "heuristic"
+    assert any("another thread is measuring this" in reason for reason in reasons)
     RELEASE.set()
     first.join()
 
@@ -487,7 +521,7 @@ def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere() -> None:
 
 def test_an_interrupted_contest_goes_on_where_it_was() -> None:
     fresh = registry("fast", "wrong", "raises while compiling")
-    earlier = (Entry("kinds", Config("wrong"), reason="wrong: seen before"),)
+    earlier = (Entry("kinds", Config("wrong"), reason="wrong: seen before", is_checked=True),)
     tuned = contest(fresh, earlier=earlier)
     assert entry(tuned, "wrong").reason == "wrong: seen before"
     assert tuned.best.cfg == Config("fast")
@@ -558,17 +592,17 @@ def test_a_contest_that_fails_late_lets_nobody_win_by_what_it_measured_before() 
 
 
 def test_a_trace_around_it_does_not_disturb_a_contest() -> None:
-    fresh, plans = registry("fast"), []
+    fresh, choices = registry("fast"), []
 
     @jax.jit
     def function(x: Any) -> Any:
         with policy_override(autotune=True):
-            plans.append(fresh.plan("triple", X))
-            plans.append(fresh.plan("triple", x[:2]))
+            choices.append(chosen(fresh, X)[0])
+            choices.append(chosen(fresh, x[:2])[0])
         return x
 
     assert len(jax.make_jaxpr(function)(X).eqns) == 1
-    assert [plan.origin for plan in plans] == ["autotuned", "autotuned"]
+    assert [choice.origin for choice in choices] == ["autotuned", "autotuned"]
 
 
 def test_arrays_may_be_on_any_device() -> None:
@@ -623,9 +657,9 @@ def test_inputs_that_never_come_end_a_contest(monkeypatch: pytest.MonkeyPatch) -
     RELEASE.clear()
     fresh = registry("fast", samples=lambda arguments, key: RELEASE.wait(20))
     inv = fresh.invocation("triple", X)
-    candidates, _ = ask_all(fresh, inv, None, None)
+    candidates, _ = able(inv, fresh.kernels(inv.op)[0], None, None)
     with pytest.raises(Unsupported, match=r"no inputs to measure with after 0.1 s"):
-        tune(inv, candidates, 20.0)
+        tune(inv, candidates, fresh.judge(inv), 20.0)
     RELEASE.set()
 
 
@@ -662,8 +696,15 @@ def test_a_backward_is_measured_on_the_results_of_a_forward(name: str) -> None:
     }
     explained = ejkernel_core.explain("flash_attention", query, key, key, **given)
     inv = explained.backward.plan.invocation
-    candidates, _ = ask_all(inv.registry, inv, None, None)
-    tuned = tune(inv, candidates, 60.0, configs=[candidate.cfg for candidate in candidates], calls=(1, 1))
+    candidates, _ = able(inv, ejkernel_core.registry.kernels(inv.op)[0], None, None)
+    tuned = tune(
+        inv,
+        candidates,
+        ejkernel_core.registry.judge(inv),
+        60.0,
+        configs=[candidate.cfg for candidate in candidates],
+        calls=(1, 1),
+    )
     assert tuned.notes == ("checked against flash_attention_bwd.reference",)
     assert [e.reason for e in tuned.entries if e.reason.startswith(("wrong", "running", "compiling"))] == []
 
@@ -771,6 +812,15 @@ def test_what_is_no_result_is_told(text: str) -> None:
         TuningResult.from_json(text)
 
 
+@pytest.mark.parametrize("name", ["op", "device", "problem", "software"])
+@pytest.mark.parametrize("value", [["cpu"], 5, None])
+def test_a_result_whose_key_holds_no_text_is_told(name: str, value: Any) -> None:
+    key = {"op": "scale", "device": "cpu", "problem": "{}", "software": "{}", name: value}
+    text = json.dumps({"schema": 1, "tuned": [{"keys": [key], "records": []}]})
+    with pytest.raises(ejkernel_core.RecordError, match=f"no tuning result: TypeError: Key: {name} takes text; got"):
+        TuningResult.from_json(text)
+
+
 def test_a_result_of_another_device_is_refused(attention: Any) -> None:
     usual = ejkernel_core.plan("flash_attention", *attention).cfg
     one = autotune("flash_attention", *attention, configs=[usual], backend="xla", num_iters=2, remember=False)
@@ -778,5 +828,5 @@ def test_a_result_of_another_device_is_refused(attention: Any) -> None:
     elsewhere = TuningResult(
         (attrs.evolve(tuned, keys=tuple(attrs.evolve(key, device="NVIDIA H200") for key in tuned.keys)),)
     )
-    with pytest.raises(ValueError, match="measured on NVIDIA H200, and here there are cpu"), elsewhere:
+    with pytest.raises(ValueError, match=f"measured on NVIDIA H200, and here there are {processor()}"), elsewhere:
         pass

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import jax
 
-from ejkernel_core.tuning import Timing, benchmark
+from ejkernel_tuning import Timing, benchmark
 
 
 @attrs.frozen

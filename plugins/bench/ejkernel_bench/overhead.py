@@ -35,7 +35,7 @@ IMPORT_BAR_MS = 60.0
 
 #: What an import of the core alone must not have loaded, beside every plugin: parts of a module's dotted name. JAX has
 #: a pallas inside, which importing JAX does not load.
-FORBIDDEN = ("triton", "pallas", "cattrs", "platformdirs", "pytest", "ejkernel_core.testing")
+FORBIDDEN = ("triton", "pallas", "cattrs", "platformdirs", "pytest", "ejkernel_testing")
 
 _IMPORT = """
 import json, sys, time

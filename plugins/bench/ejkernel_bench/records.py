@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_core import Invocation
-from ejkernel_core.tuning import autotune_recorded, recording
+from ejkernel_tuning import autotune_recorded, recording
 
 from . import flash_attention, hopper
 from ._problem import Problem, through_core

@@ -19,7 +19,7 @@ import numpy as np
 import ejkernel_core
 from ejkernel_cache import default_cache
 from ejkernel_core import Operation, Registry, hookimpl
-from ejkernel_core.tuning import Tuned, autotune, tune
+from ejkernel_tuning import Tuned, autotune, tune
 
 from ._fresh import in_fresh_process
 from ._problem import Problem
@@ -152,6 +152,6 @@ def budget_with_a_hanging_candidate() -> float:
     inv = registry.invocation("double", jnp.ones(1000))
     candidates = [ejkernel_core.Candidate(registry.kernel("double", "hanging"), _Config())]
     try:
-        return tune(inv, candidates, SHORT_BUDGET_S).seconds
+        return tune(inv, candidates, None, SHORT_BUDGET_S).seconds
     finally:
         released.set()

@@ -35,7 +35,7 @@ from ejkernel_bench._peers import Peer
 from ejkernel_bench._problem import Problem, through_core, with_gradients
 from ejkernel_bench._timing import Times
 from ejkernel_core import policy_override, registry
-from ejkernel_core.tuning import Timing
+from ejkernel_tuning import Timing
 
 TINY = Problem(1, 64, 2, 16)
 #: One of each kind that `flash_attention` measures.

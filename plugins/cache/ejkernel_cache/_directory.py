@@ -19,7 +19,7 @@ from . import _temporary
 from ._documents import LIMIT
 from ._names import Place, below
 
-DAMAGED, TEMPORARY = ".damaged", ".tmp"
+DAMAGED, TEMPORARY, UNFINISHED = ".damaged", ".tmp", ".tuning"
 #: How often a write is begun anew because somebody removes the folders meanwhile.
 ATTEMPTS = 20
 
@@ -65,8 +65,8 @@ class Directory:
             else:
                 return
 
-    def write_at(self, folders: tuple[str, ...], name: str, data: bytes) -> None:
-        """The same for any file, once."""
+    def write_at(self, folders: tuple[str, ...], name: str, data: bytes, durably: bool = True) -> None:
+        """The same for any file, once; what is not written ``durably`` outlives the process, not the machine."""
         temporary = self.made(TEMPORARY) / _temporary.new_name()
         folder = self.made(*folders)
         descriptor = os.open(temporary, _WRITE, 0o666)
@@ -74,13 +74,15 @@ class Directory:
             with open(descriptor, "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(descriptor)
+                if durably:
+                    os.fsync(descriptor)
             os.replace(temporary, folder / name)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        _sync(folder)
+        if durably:
+            _sync(folder)
 
     def set_aside(self, place: Place, seen: Content) -> Path | None:
         """Move a damaged file away; where it lies then, or None if it is no longer there."""

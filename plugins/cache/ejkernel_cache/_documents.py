@@ -71,8 +71,10 @@ def rebuilt_key(text: str, place: Place) -> Key | None:
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
     for device, op in (_named_by(place), _named_in(problem)):
-        key = Key(op, device, *texts) if device is not None and op is not None else None
-        if key and place_of(key, None)[:2] == place[:2] and f"{key.digest}.json" == place[3]:
+        if not (isinstance(device, str) and isinstance(op, str)):
+            continue
+        key = Key(op, device, *texts)
+        if place_of(key, None)[:2] == place[:2] and f"{key.digest}.json" == place[3]:
             return key
     return None
 
@@ -81,8 +83,8 @@ def _named_by(place: Place) -> tuple[str | None, str | None]:
     return written_out(place[0]), written_out(place[1])
 
 
-def _named_in(problem: Any) -> tuple[str | None, str | None]:
-    """The full names, where the folders' are cut."""
+def _named_in(problem: Any) -> tuple[Any, Any]:
+    """The full names, where the folders' are cut: anything at all, in a file that is not ours."""
     try:
         platform, device, *_ = problem["device"]
         return device or platform, problem["operation"][0]

@@ -35,10 +35,13 @@ def component(name: str | None) -> str:
 
 
 def written_out(part: str) -> str | None:
-    """The name of a component; None where it was cut."""
+    """The name of a component; None where it was cut, or where ``component`` has not written it."""
     if CUT in part:
         return None
-    return "" if part == EMPTY else unquote_to_bytes(part).decode(errors="surrogatepass")
+    try:
+        return "" if part == EMPTY else unquote_to_bytes(part).decode(errors="surrogatepass")
+    except UnicodeError:
+        return None
 
 
 def place_of(key: Key, backend: str | None) -> Place:

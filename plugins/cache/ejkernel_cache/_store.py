@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ejkernel_core import Candidate, Key, Record, RecordError, as_record, fitting, record_to_json, type_name
 
-from ._directory import Content, Directory
+from ._directory import UNFINISHED, Content, Directory
 from ._documents import LIMIT, decoded, rebuilt_key, text_of
 from ._names import Place, below, component, place_of
 
@@ -58,6 +59,22 @@ class PersistentCache:
         from ._unfinished import Unfinished
 
         return Unfinished(self._files)
+
+    def dangers(self, key: Key) -> str:
+        """What took processes with it that measured this, in words; "" for nothing."""
+        if not any((self.path / UNFINISHED / f"{key.digest}.{kind}").exists() for kind in ("died", "trying")):
+            return ""
+        return self.unfinished.told(key)
+
+    def forgive(self) -> None:
+        """Have everything tried again, whatever processes have died of.
+
+        What is out in a record stays so until the call is measured anew, as ``autotune`` does.
+        """
+        with contextlib.suppress(OSError):
+            for entry in list(os.scandir(self.path / UNFINISHED)):
+                if entry.name.endswith(".died"):  # what is being tried at this moment is another's
+                    os.unlink(entry)
 
     def file(self, key: Key, backend: str | None = None) -> Path:
         """Where the record of a key and a backend lies, or would."""

@@ -19,11 +19,17 @@ def new_name() -> str:
 
 def is_stale(entry: os.DirEntry[str]) -> bool:
     """Whether nobody will finish the file: its process is gone, or where that cannot be known, it is old."""
-    host, _, rest = entry.name.partition("-")
+    gone = is_gone(entry.name)
+    return time.time() - entry.stat(follow_symlinks=False).st_mtime > PATIENCE if gone is None else gone
+
+
+def is_gone(name: str) -> bool | None:
+    """Whether the process that made this name is; None where that cannot be known."""
+    host, _, rest = name.partition("-")
     pid = rest.partition("-")[0]
     if host == _host() and pid.isdecimal() and os.name == "posix":
         return not _is_alive(int(pid))
-    return time.time() - entry.stat(follow_symlinks=False).st_mtime > PATIENCE
+    return None
 
 
 def _is_alive(pid: int) -> bool:

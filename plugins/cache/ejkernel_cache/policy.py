@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from ejkernel_core import Candidate, Choice, Invocation, Key, Record, RecordError, Scope, hookimpl, recall, successor
+from ejkernel_core import (
+    Candidate,
+    Choice,
+    Invocation,
+    Key,
+    Record,
+    RecordError,
+    Scope,
+    Unsupported,
+    hookimpl,
+    recall,
+    successor,
+)
+from ejkernel_core._measurement import Earlier, Progress
 
 from ._store import PersistentCache, default_cache
-
-if TYPE_CHECKING:
-    from ejkernel_core.tuning import Earlier, Progress
 
 #: Before what comes with packages, and before what measures.
 RANK = 70
@@ -22,7 +31,10 @@ GRACE_S = 30.0
 def select_config(inv: Invocation, candidates: Sequence[Candidate]) -> Choice | None:
     """The fastest record on disk for this call, or for those like it."""
     cache = default_cache()
-    return recall(inv, candidates, f"disk ({cache.path})", cache.find)
+    choice = recall(inv, candidates, f"disk ({cache.path})", cache.find)
+    if choice is None and (dangers := cache.dangers(inv.tuning_keys[-1])):
+        raise Unsupported(f"there is no record; {dangers}")
+    return choice
 
 
 @hookimpl
@@ -31,41 +43,31 @@ def config_selected(inv: Invocation, choice: Choice) -> None:
     cache, record = default_cache(), choice.record
     assert record is not None  # the core tells of no choice without one
     exact, *alike = inv.tuning_keys
-    try:
-        cache.put(exact, successor(_known(cache, exact, record), record))
-        for key in alike:
-            if _is_as_fast(record, _known(cache, key, record)):
-                cache.put(key, record)
-    finally:
-        _end(inv)
+    cache.put(exact, successor(_known(cache, exact, record), record))
+    for key in alike:
+        if _is_as_fast(record, _known(cache, key, record)):
+            cache.put(key, record)
 
 
 @hookimpl
 def tuning_started(inv: Invocation, scope: Scope) -> Earlier:
     """Wait while another process measures this, or calls like it; then what somebody found out who was interrupted."""
-    from ejkernel_core.tuning import Earlier
-
     unfinished, key = default_cache().unfinished, inv.tuning_keys[-1]
     # The other may have begun with as much time, and stores before it lets go.
     if not unfinished.take(key, scope.policy.budget_s + GRACE_S if scope.policy.wait else 0.0):
-        return Earlier(is_busy=True)
-    return Earlier(unfinished.entries(key))
+        raise Unsupported("another process is measuring this; the heuristic is taken meanwhile")
+    return Earlier(unfinished.entries(key), unfinished.suspects(key))
 
 
 @hookimpl
 def tuning_progress(inv: Invocation, progress: Progress) -> None:
-    """Keep what was found out so far. Where nothing was, there will be no record, and this is the end."""
+    """Note what is tried before it is, and keep what was found out so far; at the end, let the others go on."""
     unfinished, key = default_cache().unfinished, inv.tuning_keys[-1]
-    if not progress.finished:
+    if progress.finished:
+        unfinished.end(key, progress.entries, progress.interrupted)
+    else:
+        unfinished.note(key, progress.trials)
         unfinished.keep(key, progress.entries)
-    elif not any(entry.milliseconds is not None and not entry.reason for entry in progress.entries):
-        _end(inv)
-
-
-def _end(inv: Invocation) -> None:
-    unfinished, key = default_cache().unfinished, inv.tuning_keys[-1]
-    unfinished.forget(key)
-    unfinished.release(key)
 
 
 def _known(cache: PersistentCache, key: Key, record: Record) -> Record | None:
@@ -76,7 +78,12 @@ def _known(cache: PersistentCache, key: Key, record: Record) -> Record | None:
 
 
 def _is_as_fast(new: Record, old: Record | None) -> bool:
-    """What was put there by hand is never replaced."""
+    """What was put there by hand is never replaced; what comes of too short a budget, by what comes of a larger one."""
     if old is None:
         return True
-    return bool(old.provenance and new.provenance and new.provenance.milliseconds <= old.provenance.milliseconds)
+    if old.provenance is None or new.provenance is None:
+        return False
+    short, still_short = old.provenance.shortfall, new.provenance.shortfall
+    if short is not None and (still_short is None or still_short.budget_s > short.budget_s):
+        return True
+    return new.provenance.milliseconds <= old.provenance.milliseconds

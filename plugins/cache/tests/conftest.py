@@ -67,7 +67,7 @@ class Scale:
     def fresh(self) -> None:
         """As in a new process: nothing is in memory."""
         default_cache.cache_clear()
-        self.registry = Registry(plugins="")
+        self.registry = Registry(plugins="ejkernel-tuning")
         operation = Operation(name="scale", signature=scale, outputs=lambda a: (a["x"],), tuning_key=_bucket)
         self.registry.register(operation)
         self.use(Config())
@@ -170,7 +170,7 @@ def python(tmp_path: Path) -> Callable[..., str]:
     """``python(program, *sites, NAME=value)``: what a program prints, in a process of its own."""
 
     def run(program: str, *sites: Path, **environment: str) -> str:
-        path = os.pathsep.join(map(str, sites))
+        path = os.pathsep.join([*map(str, sites), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(
             [sys.executable, "-B", "-W", "error::RuntimeWarning", "-c", textwrap.dedent(program)],
             env={**os.environ, "PYTHONPATH": path, **environment},

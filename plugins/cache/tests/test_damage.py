@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel_cache import CacheWarning, PersistentCache
-from ejkernel_core import Record, RecordError
+from ejkernel_core import Key, Record, RecordError
 
 MIB = 1 << 20
 
@@ -246,3 +246,73 @@ def test_by_hand_a_miss_is_told_as_a_warning(scale_op):
         PersistentCache().read(scale_op.keys()[0], "two")
     assert scale_op.keys()[0] in PersistentCache()
     assert PersistentCache().read(scale_op.keys()[1], "two") is None
+
+
+# -- listing a cache that strangers have written to ------------------------------------------------------------------
+
+
+ODD_PROBLEMS = [
+    {"device": 5},
+    {"device": "cpu"},
+    {"device": {}},
+    {"device": []},
+    {"device": None},
+    {"device": ["cpu", 5, None]},
+    {"device": [["cpu"], ["kind"]]},
+    {"device": [{"!tuple": []}, None]},
+    {"operation": 5},
+    {"operation": []},
+    {"operation": [5]},
+    {"operation": [["scale"], 1]},
+    {"operation": {"scale": 1}},
+    {"operation": None},
+]
+
+
+def listed(cache: PersistentCache) -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return [list(cache), [key for key, _ in cache.items()]]
+
+
+@pytest.mark.parametrize("change", ODD_PROBLEMS, ids=str)
+def test_a_document_with_an_odd_name_does_not_break_the_list(scale_op, folder, change):
+    good = scale_op.on_disk()
+    document = json.loads(good.read_text())
+    document["problem"] |= change
+    good.with_name("stranger.json").write_text(json.dumps(document))
+    cache = PersistentCache(folder)
+    assert listed(cache) == [[scale_op.keys()[0]], [scale_op.keys()[0]]]
+    assert len(cache) == 2
+
+
+@pytest.mark.parametrize("name", [b"%FF", b"%", b"%ZZ", b"\xff", "ü".encode(), b"a\nb", b"%-%-"])
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_folder_with_an_odd_name_does_not_break_the_list(scale_op, folder, name, level):
+    good = scale_op.on_disk()
+    parts = list(good.relative_to(folder).parts)
+    parts[level] = os.fsdecode(name)
+    stranger = folder.joinpath(*parts)
+    stranger.parent.mkdir(parents=True)
+    stranger.write_bytes(good.read_bytes())
+    cache = PersistentCache(folder)
+    assert listed(cache) == [[scale_op.keys()[0]], [scale_op.keys()[0]]]
+
+
+@attrs.frozen
+class Nobodys:
+    size: int = 1
+
+
+def test_a_record_of_nobodys_operation_and_type_does_not_break_the_list(scale_op, folder):
+    good = scale_op.on_disk()
+    key = Key("nobodys\udcff", "no device\n", '{"n":1}', "{}")
+    PersistentCache(folder).put(key, Record(Nobodys(), "nobody"))
+    file = PersistentCache(folder).file(key, "nobody")
+    file.write_text(file.read_text().replace("Nobodys", "Somebodys"))
+    cache = PersistentCache(folder)
+    assert (set(cache), len(cache)) == ({scale_op.keys()[0], key}, 2)
+    with pytest.warns(CacheWarning, match="Somebodys, which nothing has imported; pass kind="):
+        assert [key for key, _ in cache.items()] == [scale_op.keys()[0]]
+    assert good.is_file()
+    assert file.is_file()

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel_cache import PackagedRecords, PersistentCache, default_cache
+from ejkernel_cache._names import component
 from ejkernel_core import Record, Unsupported
 
 
@@ -114,7 +115,7 @@ def test_of_several_contests_that_counts_which_was_held_with_versions_like_ours(
             "provenance": {**document["provenance"], **told},
             "software": {**document["software"], **software},
         }
-        file = shipped / "cpu" / "scale" / backend / "record.json"
+        file = shipped / component(scale_op.keys()[0].device) / "scale" / backend / "record.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({**document, **changes}))
 
@@ -177,7 +178,7 @@ def test_what_cannot_be_read_is_told_and_left(scale_op, shipped, folder, content
     file.unlink()
     os.mkfifo(file) if content is None else file.write_bytes(content)
     use(scale_op, PackagedRecords(shipped))
-    assert scale_op.reason("packaged0").startswith(f"cpu/scale/two/{file.name}: {why}")
+    assert scale_op.reason("packaged0").startswith(f"{file.relative_to(shipped)}: {why}")
     assert scale_op.used() == 2
     assert os.path.lexists(file)
     assert not folder.exists()
@@ -192,7 +193,7 @@ def test_another_kind_of_record_is_told(scale_op, shipped, changes, why):
     file = the_file(shipped)
     edited(file, **changes)
     use(scale_op, PackagedRecords(shipped))
-    assert scale_op.reason("packaged0").startswith(f"cpu/scale/two/{file.name}: {why}")
+    assert scale_op.reason("packaged0").startswith(f"{file.relative_to(shipped)}: {why}")
 
 
 def test_a_package_is_read_when_it_is_first_asked_in_a_zip_too(scale_op, shipped, tmp_path, monkeypatch):

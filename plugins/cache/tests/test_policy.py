@@ -172,7 +172,7 @@ def scaling(distribution, version: str) -> Path:
 
 def test_the_next_process_finds_it_another_version_does_not_and_a_package_serves_both(distribution, python, folder):
     one, two = scaling(distribution, "1.0"), scaling(distribution, "2.0")
-    tuner = distribution("tuner-dist", {"scale_tuner.py": TUNER}, policies={"tuner": "scale_tuner"})
+    tuner = distribution("tuner-dist", {"scale_tuner.py": TUNER}, policies={"guess": "scale_tuner"})
     assert python(CALL, one) == "2 heuristic"
     assert not folder.exists()
     assert python(CALL, one, tuner) == "5 memory"
@@ -185,9 +185,10 @@ def test_the_next_process_finds_it_another_version_does_not_and_a_package_serves
     package = distribution(
         "h200-records", {"h200_records/__init__.py": RECORDS}, policies={"h200": "h200_records:records"}
     )
-    shutil.copytree(folder / "cpu", package / "h200_records" / "cpu")
+    (device,) = (name for name in os.listdir(folder) if not name.startswith("."))
+    shutil.copytree(folder / device, package / "h200_records" / device)
     empty = {"EJKERNEL_CACHE_DIR": str(folder / "empty")}
     assert python(CALL, two, package, **empty) == "5 packaged records (h200_records)"
     assert python(CALL, one, package, **empty) == "5 packaged records (h200_records)"
     assert python(CALL, one, package) == f"5 disk ({folder})"
-    assert sorted(os.listdir(folder)) == [".tmp", "cpu"]
+    assert sorted(os.listdir(folder)) == [".tmp", device]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -51,7 +52,7 @@ WRONG = {
     "rank": (
         {"query": array(6, 4, 8)},
         ValueError,
-        "query: takes (batch, length, heads, head_dim); got shape (6, 4, 8)",
+        "query: takes (batch, q_len, heads, head_dim); got shape (6, 4, 8)",
     ),
     "batch": (
         {"key": array(3, 9, 2, 8), "value": array(3, 9, 2, 5)},
@@ -61,11 +62,11 @@ WRONG = {
     "heads": (
         {"key": array(2, 9, 3, 8), "value": array(2, 9, 3, 5)},
         ValueError,
-        "query: takes a multiple of the 3 key heads; got 4 heads",
+        "query: takes heads that are a multiple of the key's kv_heads 3; got 4",
     ),
     "head dim": ({"key": array(2, 9, 2, 16)}, ValueError, "key: takes the query's head_dim 8; got 16"),
-    "no head dim": ({"value": array(2, 9, 2, 0)}, ValueError, "key, value: heads and head_dim are at least 1"),
-    "value": ({"value": array(2, 8, 2, 5)}, ValueError, "value: takes the key's batch, length and heads (2, 9, 2)"),
+    "no head dim": ({"value": array(2, 9, 2, 0)}, ValueError, "value: takes a value_dim of at least 1; got 0"),
+    "value": ({"value": array(2, 8, 2, 5)}, ValueError, "value: takes the key's kv_len 9; got 8"),
     "integer query": (
         {"query": array(2, 6, 4, 8, dtype=np.int32)},
         TypeError,
@@ -100,12 +101,12 @@ WRONG = {
     "unequal cum_seqlens": (
         {**PACKED, "cum_seqlens_q": CU_Q, "cum_seqlens_k": np.array([0, 4])},
         ValueError,
-        "cum_seqlens_k: takes as many as cum_seqlens_q, 3; got 2",
+        "cum_seqlens_k: takes sequences+1 = 3, with the sequences of cum_seqlens_q; got 2",
     ),
     "cum_seqlens of rank 2": (
         {**PACKED, "cum_seqlens_q": CU_Q[None], "cum_seqlens_k": CU_K[None]},
         ValueError,
-        "cum_seqlens_q: takes the sequences' count plus one ints, from 0; got shape (1, 3)",
+        "cum_seqlens_q: takes (sequences+1,); got shape (1, 3)",
     ),
     "dropout without a seed": ({"dropout_prob": 0.5}, ValueError, "dropout_seed: dropout_prob above 0 takes a seed"),
     "probability 1": ({"dropout_prob": 1.0, "dropout_seed": 1}, ValueError, "takes a probability in [0, 1); got 1.0"),
@@ -118,7 +119,7 @@ WRONG = {
     "seeds": (
         {"dropout_prob": 0.5, "dropout_seed": CU_Q},
         ValueError,
-        "dropout_seed: takes one integer; got shape (3,)",
+        "dropout_seed: takes a single number; got shape (3,)",
     ),
     "key as seed": (
         {"dropout_prob": 0.5, "dropout_seed": jax.random.key(0)},
@@ -143,7 +144,7 @@ WRONG = {
     "bias of kv heads": (
         {"bias": array(2, 2, 6, 9)},
         ValueError,
-        "bias: takes what broadcasts to (batch, heads, query length, key length) = (2, 4, 6, 9); got (2, 2, 6, 9)",
+        "bias: takes what broadcasts to (batch, heads, q_len, kv_len) = (2, 4, 6, 9); got (2, 2, 6, 9)",
     ),
     "bias of rank 5": ({"bias": array(1, 2, 4, 6, 9)}, ValueError, "bias: takes what broadcasts"),
     "mask shape": (
@@ -155,7 +156,7 @@ WRONG = {
     "segment shape": (
         {"q_segment_ids": IDS_Q, "kv_segment_ids": IDS_Q},
         ValueError,
-        "kv_segment_ids: takes one id a token of key, shape (2, 9); got (2, 6)",
+        "kv_segment_ids: takes the key's kv_len 9; got 6",
     ),
     "float segments": (
         {"q_segment_ids": IDS_Q.astype(np.float32), "kv_segment_ids": IDS_K},
@@ -165,7 +166,7 @@ WRONG = {
     "sinks of kv heads": (
         {"softmax_aux": array(2)},
         ValueError,
-        "softmax_aux: takes sink logits (heads,) or (heads, n) with 4 heads; got (2,)",
+        "softmax_aux: takes the query's heads 4; got 2",
     ),
     "integer sinks": ({"softmax_aux": array(4, dtype=np.int32)}, TypeError, "softmax_aux: takes floats; got int32"),
     "window of floats": (
@@ -192,6 +193,54 @@ WRONG = {
         TypeError,
         "softmax_scale: takes a number, known while tracing; got str",
     ),
+    "scale beyond floats": (
+        {"softmax_scale": 10**400},
+        ValueError,
+        "softmax_scale: takes a number that a float holds; got 1000",
+    ),
+    "scale of more digits than Python writes": (
+        {"softmax_scale": 10**5000},
+        ValueError,
+        "softmax_scale: takes a number that a float holds; got int of thousands of digits",
+    ),
+    "scale beyond float32": (
+        {"softmax_scale": 1e39},
+        ValueError,
+        "softmax_scale: takes a number that float32 holds; got 1e+39",
+    ),
+    "cap that is 0 in float32": (
+        {"logits_soft_cap": Fraction(1, 10**50)},
+        ValueError,
+        "logits_soft_cap: takes a number that float32 holds; got Fraction(1, 1000",
+    ),
+    "fraction below every float": (
+        {"logits_soft_cap": Fraction(1, 10**400)},
+        ValueError,
+        "logits_soft_cap: takes a number above 0, or None; got Fraction(1, 1000",
+    ),
+    "probability that is 1 as a float": (
+        {"dropout_prob": Fraction(10**30 - 1, 10**30), "dropout_seed": 1},
+        ValueError,
+        "dropout_prob: takes a probability in [0, 1); got Fraction(999",
+    ),
+    "window of a fraction": ({"sliding_window": Fraction(2)}, TypeError, "sliding_window: takes an int, a pair"),
+    "window far below 0": ({"sliding_window": -(10**5000)}, ValueError, "sliding_window: takes sizes of at least 0"),
+    "bias of a fraction": ({"bias": Fraction(1, 2)}, TypeError, "bias takes an array; got Fraction Fraction(1, 2)"),
+    **{
+        f"{name} beyond 32 bits": (
+            {name: number, **more},
+            ValueError,
+            f"flash_attention: {name} takes an int from -2**31 to 2**31 - 1, as JAX does, or a number with a dtype, "
+            "as jnp.uint32 is; got ",
+        )
+        for name, number, more in (
+            ("dropout_seed", 2**40, {"dropout_prob": 0.5}),
+            ("dropout_seed", -(2**40), {}),
+            ("bias", 2**70, {}),
+            ("attention_mask", 10**5000, {}),
+            ("cum_seqlens_q", 2**31, {"cum_seqlens_k": 1}),
+        )
+    },
     "infinite scale": ({"softmax_scale": np.inf}, ValueError, "softmax_scale: takes a finite number; got inf"),
     "eight bits": (
         {name: array(2, 9, 2, 8, dtype=jnp.float8_e4m3fn) for name in ("query", "key", "value")},
@@ -225,6 +274,26 @@ def test_none_is_no_option_of_the_front_door_either() -> None:
 def test_traced_options_are_told_to_be_static(call: Any) -> None:
     with pytest.raises(TypeError, match="softmax_scale is a static option.*a traced array"):
         jax.jit(lambda q, s: call(q, K, V, softmax_scale=s))(Q, 0.5)
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "logits_soft_cap", "dropout_prob"])
+def test_a_fraction_is_the_float_that_it_is(name: str) -> None:
+    query = np.random.default_rng(0).standard_normal((1, 5, 2, 8), np.float32)
+    seed = {"dropout_seed": np.uint32(2**32 - 1)}
+    got, wanted = (
+        flash_attention(query, query, query, **{name: number}, **seed, backend="reference")
+        for number in (Fraction(1, 8), 0.125)
+    )
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_window_of_any_size_is_all_there_is() -> None:
+    query = np.random.default_rng(0).standard_normal((1, 5, 2, 8), np.float32)
+    got, wanted = (
+        flash_attention(query, query, query, sliding_window=window, backend="reference")
+        for window in ((2**70, 10**5000), None)
+    )
+    np.testing.assert_array_equal(got, wanted)
 
 
 def complete(**given: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ejkernel_core.testing import Case, KernelProofs
+from ejkernel_testing import Case, KernelProofs
 
 
 class TestReference(KernelProofs):

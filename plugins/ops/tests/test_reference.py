@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import ejkernel_core
-from ejkernel_core.testing import pairwise
 from ejkernel_ops.attention import cases
+from ejkernel_testing import pairwise
 
 WORD = 2**32
 Arguments = Mapping[str, Any]

@@ -21,8 +21,20 @@ def integers(array: ArrayLike, name: str) -> jax.Array:
     array = array if isinstance(array, jax.Array) else np.asarray(array)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name}: takes integers; got {array.dtype}")
-    given = jnp.asarray(array)
-    return given.astype(jnp.int64 if given.dtype.itemsize == 8 else jnp.int32)
+    dtype = jax.dtypes.canonicalize_dtype(jnp.int64 if array.dtype.itemsize == 8 else jnp.int32)
+    if (seen := values(array)) is not None and seen.size:
+        for number in (seen.min(), seen.max()):
+            countable(int(number), name, dtype)
+    return jnp.asarray(array).astype(dtype)
+
+
+def countable(number: int, name: str, dtype: Any = int) -> int:
+    """The number, where an array of the dtype can hold it: by default of the widest integers that JAX now has."""
+    limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(dtype))
+    if not limits.min <= number <= limits.max:
+        wider = "" if limits.bits == 64 else "; jax_enable_x64 allows for int64"
+        raise ValueError(f"{name}: takes what {limits.dtype} can count; got {number:,}{wider}")
+    return number
 
 
 def boundaries(cu_seqlens: ArrayLike) -> jax.Array:
@@ -52,7 +64,7 @@ def size(given: int | None, needed: int | None, name: str) -> int:
     if given is None:
         if needed is None:
             raise ValueError(f"{name}: has to be given, as a static int, where the values are traced (under jit)")
-        return int(needed)
+        return countable(int(needed), name)
     given = at_least(given, 0, name)
     if needed is not None and given < needed:
         raise ValueError(f"{name}: is at least {needed}, which are there; got {given}")
@@ -69,7 +81,7 @@ def at_least(number: Any, least: int, name: str) -> int:
         raise TypeError(f"{name}: takes a static int; got a bool")
     if given < least:
         raise ValueError(f"{name}: is at least {least}; got {given}")
-    return given
+    return countable(given, name)
 
 
 def booleans(mask: ArrayLike) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ._checks import booleans, boundaries, values
+from ._checks import booleans, boundaries, countable, values
 
 
 def cdiv(a: Any, b: Any) -> Any:
@@ -28,8 +28,17 @@ def cdiv(a: Any, b: Any) -> Any:
     if (seen := values(b)) is not None and (seen < 1).any():
         raise ValueError(f"b: is at least 1; got {seen.min()}")
     if not isinstance(a, int) or not isinstance(b, int):
-        a, b = jnp.asarray(a), b if isinstance(b, int) else jnp.asarray(b)
+        a, b = _within_reach(a, "a"), _within_reach(b, "b")
     return a // b + (a % b > 0)
+
+
+def _within_reach(number: Any, name: str) -> Any:
+    """What arrays are computed with: an int as it is, so that it takes the dtype of the other."""
+    seen = values(number)
+    if seen is not None and seen.size:
+        for end in (seen.min(), seen.max()):
+            countable(int(end), name, int if isinstance(number, int) else seen.dtype)
+    return number if isinstance(number, int) else jnp.asarray(number)
 
 
 def prepare_lens(cu_seqlens: ArrayLike) -> jax.Array:
@@ -64,7 +73,10 @@ def prepare_cu_seqlens_from_mask(mask: ArrayLike, out_dtype: Any = jnp.int32) ->
     """
     if not jnp.issubdtype(np.dtype(out_dtype), jnp.integer):
         raise TypeError(f"out_dtype: takes an integer dtype; got {np.dtype(out_dtype)}")
-    return boundaries_of(prepare_lens_from_mask(mask), out_dtype)
+    lengths = prepare_lens_from_mask(mask)
+    if (seen := values(lengths)) is not None:
+        countable(int(seen.sum(dtype=np.int64)), "out_dtype", out_dtype)
+    return boundaries_of(lengths, out_dtype)
 
 
 def boundaries_of(lengths: jax.Array, dtype: Any = None) -> jax.Array:

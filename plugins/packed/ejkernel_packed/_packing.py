@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ._checks import boundaries, integers, size, values
+from ._checks import boundaries, countable, integers, size, values
 from ._lengths import boundaries_of
 
 
@@ -32,6 +32,7 @@ def pack(padded: ArrayLike, lengths: ArrayLike, *, total_length: int | None = No
     seen = values(lengths)
     if seen is not None and seen.size and not (seen.min() >= 0 and seen.max() <= length):
         raise ValueError(f"lengths: are from 0 to {length}; got {seen.min()} to {seen.max()}")
+    countable(batch * length, "padded", lens.dtype)
     lens = jnp.clip(lens, 0, length)
     bounds = boundaries_of(lens)
     total = size(total_length, None if seen is None else seen.sum(dtype=int), "total_length")
@@ -62,6 +63,7 @@ def unpack(packed: ArrayLike, cu_seqlens: ArrayLike, *, max_length: int | None =
         raise ValueError(f"cu_seqlens: ends at most at {total}, the length of packed; got {seen[-1]}")
     longest = None if seen is None else (seen[1:] - seen[:-1]).max(initial=0)
     length = size(max_length, longest, "max_length")
+    countable(total + (bounds.size - 1) * length, "max_length", bounds.dtype)
     places = bounds[:-1, None] + jnp.arange(length, dtype=bounds.dtype)
     beyond = total + jnp.arange(places.size, dtype=bounds.dtype).reshape(places.shape)
     return _taken(packed, jnp.where(places < jnp.minimum(bounds[1:, None], total), places, beyond), in_order=False)

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas_tpu._operands import operands, sinks
 from ejkernel_pallas_tpu._pallas import Launch, Output, ids, output_by_queries
-from ejkernel_pallas_tpu._problem import LANES, LOG2E, LOWEST, Arguments, Problem
+from ejkernel_pallas_tpu._problem import LANES, LEAST, LOG2E, LOWEST, Arguments, Problem
 from ejkernel_pallas_tpu._sight import FIRST, LAST, Sight, is_set, passing, staying
 from ejkernel_pallas_tpu._tile import inner, kept, logits, row, wide
 from ejkernel_pallas_tpu._walk import visit
@@ -55,9 +55,8 @@ def _attend(p: Problem, sight: Sight, table: Any, seed: Any, refs: Any) -> None:
     def _() -> None:
         # Sinks are logits without a value: in the sum before the first block, so once.
         if p.sinks:
-            top = jnp.broadcast_to(refs.sinks[...], (p.q_block, LANES))
-            refs.top[...] = top
-            refs.total[...] = jnp.where(top > LOWEST, 1.0, 0.0)
+            refs.top[...] = jnp.broadcast_to(refs.sinks[:1], (p.q_block, LANES))
+            refs.total[...] = jnp.broadcast_to(refs.sinks[1:], (p.q_block, LANES))
         else:
             refs.top[...] = jnp.full((p.q_block, LANES), LOWEST, jnp.float32)
             refs.total[...] = jnp.zeros((p.q_block, LANES), jnp.float32)
@@ -85,8 +84,10 @@ def _attend(p: Problem, sight: Sight, table: Any, seed: Any, refs: Any) -> None:
         real = jnp.where(some, total, 1.0)
         factor = jnp.where(some, 1.0 / ((1.0 - p.drop) * real), 0.0)
         refs.out[...] = (refs.sums[...] * wide(factor, p.v_dim)).astype(refs.out.dtype)
-        found = jnp.where(some, (refs.top[...] + jnp.log2(real)) * (1.0 / LOG2E), -jnp.inf)
-        refs.lse[...] = row(found)
+        lse = (refs.top[...] + jnp.log2(real)) * (1.0 / LOG2E)
+        if p.bias:  # as low as a bias is taken: the lowest number that was given
+            lse = jnp.where(refs.top[...] <= LEAST * LOG2E, LOWEST, lse)
+        refs.lse[...] = row(jnp.where(some, lse, -jnp.inf))
 
 
 def attend(

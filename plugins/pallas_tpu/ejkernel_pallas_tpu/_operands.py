@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas_tpu._problem import LANES, LOG2E, LOWEST, Arguments, Problem, plane_dtype
+from ejkernel_pallas_tpu._problem import LANES, LEAST, LOG2E, Arguments, Problem, plane_dtype
 from ejkernel_pallas_tpu._sight import intervals
 
 Block = tuple[int | None, ...]
@@ -83,10 +83,14 @@ def tokens_of_keys(x: jax.Array, p: Problem) -> Operand:
 
 
 def sinks(x: jax.Array) -> Operand:
-    """(heads, n) logits: what they all weigh is one logit a head, the same in every lane."""
-    one = jnp.maximum(jax.nn.logsumexp(x.astype(jnp.float32), axis=1) * LOG2E, LOWEST)
-    lanes = jnp.broadcast_to(one[:, None, None], (x.shape[0], 1, LANES))
-    return Operand(lanes, (None, 1, LANES), lambda b, h, i, j: (h, 0, 0))
+    """(heads, n) logits: the greatest of each head in units of log2, and under it what they all weigh beside it. They
+    are two numbers, because far from 0 their sum would be the first of them; the same in every lane.
+    """
+    x = _within_reach(x.astype(jnp.float32))
+    greatest = jnp.maximum(x.max(1, keepdims=True, initial=-jnp.inf), LEAST)
+    two = jnp.concatenate([greatest * LOG2E, jnp.exp(x - greatest).sum(1, keepdims=True)], axis=1)
+    lanes = jnp.broadcast_to(two[:, :, None], (x.shape[0], 2, LANES))
+    return Operand(lanes, (None, 2, LANES), lambda b, h, i, j: (h, 0, 0))
 
 
 def operands(a: Arguments, p: Problem) -> dict[str, Operand]:
@@ -103,10 +107,16 @@ def operands(a: Arguments, p: Problem) -> dict[str, Operand]:
         made["q_ids"] = tokens_of_queries(a["q_segment_ids"], p)
         made["k_ids"] = tokens_of_keys(a["kv_segment_ids"], p)
     if p.bias:
-        made["bias"] = plane(a["bias"], p, p.bias, plane_dtype(a["bias"].dtype))
+        made["bias"] = plane(_within_reach(a["bias"]), p, p.bias, plane_dtype(a["bias"].dtype))
     if p.mask:
         made["mask"] = plane(a["attention_mask"], p, p.mask, jnp.int8 if p.mask == "full" else jnp.int32)
     return made
+
+
+def _within_reach(logits: jax.Array) -> jax.Array:
+    if jnp.finfo(logits.dtype).min > LEAST:
+        return logits
+    return jnp.where(logits == -jnp.inf, logits, jnp.maximum(logits, LEAST))
 
 
 def seed(a: Arguments) -> jax.Array:

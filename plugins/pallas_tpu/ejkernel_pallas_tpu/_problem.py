@@ -20,6 +20,9 @@ LANES = 128
 LOG2E = 1.4426950408889634
 #: Where the greatest logit of a row starts: below every finite one, and not -inf, whose difference with itself is NaN.
 LOWEST = -3.4028234663852886e38
+#: A finite bias or sink is taken to be no less, so that it is finite in units of log2 too: the lowest numbers, which
+#: many use for "hidden", hide nothing from a row that has nothing else. A power of two, which bfloat16 has.
+LEAST = -(2.0**126)
 
 
 @attrs.frozen
@@ -105,7 +108,7 @@ def plane_kind(plane: Any) -> str | None:
     if plane is None:
         return None
     _, _, queries, keys = plane.shape
-    return "full" if queries > 1 and keys > 1 else "queries" if queries > 1 else "keys"
+    return "full" if queries > 1 and keys != 1 else "queries" if queries > 1 else "keys"
 
 
 def blocks(length: int, block: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ejkernel_core import Invocation, Unsupported
+from ejkernel_ops.attention.symbolic import refuse_symbolic
 from ejkernel_pallas_tpu._generations import KINDS, generation
 
 DTYPES = ("bfloat16", "float32")
@@ -29,6 +30,7 @@ def check(inv: Invocation) -> None:
 
 def check_arguments(inv: Invocation) -> None:
     """Raise where these arguments are not for these kernels, interpreted or not."""
+    refuse_symbolic(inv)
     query, value = inv["query"], inv["value"]
     if str(query.dtype) not in DTYPES:
         raise Unsupported(

@@ -41,7 +41,7 @@ def of_sinks(a: Arguments, of: Rows) -> jax.Array:
 
     def gradient(sink: jax.Array) -> jax.Array:
         # Where it is all that a row sees, and far from 0, they differ by how one of them was rounded.
-        weight = jnp.exp2(jnp.minimum(sink[:, None] - of.top, 0))
+        weight = jnp.exp2(jnp.minimum(sink[None, :, None] - of.top, 0))
         return -(weight * of.shift).sum((0, 2))
 
     # One sink of each head at a time, for memory's sake.

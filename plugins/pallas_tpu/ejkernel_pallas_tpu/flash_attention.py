@@ -44,6 +44,12 @@ def config_space(inv: Invocation) -> Iterable[Config]:
 
 
 @hookimpl
+def check_cfg(inv: Invocation, cfg: Config) -> None:
+    """Raise where these kernels do not do the call: in the interpreter they run anywhere."""
+    (check_arguments if cfg.interpret else check)(inv)
+
+
+@hookimpl
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     """The output and the log-sum-exp of every row."""
     return compute(inv, cfg, cfg.interpret)
@@ -56,7 +62,6 @@ def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, ja
     from ejkernel_pallas_tpu._problem import problem
     from ejkernel_pallas_tpu._sight import meetings
 
-    check_arguments(inv)  # an explicit configuration comes here unasked
     (batch, q_length, heads, _), v_dim = inv["query"].shape, inv["value"].shape[3]
     if 0 in (batch, q_length):
         return (

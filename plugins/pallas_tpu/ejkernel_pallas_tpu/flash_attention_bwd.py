@@ -70,6 +70,12 @@ def _has_both_passes(inv: Invocation) -> bool:
 
 
 @hookimpl
+def check_cfg(inv: Invocation, cfg: Config) -> None:
+    """Raise where these kernels do not do the call: in the interpreter they run anywhere."""
+    (check_arguments if cfg.interpret else check)(inv)
+
+
+@hookimpl
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
     """The gradients that ``wrt`` names, in its order."""
     return compute(inv, cfg, cfg.interpret)
@@ -77,9 +83,14 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
 
 def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, ...]:
     """The same, ``interpret`` being Pallas' own word."""
+    from ejkernel_ops.attention.far import near_and_far
+
+    return near_and_far(inv, lambda inv: _gradients(inv, cfg, interpret))
+
+
+def _gradients(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, ...]:
     from ejkernel_pallas_tpu._rows import of_sinks, rows
 
-    check_arguments(inv)  # an explicit configuration comes here unasked
     wrt = inv["wrt"]
     if 0 in inv["query"].shape[:2] or (inv["d_out"] is None and inv["d_lse"] is None):
         return tuple(jnp.zeros_like(inv[name]) for name in wrt)

@@ -10,10 +10,10 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel_core.testing import _checks
 from ejkernel_ops.attention import cases
 from ejkernel_pallas_tpu import _backward, _bias, _forward, _fused, flash_attention, flash_attention_bwd
 from ejkernel_pallas_tpu.testing import interpreted_registry
+from ejkernel_testing import _checks
 
 KERNELS = {"flash_attention.pallas_tpu": flash_attention, "flash_attention_bwd.pallas_tpu": flash_attention_bwd}
 CAUSAL = cases.case("causal", lambda d: cases.qkv(d, 1, 260, 390, 1, 1, 16) | {"causal": True, "return_lse": True})

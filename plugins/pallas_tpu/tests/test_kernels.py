@@ -10,9 +10,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel_core import hookimpl
-from ejkernel_core.testing import Case, KernelProofs
 from ejkernel_pallas_tpu import flash_attention, flash_attention_bwd
 from ejkernel_pallas_tpu.testing import interpreted_registry
+from ejkernel_testing import Case, KernelProofs
 
 KERNELS = {"flash_attention.pallas_tpu": flash_attention, "flash_attention_bwd.pallas_tpu": flash_attention_bwd}
 VALUES = {"checks": frozenset({"values"}), "variations": ()}
@@ -35,9 +35,11 @@ AT_ONCE = ("dropout-in-the-backward", "packed-padding-tokens", "everything")
 
 class TestFlashAttention(KernelProofs):
     kernel = "flash_attention.pallas_tpu"
+    backward = "flash_attention_bwd.pallas_tpu"
     registry = interpreted_registry(KERNELS)
     refuses = frozenset({"float64", "float16"})
     roundings = 1.5
+    pairs = "ring"
 
     def cases(self) -> Sequence[Case]:
         """Most of the grid, and what takes long, are for the long sweep."""

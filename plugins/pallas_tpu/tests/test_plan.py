@@ -152,7 +152,7 @@ def test_an_interpreted_call_is_refused_what_the_kernels_do_not_do():
     wide = invocation(dim=640)
     for inv, reason in ((half, "not float16"), (wide, "head dims up to 512, not 640")):
         with pytest.raises(core.Unsupported, match=reason):
-            flash_attention.run_backend(inv, Config(interpret=True))
+            flash_attention.check_cfg(inv, Config(interpret=True))
 
 
 def test_every_block_that_is_offered_is_right():

@@ -5,7 +5,8 @@ share it: so the gradients of keys and values are finished where they are made, 
 `sum_over_keys` keeps a block of queries. Each computes the weights anew, which costs two products of seven, and is
 cheaper than passing them through memory.
 
-The gradient of a logit is ``weight * (d_weight - shift)``; the host prepares ``shift``: see `flash_attention_bwd`.
+The gradient of a logit is ``weight * (d_weight - shift)``; the host prepares ``shift``: see `_rows`. With a bias it
+asks `find_tops` before, because there are log-sum-exps that do not tell the weights.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import triton.language as tl
 from ejkernel_triton._tile import (
     LOG2E,
     added,
+    before_keys,
     edge,
     in_sight,
     kept,
@@ -26,6 +28,85 @@ from ejkernel_triton._tile import (
     store_rows,
     tanh,
 )
+
+
+@triton.jit
+def find_tops(
+    query, key, lse, bias, mask, q_ids, k_ids, k_extremes, row_start, row_end, sinks,
+    q_length, k_length, bias_b, bias_h, bias_q, mask_b, mask_h, mask_q, k_blocks,
+    tops, factors,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr, MASK_UNIT: tl.constexpr,
+    SINKS: tl.constexpr, SINK_WIDTH: tl.constexpr, DROP: tl.constexpr, THRESHOLD: tl.constexpr,
+    PRECISION: tl.constexpr, FAR: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The log-sum-exp of each row in units of log2, inf where a row saw nothing; and the factor that its rounding takes
+    from the row's weights: 1, but where a row is ``FAR`` from 0, whose sum is made anew.
+    """
+    blocks = tl.cdiv(q_length, Q_BLOCK)
+    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    q_first = block * Q_BLOCK
+    queries = q_first + tl.arange(0, Q_BLOCK)
+    real = queries < q_length
+    place = row.to(tl.int64) * q_length + queries
+    found = tl.load(lse + place, mask=real, other=-float("inf"))
+    far = (tl.abs(found) > FAR) & (tl.abs(found) < float("inf"))
+    top = tl.where(found == -float("inf"), float("inf"), found * LOG2E)
+    factor = tl.full([Q_BLOCK], 1.0, tl.float32)
+    if tl.max(far.to(tl.int32), 0) > 0:
+        greatest, total = _sum_of_rows(
+            row // HEADS, row % HEADS, q_first, queries, real, query, key, bias, mask, q_ids, k_ids, k_extremes,
+            row_start, row_end, sinks, q_length, k_length, bias_b, bias_h, multiple(bias_q, BIAS_UNIT), mask_b, mask_h,
+            multiple(mask_q, MASK_UNIT), k_blocks,
+            HEADS, GROUP, DIM, WIDTH, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, BIAS_UNIT, MASK, MASK_UNIT, SINKS,
+            SINK_WIDTH, PRECISION, Q_BLOCK, K_BLOCK,
+        )  # fmt: skip
+        above = tl.log2(total)
+        rounded = greatest + above
+        held = rounded - greatest  # exactly, of two numbers so close
+        # At the very lowest numbers another kernel's forward may have seen what is nothing here.
+        top = tl.where(far, tl.where(total > 0, rounded, float("inf")), top)
+        factor = tl.where(far & (total > 0), tl.exp2(held - above), factor)
+    tl.store(tops + place, top, mask=real)
+    tl.store(factors + place, factor, mask=real)
+
+
+@triton.jit
+def _sum_of_rows(
+    batch, head, q_first, queries, real, query, key, bias, mask, q_ids, k_ids, k_extremes, row_start, row_end, sinks,
+    q_length, k_length, bias_b, bias_h, bias_q, mask_b, mask_h, mask_q, k_blocks,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
+    CAP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr, SEGMENTS: tl.constexpr,
+    BIAS_UNIT: tl.constexpr, MASK: tl.constexpr, MASK_UNIT: tl.constexpr, SINKS: tl.constexpr,
+    SINK_WIDTH: tl.constexpr, PRECISION: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The greatest logit of each query of a block, and the sum relative to it."""
+    batch64 = batch.to(tl.int64)
+    K_STRIDE: tl.constexpr = HEADS // GROUP * DIM
+    k_base = key + batch64 * k_length * K_STRIDE + head // GROUP * DIM
+    q_base = query + batch64 * q_length * (HEADS * DIM) + head * DIM
+    q = load_rows(q_base, q_first, q_length, HEADS * DIM, Q_BLOCK, DIM, WIDTH, True)
+    start, end, ids, first, _whole, _whole_end, last = in_sight(
+        q_first, queries, real, row_start, row_end, q_ids + batch64 * q_length, k_extremes + batch64 * 3 * k_blocks,
+        q_length, k_length, k_blocks, BEFORE, AFTER, PACKED, SEGMENTS, MASK, Q_BLOCK, K_BLOCK,
+    )  # fmt: skip
+    bias_base = bias + multiple(batch64 * bias_b + head.to(tl.int64) * bias_h, BIAS_UNIT)
+    mask_base = mask + multiple(batch64 * mask_b + head.to(tl.int64) * mask_h, MASK_UNIT)
+    k_ids += batch64 * k_length
+    top, total = before_keys(sinks, head, SINKS, SINK_WIDTH, Q_BLOCK)
+    for j in range(first, last):
+        k = load_rows(k_base, j * K_BLOCK, k_length, K_STRIDE, K_BLOCK, DIM, WIDTH, True)
+        keys = j * K_BLOCK + tl.arange(0, K_BLOCK)
+        logits, _slope = _logits(
+            tl.dot(q, k.T, input_precision=PRECISION), queries, keys, real, keys < k_length, start, end, ids, k_ids,
+            bias_base, mask_base, k_length, bias_q, mask_q, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, True,
+            BIAS_UNIT, MASK, MASK_UNIT, True, False, False,
+        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(logits - new_top[:, None]), 1)
+        top = new_top
+    return top, total
 
 
 @triton.jit
@@ -205,7 +286,7 @@ def _queries(
         mask_base, k_length, bias_q, mask_q, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, BIAS, BIAS_UNIT, MASK,
         MASK_UNIT, EDGE, True, False,
     )  # fmt: skip
-    weights = tl.exp2(logits - top[None, :])
+    weights = _weights(logits - top[None, :], BIAS)
     d_weights = tl.dot(v, d.T, input_precision=PRECISION)
     used = weights
     if DROP > 0:
@@ -337,7 +418,7 @@ def _slopes(
         mask_base, k_length, bias_q, mask_q, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, BIAS, BIAS_UNIT, MASK,
         MASK_UNIT, EDGE, False, EVEN_K,
     )  # fmt: skip
-    weights = tl.exp2(logits - top[:, None])
+    weights = _weights(logits - top[:, None], BIAS)
     d_weights = tl.dot(d, v.T, input_precision=PRECISION)
     if DROP > 0:
         keep = kept(state[:, None], keys[None, :], THRESHOLD)
@@ -346,6 +427,16 @@ def _slopes(
     if CAP > 0 and not OF_BIAS:
         slopes *= slope
     return slopes
+
+
+@triton.jit
+def _weights(heights, BIAS: tl.constexpr):
+    """Of logits above the log-sum-exp of their row, which none of them is."""
+    if BIAS:
+        # Beside a huge bias a logit has steps of many powers of 2, and one that was summed up in another order than for
+        # `find_tops` may be a step higher.
+        heights = tl.minimum(heights, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.exp2(heights)
 
 
 @triton.jit

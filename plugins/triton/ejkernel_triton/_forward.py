@@ -10,6 +10,7 @@ from ejkernel_triton._tile import (
     LOG2E,
     LOWEST,
     added,
+    before_keys,
     edge,
     in_sight,
     kept,
@@ -57,16 +58,7 @@ def attend(
         q_length, k_length, k_blocks, BEFORE, AFTER, PACKED, SEGMENTS, MASK, Q_BLOCK, K_BLOCK,
     )  # fmt: skip
 
-    # The state of the online softmax. Sinks are logits without a value: in the sum before the first block, so once.
-    top = tl.full([Q_BLOCK], LOWEST, tl.float32)
-    total = tl.zeros([Q_BLOCK], tl.float32)
-    if SINKS:
-        at = tl.arange(0, SINK_WIDTH)
-        sink = tl.load(sinks + head * SINKS + at, mask=at < SINKS, other=-float("inf")).to(tl.float32)
-        greatest = tl.maximum(tl.max(sink, 0), LOWEST / 2)
-        top = tl.zeros([Q_BLOCK], tl.float32) + greatest * LOG2E
-        # The difference first: of a product and a number, of which one is the other rounded, little may be much.
-        total += tl.sum(tl.exp2((sink - greatest) * LOG2E), 0)
+    top, total = before_keys(sinks, head, SINKS, SINK_WIDTH, Q_BLOCK)
     sums = tl.zeros([Q_BLOCK, V_WIDTH], tl.float32)
     state = queries.to(tl.uint32)
     if DROP > 0:
@@ -108,7 +100,10 @@ def attend(
     sums *= tl.where(total > 0, 1.0 / ((1.0 - DROP) * total), 0.0)[:, None]
     out_base = out + batch64 * q_length * (HEADS * V_DIM) + head * V_DIM
     store_rows(out_base, q_first, q_length, sums, HEADS * V_DIM, Q_BLOCK, V_DIM, V_WIDTH)
-    found = tl.where(total > 0, (top + tl.log2(total)) * LN2, -float("inf"))
+    found = (top + tl.log2(total)) * LN2
+    if BIAS:
+        found = tl.where(top <= LOWEST / 2, LOWEST, found)  # as low as `added` goes: the lowest number it was given
+    found = tl.where(total > 0, found, -float("inf"))
     tl.store(lse + row.to(tl.int64) * q_length + queries, found, mask=real)
 
 

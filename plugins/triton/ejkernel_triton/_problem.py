@@ -67,6 +67,12 @@ def constants(a: Arguments) -> dict[str, Any]:
     }
 
 
+def of_sinks(a: Arguments) -> dict[str, int]:
+    """How many sinks a head has, and the power of two that they are padded to in registers."""
+    count = 0 if a["softmax_aux"] is None else a["softmax_aux"].shape[1]
+    return {"SINKS": count, "SINK_WIDTH": 1 << (count - 1).bit_length() if count else 1}
+
+
 def _precision(a: Arguments) -> str:
     """How products are multiplied: "ieee" is exact for 16-bit factors.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ejkernel_core import Invocation, Unsupported
+from ejkernel_ops.attention.symbolic import refuse_symbolic
 from ejkernel_triton import _jax_triton
 
 #: Wider heads would not fit into registers.
@@ -27,6 +28,7 @@ def check(inv: Invocation) -> None:
         raise Unsupported(
             f"the Triton kernels need compute capability 8.0 (Ampere) or later; this GPU has {major}.{minor}"
         )
+    refuse_symbolic(inv)
     query, value = inv["query"], inv["value"]
     if str(query.dtype) not in DTYPES:
         raise Unsupported(f"the Triton kernels take {', '.join(DTYPES)}; not {query.dtype}")

@@ -40,12 +40,12 @@ class Rows:
 
 def of_sinks(inv: Invocation, rows: Rows) -> jax.Array:
     """The gradient of sinks."""
-    # A sink is one more weight of every row, with no value and so no d_weight: one sink at a time, for memory's sake.
-    sinks = inv["softmax_aux"].astype(jnp.float32) * LOG2E
-
-    def gradient(sink: jax.Array) -> jax.Array:
-        # Where it is all that a row sees, and far from 0, they differ by how one of them was rounded.
-        weight = jnp.exp2(jnp.minimum(sink[:, None] - rows.top, 0))
-        return -(weight * rows.shift).sum((0, 2))
-
-    return jax.lax.map(gradient, sinks.T).T
+    # A sink is one more weight of every row, with no value and so no d_weight. Of several the greatest is computed, and
+    # the others as multiples of it: far from 0 their differences are exact, as those of their products are not.
+    sinks = inv["softmax_aux"].astype(jnp.float32)
+    greatest = sinks.max(1, initial=LOWEST / 2)
+    # It is rounded as the tops are. A compiler would leave that out, and make one instruction of this and the next.
+    logits = jax.lax.optimization_barrier(greatest * LOG2E)
+    # Where it is all that a row sees, and far from 0, they differ by how one of them was rounded.
+    weights = jnp.exp2(jnp.minimum(logits[None, :, None] - rows.top, 0))
+    return -(weights * rows.shift).sum((0, 2))[:, None] * jnp.exp2((sinks - greatest[:, None]) * LOG2E)

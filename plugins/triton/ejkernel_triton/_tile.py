@@ -156,6 +156,24 @@ def edge(t, whole, whole_end):
 
 
 @triton.jit
+def before_keys(sinks, head, SINKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The state of the online softmax, the greatest logit and the sum relative to it, before the first block of keys.
+
+    Sinks are logits without a value: they are in it, and so count once.
+    """
+    top = tl.full([BLOCK], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    if SINKS:
+        at = tl.arange(0, WIDTH)
+        sink = tl.load(sinks + head * SINKS + at, mask=at < SINKS, other=-float("inf")).to(tl.float32)
+        greatest = tl.maximum(tl.max(sink, 0), LOWEST / 2)
+        top = tl.zeros([BLOCK], tl.float32) + greatest * LOG2E
+        # The difference first: of a product and a number, of which one is the other rounded, little may be much.
+        total += tl.sum(tl.exp2((sink - greatest) * LOG2E), 0)
+    return top, total
+
+
+@triton.jit
 def tanh(x, CAP: tl.constexpr):
     """By one exponential, and right at both ends: 2 ** inf is inf, and 2 / inf is 0.
 

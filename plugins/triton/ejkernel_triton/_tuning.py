@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ejkernel_core import Invocation, Unsupported
-from ejkernel_core.calibration import (
+from ejkernel_ops.calibration import (
     estimate_shared_memory_bytes,
     get_shared_memory_limit,
     select_num_stages,

@@ -59,13 +59,13 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     if 0 in query.shape:
         return jnp.zeros(outputs[0].shape, value.dtype), jnp.zeros(outputs[1].shape, jnp.float32)
     rows = _problem.intervals(inv)[:2] if inv["cum_seqlens_q"] is not None else (None, None)
-    segments, sinks = inv["q_segment_ids"] is not None, inv["softmax_aux"]
+    segments = inv["q_segment_ids"] is not None
     k_blocks = _problem.blocks(k_length, cfg.k_block)
     arrays = (
         *(inv[name] for name in ("query", "key", "value", "bias", "attention_mask", "q_segment_ids", "kv_segment_ids")),
         _problem.extremes(inv["kv_segment_ids"], cfg.k_block) if segments else None,
         *rows,
-        sinks,
+        inv["softmax_aux"],
         inv["dropout_seed"],
     )
     out, lse = _jax_triton.call(
@@ -80,8 +80,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
             "NARROW": _tuning.is_narrow(inv),
             "BIAS": inv["bias"] is not None,
             "SEGMENTS": 1 << (k_blocks - 1).bit_length() if segments else 0,
-            "SINKS": 0 if sinks is None else sinks.shape[1],
-            "SINK_WIDTH": 1 if sinks is None else 1 << (sinks.shape[1] - 1).bit_length(),
+            **_problem.of_sinks(inv),
             "Q_BLOCK": cfg.q_block,
             "K_BLOCK": cfg.k_block,
         },

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from attrs.validators import in_, instance_of
 
 from ejkernel_core import Invocation, hookimpl
+from ejkernel_ops.attention.far import FAR
 from ejkernel_triton import _jax_triton, _problem, _tuning
 from ejkernel_triton._refusals import check
 from ejkernel_triton._rows import Rows, of_sinks
@@ -64,7 +65,8 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
     found = {name: jnp.zeros_like(inv[name]) for name in wrt}
     if 0 in inv["query"].shape or (inv["d_out"] is None and inv["d_lse"] is None):
         return tuple(found.values())
-    inv, rows = _problem.aligned(inv), Rows.of(inv)
+    inv = _problem.aligned(inv)
+    rows = Rows.of(inv) if inv["bias"] is None or 0 in inv["key"].shape else _biased_rows(inv, cfg.bias)
     if "softmax_aux" in wrt:
         found["softmax_aux"] = of_sinks(inv, rows)
     if 0 in inv["key"].shape:  # the sinks are all there is
@@ -76,6 +78,53 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
     if "bias" in wrt:
         found["bias"] = _bias(inv, rows, cfg.bias)
     return tuple(found[name].astype(inv[name].dtype) for name in wrt)
+
+
+def _biased_rows(inv: Invocation, cut: Pass) -> Rows:
+    """What rows bring with a bias, by which they may be where a log-sum-exp tells nothing of their sum: see
+    `ejkernel_ops.attention.far`.
+
+    The factor that their weights lack is given to what arrives at them: gradients are linear in both.
+    """
+    top, factor = _tops(inv, cut)
+    factors = {"d_out": factor.transpose(0, 2, 1)[..., None], "d_lse": factor}
+    arriving = {name: inv[name] for name in factors if inv[name] is not None}
+    scaled = {name: (array * factors[name]).astype(array.dtype) for name, array in arriving.items()}
+    return attrs.evolve(Rows.of(inv.with_arrays(scaled)), top=top)
+
+
+def _tops(inv: Invocation, cut: Pass) -> tuple[jax.Array, ...]:
+    with _jax_triton.importing():
+        from ejkernel_triton._backward import find_tops
+
+    batch, length, heads, _ = inv["query"].shape
+    count = _problem.blocks(inv["key"].shape[1], cut.k_block)
+    ids = inv["kv_segment_ids"]
+    arrays = (
+        *(inv[name] for name in ("query", "key", "lse", "bias", "attention_mask", "q_segment_ids", "kv_segment_ids")),
+        None if ids is None else _problem.extremes(ids, cut.k_block),
+        *(_problem.intervals(inv)[:2] if inv["cum_seqlens_q"] is not None else (None, None)),
+        inv["softmax_aux"],
+    )
+    return _jax_triton.call(
+        find_tops,
+        _problem.operands(inv, arrays),
+        (jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),) * 2,
+        scalars=(*_problem.numbers(inv), count),
+        grid=(_problem.blocks(length, cut.q_block) * batch * heads,),
+        constants={
+            **_problem.constants(inv),
+            **_problem.of_sinks(inv),
+            "SEGMENTS": 0 if ids is None else 1 << (count - 1).bit_length(),
+            "FAR": FAR,
+            "Q_BLOCK": cut.q_block,
+            "K_BLOCK": cut.k_block,
+        },
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        compute_capability=inv.compute_capability,
+        name="flash_attention_bwd_find_tops",
+    )
 
 
 def of_queries(inv: Invocation, rows: Rows, cut: Pass) -> jax.Array:

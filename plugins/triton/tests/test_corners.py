@@ -101,6 +101,92 @@ def test_sinks_that_are_all_that_a_row_sees_weigh_no_more_than_1() -> None:
     assert of_sinks(inv, Rows(top, top, -jnp.ones_like(top))).tolist() == [[2.0]]
 
 
+# -- rows so far from 0 that the log-sum-exp does not tell their sum -------------------------------------------------
+
+FAR = jnp.array([5, 6, 69])
+
+
+def far_among_near(number: float, hidden: Any = np.False_) -> dict[str, Any]:
+    """Several blocks of queries and of keys; what is hidden has no huge bias, and would change all if it was seen."""
+    far = jnp.zeros((70, 1), bool).at[FAR].set(True) & ~hidden
+    numbers = number * (1 + jnp.arange(8.0).reshape(2, 4, 1, 1) / 2)
+    return qkv(70, 90) | {"bias": jnp.where(far, numbers, normal(3, 2, 4, 70, 90))}
+
+
+@pytest.mark.parametrize("number", [-1030.0, -5e3, -1e9, -1e30, 1e6])
+def test_rows_far_from_0(number: float) -> None:
+    given = far_among_near(number)
+    # Queries of 0: their logits are one number, and no order of sums rounds it otherwise.
+    assert max(errors(given | {"query": given["query"].at[:, FAR].set(0)})) < 2e-5
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_logits_far_from_0_count_as_far_as_float32_holds_them(sign: int) -> None:
+    given = far_among_near(sign * 1100.0)
+    # To a thousandth, in an order of roundings that is each kernel's own.
+    assert max(errors(given | {"bias": given["bias"] + normal(4, 2, 4, 70, 90)})) < 1e-3
+
+
+QUERIES, KEYS = np.arange(70)[:, None], np.arange(90)[None]
+OF_QUERIES, OF_KEYS = 1 + (QUERIES >= 30), 1 + (KEYS >= 50)
+MASKED = np.random.default_rng(5).random((70, 90)) < 0.4
+BOUNDS = {"cum_seqlens_q": jnp.array([0, 30, 70]), "cum_seqlens_k": jnp.array([0, 50, 90])}
+#: Options, and what they hide.
+HIDING: dict[str, tuple[dict[str, Any], Any]] = {
+    "nothing": ({}, np.False_),
+    "causal": ({"causal": True}, KEYS > QUERIES + 20),
+    "window": ({"sliding_window": (30, 4)}, (KEYS > QUERIES + 24) | (KEYS < QUERIES - 10)),
+    "mask": ({"attention_mask": jnp.asarray(~MASKED)}, MASKED),
+    "packed": (BOUNDS, OF_QUERIES != OF_KEYS),
+    "segments": (
+        {
+            "q_segment_ids": jnp.asarray(np.concatenate([OF_QUERIES.T, OF_QUERIES.T + 1]), jnp.int32),
+            "kv_segment_ids": jnp.asarray(np.concatenate([OF_KEYS, OF_KEYS + 1]), jnp.int32),
+        },
+        OF_QUERIES != OF_KEYS,
+    ),
+    "cap and dropout": ({"logits_soft_cap": 2.0, "dropout_prob": 0.3, "dropout_seed": 3}, np.False_),
+}
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_far_rows_see_what_the_forward_saw(name: str) -> None:
+    options, hidden = HIDING[name]
+    given = far_among_near(-1e9, hidden)
+    if name == "packed":
+        given |= {part: given[part][0] for part in ("query", "key", "value")} | {"bias": given["bias"][:1]}
+    assert max(errors(given | options)) < 2e-5
+
+
+@pytest.mark.parametrize("axes", [(1, 1, 1, 1), (1, 4, 70, 1), (2, 1, 1, 90)])
+def test_all_rows_may_be_far(axes: tuple[int, ...]) -> None:
+    given = qkv(70, 90) | {"bias": jnp.full(axes, -1e9)}
+    assert max(errors(given | {"causal": True})) < 2e-5
+
+
+def test_rows_may_have_sinks_alone_far_from_0() -> None:
+    """Two of them are neighbours in float32, and in units of log2 the same number."""
+    sinks = jnp.full((4, 2), -2e9).at[0].set([-999999872.0, -999999808.0]).at[2].set(0.0)
+    mask = jnp.ones((70, 90), bool).at[FAR[:2]].set(False)
+    given = far_among_near(-2e9) | {"softmax_aux": sinks, "attention_mask": mask}
+    assert max(errors(given)) < 2e-5
+
+
+def test_a_logit_a_step_above_its_row_weighs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a product comes out otherwise than in the kernel that looked for the greatest."""
+    found = flash_attention_bwd._tops
+
+    def lower(*given: Any) -> Any:
+        top, factor = found(*given)
+        return jnp.where(factor < 1, jnp.nextafter(top, -jnp.inf), top), factor
+
+    monkeypatch.setattr(flash_attention_bwd, "_tops", lower)
+    jax.clear_caches()
+    for cfg in (None, BY_ATOMICS):
+        assert max(errors(far_among_near(-1e9), cfg)) < 2e-5
+    jax.clear_caches()
+
+
 def test_boundaries_beyond_the_tokens_read_nothing_beyond_them() -> None:
     given = {name: array[0] for name, array in qkv(32, 32).items()}
     bounds = jnp.array([0, 10, 80])

@@ -440,7 +440,7 @@ def test_what_it_does_not_do_is_refused_with_the_reason(reason: str) -> None:
 @pytest.mark.usefixtures("new_enough")
 def test_a_configuration_that_does_not_fit_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"stages=3. is none of those that fit"):
-        flash_attention.run_backend(invocation(), flash_attention.Config(128, 3))
+        flash_attention.check_cfg(invocation(), flash_attention.Config(128, 3))
 
 
 def test_an_old_jax_triton_is_refused_with_the_line_that_mends_it(monkeypatch: pytest.MonkeyPatch) -> None:

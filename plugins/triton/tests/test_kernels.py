@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ejkernel_core.testing import KernelProofs
+from ejkernel_testing import KernelProofs
 from ejkernel_triton import flash_attention, flash_attention_bwd
 from ejkernel_triton.testing import interpreted, interpreted_registry
 
@@ -17,8 +17,10 @@ def on_the_cpu():
 
 class TestFlashAttention(KernelProofs):
     kernel = "flash_attention.triton"
+    backward = "flash_attention_bwd.triton"
     registry = interpreted_registry(
         {"flash_attention.triton": flash_attention, "flash_attention_bwd.triton": flash_attention_bwd}
     )
     refuses = frozenset({"float64"})
     roundings = 1.5
+    pairs = "ring"

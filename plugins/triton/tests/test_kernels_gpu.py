@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from ejkernel_core import call, invocation
-from ejkernel_core.testing import Case, KernelProofs
 from ejkernel_ops.attention.cases import case
+from ejkernel_testing import Case, KernelProofs
 from ejkernel_triton.gluon_sm90 import _schedule, flash_attention, flash_attention_bwd
 
 pytestmark = pytest.mark.gpu
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.gpu
 class TestFlashAttention(KernelProofs):
     kernel = "flash_attention.triton"
     platform = "gpu"
+    pairs = "ring"
     refuses = frozenset({"float64"})
     roundings = 1.5
 
@@ -30,6 +31,7 @@ class TestFlashAttention(KernelProofs):
 class TestGluon(KernelProofs):
     kernel = "flash_attention.gluon_sm90"
     platform = "gpu"
+    pairs = "ring"
     refuses = frozenset({"float32", "float64", "bias", "attention_mask", "dropout", "other value_dim"})
     roundings = 1.5
 
@@ -85,7 +87,9 @@ def _without_what_is_refused(wide: Case, dtype: str) -> Case:
     def arguments(draw: int) -> dict[str, object]:
         return {name: x for name, x in wide.arguments(draw).items() if name not in REFUSED}
 
-    narrowed = case(wide.name, arguments, wide.checks, dtype=dtype, long=wide.long, batched=wide.batched)
+    sets = tuple(names for names in wide.wrt_sets if not REFUSED & {*names})
+    shared = {"long": wide.long, "batched": wide.batched, "wrt_sets": sets}
+    narrowed = case(wide.name, arguments, wide.checks, dtype=dtype, **shared)
     varied = [one for one in wide.variations if not REFUSED & {*one.arguments(0)} and one.name not in NEGATIVE]
     return attrs.evolve(narrowed, variations=tuple(_without_what_is_refused(one, dtype) for one in varied))
 

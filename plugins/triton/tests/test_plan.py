@@ -16,7 +16,7 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core import Invocation, Unsupported
-from ejkernel_core.calibration import get_shared_memory_limit
+from ejkernel_ops.calibration import get_shared_memory_limit
 from ejkernel_triton import _jax_triton, _tuning, flash_attention, flash_attention_bwd
 from ejkernel_triton.flash_attention_bwd import Pass
 from ejkernel_triton.testing import interpreted, interpreted_registry

@@ -21,6 +21,7 @@ from ejkernel_triton.testing import compiled_for, interpreted, interpreted_regis
 
 TARGET = "triton_kernel_call_ffi" if _jax_triton.version() >= (0, 4) else "triton_kernel_call"
 FORWARD, KEYS, QUERIES, BIAS = "attend", "sum_over_queries", "sum_over_keys", "sum_into_bias"
+TOPS = "find_tops"
 RNG = np.random.default_rng(11)
 
 
@@ -189,7 +190,18 @@ def test_the_gradient_of_a_bias_is_a_kernel_of_its_own() -> None:
         return jax.grad(lambda bias: called(*qkv, bias=bias).astype(jnp.float32).sum())(bias)
 
     found = compiled_for("NVIDIA H200", of_bias, shape(1, 4, 256, 256), *QKV)
-    assert sorted(kernel.name for kernel in found) == sorted([FORWARD, BIAS])
+    assert sorted(kernel.name for kernel in found) == sorted([FORWARD, TOPS, BIAS])
+
+
+def test_with_a_bias_nothing_waits_for_what_a_row_is() -> None:
+    def total(bias: Any, *qkv: Any) -> Any:
+        return called(*qkv, bias=bias).astype(jnp.float32).sum()
+
+    step = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))
+    with on("NVIDIA H200"):
+        lowered = step.trace(shape(1, 4, 256, 256), *QKV).lower(lowering_platforms=("cuda",))
+    assert sorted(kernel.name for kernel in kernels_in(lowered)) == sorted([FORWARD, TOPS, KEYS, QUERIES, BIAS])
+    assert not re.search(r"stablehlo\.(case|if|while)", lowered.as_text())
 
 
 # -- what is not used costs nothing -------------------------------------------------------------------------------
@@ -230,3 +242,46 @@ def test_what_is_not_used_is_not_in_the_code(kernels: dict[str, dict[str, Any]],
     assert instructions(plain.ptx, "wgmma.mma_async") > 0
     for word, user in (("selp", causal), ("setp", causal), ("div", everything)):
         assert instructions(plain.ptx, word) < logits <= instructions(user.ptx, word)
+
+
+# -- rematerialised layers -----------------------------------------------------------------------------------------
+
+
+OUT, LSE = "flash_attention.out", "flash_attention.lse"
+save_only, offload = (
+    jax.checkpoint_policies.save_only_these_names,
+    partial(
+        jax.checkpoint_policies.save_and_offload_only_these_names,
+        names_which_can_be_saved=[],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "forwards"),
+    [
+        (None, (7, 8)),  # XLA may find that the last layer need not be computed twice
+        (save_only(OUT), (7, 8)),
+        (save_only(OUT, LSE), (4,)),
+        (offload(names_which_can_be_offloaded=[OUT, LSE]), (4,)),
+    ],
+    ids=["nothing", "out", "out and lse", "offloaded"],
+)
+def test_saved_results_are_not_computed_again(attention: Any, policy: Any, forwards: tuple[int, ...]) -> None:
+    """Four layers, each rematerialised but for what is saved by its name: the launches in the compiled program."""
+
+    def loss(layer: Any, x: Any) -> Any:
+        for _ in range(4):
+            x = layer(x)
+        return x.sum()
+
+    def layer(x: Any) -> Any:
+        return x + jnp.tanh(attention(x, *ARRAYS[1:], SINKS))
+
+    remat = jax.checkpoint(layer, policy=policy)
+    compiled = jax.jit(jax.grad(partial(loss, remat))).lower(ARRAYS[0]).compile()
+    launches = re.findall(r'custom_call_target="\w*callback\w*"', compiled.as_text())
+    assert len(launches) - 4 in forwards  # the backward of queries is one launch a layer
+    close([compiled(ARRAYS[0])], [jax.grad(partial(loss, layer))(ARRAYS[0])])

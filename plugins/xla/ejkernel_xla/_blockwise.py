@@ -60,7 +60,8 @@ def _start(grid: Tiling) -> State:
     total = jnp.zeros((*rows, 1), grid.dtype)
     if grid.arguments["softmax_aux"] is not None:
         # Sinks are logits without a value: they are in the sum before the first tile, and so exactly once.
-        sinks = grid.arguments["softmax_aux"].astype(grid.dtype).reshape(kv_heads, groups, 1, -1)
+        sinks = grid.arguments["softmax_aux"].astype(grid.dtype)
+        sinks = sinks.reshape(1, kv_heads, groups, 1, sinks.shape[1])
         top = jnp.maximum(top, sinks.max(-1, keepdims=True, initial=-jnp.inf))
         total = total + jnp.exp(sinks - top).sum(-1, keepdims=True)
     return top, total, jnp.zeros((*rows, width), grid.dtype)

@@ -144,7 +144,7 @@ def _shift(arguments: Mapping[str, Any]) -> jax.Array | None:
 def _sinks(arguments: Mapping[str, Any], lse: jax.Array, shift: Any) -> jax.Array:
     # A sink is one more weight of every row, with no value and so no d_weight: one sink at a time, for memory's sake.
     sinks = arguments["softmax_aux"].astype(shift.dtype)
-    each = lax.map(lambda sink: -(jnp.exp(sink[:, None] - lse) * shift).sum((0, 2)), sinks.T)
+    each = lax.map(lambda sink: -(jnp.exp(sink[None, :, None] - lse) * shift).sum((0, 2)), sinks.T)
     return jnp.transpose(each)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel_core import Invocation
+from ejkernel_core import Invocation, Unsupported
 from ejkernel_ops.attention.tokens import band
 from ejkernel_xla._blocks import nearby
 
@@ -43,6 +43,13 @@ def beside_blocks(inv: Invocation, first: tuple[int, int]) -> Iterator[tuple[Any
         yield ("cudnn",)
     for pair in [first] if exact and inv["query"].shape[1] >= LONG else nearby(inv, inv.platform, first):
         yield ("blockwise", *pair)
+
+
+def check(inv: Invocation) -> None:
+    """Raise where cuDNN does not do exactly this call."""
+    reason = refusal(inv) if inv.platform == "gpu" else f"cuDNN attention needs a GPU, not a {inv.platform}"
+    if reason is not None:
+        raise Unsupported(f"{reason}; Config() without implementation='cudnn' can do it")
 
 
 def refusal(arguments: Mapping[str, Any]) -> str | None:

@@ -161,8 +161,8 @@ class Tiling:
         """Which weights of a tile survive dropout."""
         batch, kv_heads, groups = self.shape
         row = np.arange(batch * kv_heads * groups, dtype=np.uint32).reshape(batch, kv_heads, groups, 1, 1)
-        q_index = i * self.q_block + np.arange(self.q_block, dtype=np.int32)[:, None]
-        k_index = j * self.kv_block + np.arange(self.kv_block, dtype=np.int32)
+        q_index = i * self.q_block + np.arange(self.q_block, dtype=np.int32).reshape(1, 1, 1, -1, 1)
+        k_index = j * self.kv_block + np.arange(self.kv_block, dtype=np.int32).reshape(1, 1, 1, 1, -1)
         return keep_mask(self.arguments["dropout_seed"], self.arguments["dropout_prob"], row, q_index, k_index)
 
     def piece(self, x: jax.Array, i: Any, j: Any) -> jax.Array:
@@ -197,6 +197,7 @@ class Tiling:
         seen = visible(at_i(self.tokens.q_position), at_j(self.tokens.k_position), groups, left, right)
         # The tokens that only fill the last block up are keys to nobody.
         real = j * self.kv_block + np.arange(self.kv_block, dtype=np.int32) < self.arguments["key"].shape[1]
+        real = real.reshape(1, 1, 1, 1, -1)
         seen = real if seen is None else seen[:, None, None] & real
         return jnp.asarray(seen if self.mask is None else seen & self.piece(self.mask, i, j))
 
@@ -215,7 +216,7 @@ def tiling(arguments: Mapping[str, Any], q_block: int, kv_block: int) -> Tiling:
     place = partial(_by_kv_head, kv_heads=arguments["key"].shape[2], lengths=(q_count * q_block, kv_count * kv_block))
     bias, mask = place(arguments["bias"]), place(arguments["attention_mask"])
     meets, whole = _meetings(cut, *_band(arguments))
-    whole = whole & (np.arange(1, kv_count + 1) * kv_block <= k_length)
+    whole = whole & (np.arange(1, kv_count + 1) * kv_block <= k_length)[None]
     if mask is not None:
         counts = (q_count, q_block, kv_count, kv_block)
         meets, whole = meets & _over_tiles(jnp.any, mask, *counts), whole & _over_tiles(jnp.all, mask, *counts)
@@ -281,7 +282,7 @@ def _extremes(ids: Any) -> tuple[Any, Any, Any]:
 def _ranges(meets: Any, whole: Any) -> Any:
     # For every query block one range of kv blocks, and inside it one run of whole ones: loops need no lists.
     xp = _library(meets, whole)
-    count, index = meets.shape[1], np.arange(meets.shape[1])
+    count, index = meets.shape[1], np.arange(meets.shape[1])[None]
     first, end = meets.argmax(1), count - meets[:, ::-1].argmax(1)
     end = xp.where(meets.any(1), end, first)
     run = xp.where(whole.any(1), whole.argmax(1), first)

@@ -8,7 +8,8 @@ import attrs
 import jax
 from attrs.validators import ge, in_, instance_of
 
-from ejkernel_core import Invocation, Unsupported, hookimpl
+from ejkernel_core import Invocation, hookimpl
+from ejkernel_ops.attention.symbolic import refuse_symbolic
 from ejkernel_xla import _blockwise, _cudnn
 from ejkernel_xla._blocks import blocks
 
@@ -27,7 +28,8 @@ class Config:
 
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> Config:
-    """CuDNN where it does exactly what is asked, else blocks that keep the device busy. Nothing is refused."""
+    """CuDNN where it does exactly what is asked, else blocks that keep the device busy."""
+    refuse_symbolic(inv)
     if inv.platform == "gpu" and _cudnn.refusal(inv) is None:
         return Config("cudnn")
     return Config("blockwise", *blocks(inv, inv.platform, cpu=(512, 256)))
@@ -40,11 +42,16 @@ def config_space(inv: Invocation) -> Iterable[Config]:
 
 
 @hookimpl
+def check_cfg(inv: Invocation, cfg: Config) -> None:
+    """Raise where cuDNN is asked for and does not do exactly this."""
+    refuse_symbolic(inv)
+    if cfg.implementation == "cudnn":
+        _cudnn.check(inv)
+
+
+@hookimpl
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     """The output and the log-sum-exp of every row."""
     if cfg.implementation == "blockwise":
         return _blockwise.forward(inv, cfg.q_block, cfg.kv_block)
-    reason = _cudnn.refusal(inv) if inv.platform == "gpu" else f"cuDNN attention needs a GPU, not a {inv.platform}"
-    if reason is not None:
-        raise Unsupported(f"{reason}; Config() without implementation='cudnn' can do it")
     return _cudnn.forward(inv)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ejkernel_core
-from ejkernel_core import Unsupported, registry
+from ejkernel_core import NoKernel, registry
 from ejkernel_xla import _cudnn, flash_attention, flash_attention_bwd
 from ejkernel_xla._blocks import blocks, nearby
 
@@ -120,7 +120,7 @@ def test_cudnns_backward_takes_no_gradient_of_the_log_sum_exp() -> None:
 def test_an_explicit_cudnn_is_refused_with_the_way_out() -> None:
     if jax.default_backend() != "gpu":
         given = arguments({})
-        with pytest.raises(Unsupported, match="cuDNN attention needs a GPU, not a cpu; Config.. without"):
+        with pytest.raises(NoKernel, match="cuDNN attention needs a GPU, not a cpu; Config.. without"):
             ejkernel_core.call("flash_attention", **given, cfg=flash_attention.Config("cudnn"))
 
 

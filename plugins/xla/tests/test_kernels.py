@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from ejkernel_core.testing import KernelProofs
+from ejkernel_testing import KernelProofs
 
 
 class TestFlashAttention(KernelProofs):
     kernel = "flash_attention.xla"
+    backward = "flash_attention_bwd.xla"

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from ejkernel_core.testing import TRANSFORMS, Case, pairwise
+from ejkernel_testing import TRANSFORMS, Case, pairwise
 
 Arguments = dict[str, Any]
 Row = Mapping[str, Any]
@@ -158,6 +158,19 @@ def faults() -> Iterator[Case]:
         "window-over-many-blocks": lambda d: qkv(d, 1, 1030, 1030, 1, 1, 16) | {"sliding_window": (16, 0)},
         "window-wider-than-all": lambda d: small(d, q_length=33, k_length=33) | {"sliding_window": 2**40},
         "lse-of-odd-length": lambda d: qkv(d, 2, 129, 65, 3, 1, 16) | lse,
+        "rows-hidden-by-a-finite-bias": lambda d: _hidden(d, -1e30) | lse,
+        "rows-hidden-by-the-lowest-bias": lambda d: _hidden(d, np.finfo(np.float32).min) | lse,
+        "rows-hidden-by-a-bias-of-keys": lambda d: (
+            small(d, q_length=9, k_length=20) | {"bias": np.array([0, -1e30]).reshape(2, 1, 1, 1) + np.zeros(20)}
+        ),
+        "rows-raised-by-a-bias": lambda d: _hidden(d, 1e30),
+        "hidden-rows-and-sinks": lambda d: _hidden(d, -1e30) | {"softmax_aux": np.full((4, 2), -1e30)} | lse,
+        "hidden-rows-with-all-else": lambda d: (
+            _everything(d) | {"bias": _of_rows(d, -1e30, (1, 4, 12, 17)), "softmax_aux": np.full(4, -1e30)}
+        ),
+        "hidden-rows-with-dropout": lambda d: _hidden(d, -1e30) | {"dropout_prob": 0.4, "dropout_seed": 5 + d},
+        "hidden-rows-packed": lambda d: _hidden_and_packed(d) | lse,
+        "hidden-rows-here-and-there": lambda d: _hidden_here_and_there(d) | lse,
         "soft-cap-of-huge-logits": lambda d: _huge(d, 1e4),
         "soft-cap-of-overflowing-logits": _overflowing,
         "soft-cap-then-bias": lambda d: (
@@ -175,13 +188,31 @@ def faults() -> Iterator[Case]:
         "no-keys": lambda d: small(d, q_length=5, k_length=0) | lse,
         "no-queries": lambda d: small(d, q_length=0, k_length=5) | lse,
         "no-batch": lambda d: qkv(d, 0, 5, 5, 4, 2, 16),
+        "no-keys-and-all-there-is-beside-them": lambda d: _beside(small(d, q_length=5, k_length=0), d) | lse,
+        "no-queries-and-all-there-is-beside-them": lambda d: _beside(small(d, q_length=0, k_length=5), d) | lse,
+        "no-batch-and-all-there-is-beside-it": lambda d: _beside(qkv(d, 0, 5, 5, 4, 2, 16), d) | lse,
+        "no-sinks": lambda d: small(d, q_length=9, k_length=9) | {"softmax_aux": np.zeros((4, 0)), "causal": True},
+        "no-keys-and-no-sinks": lambda d: small(d, q_length=5, k_length=0) | {"softmax_aux": np.zeros((4, 0))} | lse,
+        "packed-without-keys": lambda d: packed(qkv(d, 1, 5, 0, 4, 2, 16), d) | {"softmax_aux": np.ones(4)} | lse,
+        "packed-without-queries": lambda d: packed(qkv(d, 1, 0, 5, 4, 2, 16), d) | {"softmax_aux": np.ones(4)} | lse,
         "one-token": lambda d: qkv(d, 1, 1, 1, 1, 1, 16) | lse,
         "head-dim-of-one": lambda d: qkv(d, 1, 9, 9, 2, 1, 1, 3) | lse,
     }
     for name, arguments in made.items():
         yield case(name, arguments)
     yield case("soft-cap-of-huge-logits-float16", made["soft-cap-of-huge-logits"], dtype="float16")
+    yield case("rows-hidden-by-a-finite-bias-bfloat16", made["rows-hidden-by-a-finite-bias"], dtype="bfloat16")
+    yield case("hidden-rows-here-and-there-bfloat16", made["hidden-rows-here-and-there"], dtype="bfloat16")
     yield case("bias-and-sinks-in-float32", _float32_beside_bfloat16, dtype="bfloat16")
+
+
+def _beside(made: Arguments, draw: int) -> Arguments:
+    """Arrays that have the axes of queries and keys, and sinks."""
+    (batch, q_length, heads, _), k_length = made["query"].shape, made["key"].shape[1]
+    full = (batch, heads, q_length, k_length)
+    arrays = {"bias": normal("bias", draw, full), "attention_mask": normal("mask", draw, full) < 1}
+    sinks = normal("sinks", draw, (heads, 2))
+    return made | segments(draw, batch, q_length, k_length) | arrays | {"softmax_aux": sinks, "causal": True}
 
 
 def _minus_infinity(draw: int) -> Any:
@@ -190,6 +221,32 @@ def _minus_infinity(draw: int) -> Any:
     bias[normal("holes", draw, bias.shape) > 1] = -np.inf
     bias[0, 1, 4], bias[..., 3] = -np.inf, -np.inf
     return bias
+
+
+def _hidden(draw: int, number: float) -> Arguments:
+    """Rows whose keys all have one great number for a bias; in others half of the keys have it."""
+    return qkv(draw, 2, 40, 50, 4, 2, 16) | {"bias": _of_rows(draw, number, (2, 4, 40, 50))}
+
+
+def _of_rows(draw: int, number: float, shape: tuple[int, ...]) -> Any:
+    bias = normal("bias", draw, shape).astype(np.float32)
+    bias[..., 1::3, :], bias[..., 2::3, ::2] = number, number
+    return bias
+
+
+def _hidden_and_packed(draw: int) -> Arguments:
+    made = packed(qkv(draw, 1, 40, 50, 4, 2, 16), draw, padding=3)
+    return made | {"bias": _of_rows(draw, -1e30, (1, 1, 40, 50)), "causal": True}
+
+
+def _hidden_here_and_there(draw: int) -> Arguments:
+    """Single rows among several blocks, hidden by what they see and not by what they do not see; one that is raised."""
+    bias = normal("bias", draw, (1, 4, 150, 170)).astype(np.float32)
+    bias[:, :, [5, 71, 149]], bias[..., 70, ::3] = -1e30, 1e30
+    bias[..., 5, 26:] = 0
+    sinks = normal("sinks", draw, (4, 2))
+    sinks[::2] = -1e30
+    return qkv(draw, 1, 150, 170, 4, 2, 16) | {"bias": bias, "softmax_aux": sinks, "causal": True}
 
 
 def _huge(draw: int, size: float) -> Arguments:
@@ -232,17 +289,27 @@ def subjects() -> Iterator[Case]:
     yield case("with-dropout", _with_dropout, checks={"values", "vmap_of_grad"})
     yield case("with-packing", _with_packing, checks={"values", "vmap_of_grad"})
     yield case("with-packing-and-shared-arrays", _with_packing, checks={"vmap_with_shared"}, long=True)
-    yield case(
-        "sharded",
-        _sharded,
-        checks={"values", "shard_map"},
-        batched=("query", "key", "value", "q_segment_ids", "kv_segment_ids"),
-    )
+    yield case("sharded", _sharded, checks={"values", "shard_map"})
     yield case("tiny", _tiny, checks={"values", "forward_mode"})
+    yield case("two-calls", _two_calls, checks={"values", "programs"}, wrt_sets=WRT_SETS)
     yield case("tiny-of-second-order", _tiny, checks={"jacrev_of_jacrev"}, long=True)
     yield _varied("one-at-a-time", _base, {word: VARIATIONS[word] for word in VARIATIONS if word not in RELATED})
     yield _varied("one-at-a-time-related", _base, {word: VARIATIONS[word] for word in RELATED}, long=True)
     yield _varied("one-at-a-time-packed", lambda d: packed(qkv(d, 1, 24, 30, 4, 2, 16), d), PACKED_VARIATIONS)
+
+
+#: What two calls of one program are differentiated in.
+WRT_SETS = (
+    *(("query",), ("key",), ("value",)),
+    *(("query", "key"), ("query", "value"), ("key", "value"), ("query", "key", "value")),
+    *(("bias",), ("softmax_aux",)),
+)
+
+
+def _two_calls(draw: int) -> Arguments:
+    made = qkv(draw, 1, 17, 19, 4, 2, 16)
+    made |= {"bias": normal("bias", draw, (1, 4, 17, 19)), "softmax_aux": normal("sinks", draw, (4,))}
+    return made | {"causal": True, "return_lse": True}
 
 
 def _base(draw: int) -> Arguments:

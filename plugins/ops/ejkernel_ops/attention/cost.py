@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from ejkernel_core import Cost
 
+from .axes import AXES, BACKWARD
 from .tokens import band
 
 
@@ -17,16 +17,14 @@ def forward_cost(arguments: Mapping[str, Any]) -> Cost:
     """Two matrix products over the pairs that see each other; every array read or written once."""
     query, value = arguments["query"], arguments["value"]
     flops = 2.0 * pairs(arguments) * query.shape[2] * (query.shape[3] + value.shape[3])
-    out = math.prod(query.shape[:3]) * (value.shape[3] * value.dtype.itemsize + 4)
-    return Cost(flops, _bytes(arguments) + out)
+    return Cost(flops, AXES.bytes(arguments))
 
 
 def backward_cost(arguments: Mapping[str, Any]) -> Cost:
     """Five matrix products for the forward's two; the gradients are as large as what they belong to."""
     query, value = arguments["query"], arguments["value"]
     flops = 2.0 * pairs(arguments) * query.shape[2] * (3 * query.shape[3] + 2 * value.shape[3])
-    gradients = sum(arguments[name].size * arguments[name].dtype.itemsize for name in arguments["wrt"])
-    return Cost(flops, _bytes(arguments) + gradients)
+    return Cost(flops, BACKWARD.bytes(arguments))
 
 
 def pairs(arguments: Mapping[str, Any]) -> int:
@@ -43,8 +41,3 @@ def pairs(arguments: Mapping[str, Any]) -> int:
     first = np.zeros_like(own) if left is None else np.clip(own - left, 0, k_length)
     last = np.full_like(own, k_length) if right is None else np.clip(own + right + 1, 0, k_length)
     return int(batch * np.maximum(last - first, 0).sum())
-
-
-def _bytes(arguments: Mapping[str, Any]) -> int:
-    arrays = (value for value in arguments.values() if hasattr(value, "shape") and hasattr(value, "dtype"))
-    return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)

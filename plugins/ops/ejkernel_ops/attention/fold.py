@@ -1,4 +1,4 @@
-"""``jax.vmap`` of attention is attention on a larger batch: how the mapped axis goes in and comes out again."""
+"""``jax.vmap`` of attention is attention on a larger batch; of packed calls, on a longer row."""
 
 from __future__ import annotations
 
@@ -7,63 +7,43 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel_core import Axes
+
 Arguments = dict[str, Any]
 Folded = tuple[Arguments, Callable[[tuple[Any, ...]], tuple[Any, ...]]] | None
 
-#: Arguments with the batch as their first axis.
-_BATCHED = ("query", "key", "value", "q_segment_ids", "kv_segment_ids", "out", "lse", "d_out", "d_lse")
-#: Arguments whose first axis is the batch, or 1 for all of it.
-_BROADCAST = ("bias", "attention_mask")
-#: Where the tokens are, once the batch is taken away.
-_TOKEN_AXIS = {"lse": 1, "d_lse": 1}
+#: Arguments with the batch as their first axis, and where their tokens are behind it.
+_TOKENS = {
+    **dict.fromkeys(("query", "key", "value", "q_segment_ids", "kv_segment_ids", "out", "d_out"), 0),
+    "lse": 1,
+    "d_lse": 1,
+}
 
 
-def fold(arguments: Mapping[str, Any], mapped: frozenset[str], size: int) -> Folded:
+def fold(axes: Axes, arguments: Mapping[str, Any], mapped: frozenset[str], size: int) -> Folded:
     """Fold the mapped axis into the batch; None where the result would not be that of a loop."""
     if arguments["dropout_prob"] > 0:  # the dropout mask depends on the place in the batch
         return None
-    if mapped & {"softmax_aux"} or {"bias", "softmax_aux"} & set(arguments.get("wrt", ())):
-        # One set of sinks serves a whole call; and the gradient of what the batch shares is summed over the batch.
+    if arguments["cum_seqlens_q"] is None:
+        return axes.fold(arguments, mapped, size)
+    if "softmax_aux" in mapped or {"bias", "softmax_aux"} & set(arguments.get("wrt", ())):  # one for the whole row
         return None
-    if arguments["cum_seqlens_q"] is not None:
-        return _fold_packed(arguments, mapped, size)
-    batch = arguments["query"].shape[0] if "query" not in mapped else arguments["query"].shape[1]
-    folded = dict(arguments)
-    for name in _BATCHED:
-        if arguments.get(name) is not None:
-            folded[name] = _merged(arguments[name], name in mapped, size)
-    for name in _BROADCAST:
-        value = arguments[name]
-        if value is not None and (name in mapped or value.shape[0] > 1):
-            folded[name] = _merged(_spread(value, name in mapped, batch), name in mapped, size)
-    return folded, lambda results: tuple(r.reshape(size, batch, *r.shape[1:]) for r in results)
-
-
-def _merged(value: Any, mapped: bool, size: int) -> Any:
-    """(size, batch, ...) or (batch, ...) to (size * batch, ...)."""
-    whole = value if mapped else jnp.broadcast_to(value, (size, *value.shape))
-    return whole.reshape(size * whole.shape[1], *whole.shape[2:])
-
-
-def _spread(value: Any, mapped: bool, batch: int) -> Any:
-    """A first axis of 1 that stands for the whole batch, written out: beside others it has to be."""
-    axis = 1 if mapped else 0
-    return jnp.repeat(value, batch, axis) if value.shape[axis] == 1 and batch > 1 else value
+    if arguments["bias"] is not None or arguments["attention_mask"] is not None:
+        return None  # they would grow with the square of the rows
+    return _fold_packed(arguments, mapped, size)
 
 
 def _fold_packed(arguments: Mapping[str, Any], mapped: frozenset[str], size: int) -> Folded:
     """Rows of packed sequences, one behind the other."""
-    if any(arguments[name] is not None for name in _BROADCAST):  # they would grow with the square of the rows
-        return None
     folded = dict(arguments)
-    for name in _BATCHED:
+    for name, axis in _TOKENS.items():
         if arguments.get(name) is not None:
             row = (
                 arguments[name][:, 0]
                 if name in mapped
                 else jnp.broadcast_to(arguments[name], (size, *arguments[name].shape[1:]))
             )
-            folded[name] = _joined(row, _TOKEN_AXIS.get(name, 0))
+            folded[name] = _joined(row, axis)
     q_total, k_total = (folded[name].shape[1] // size for name in ("query", "key"))
     for name, total in (("cum_seqlens_q", q_total), ("cum_seqlens_k", k_total)):
         ends = arguments[name] if name in mapped else jnp.broadcast_to(arguments[name], (size, *arguments[name].shape))

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .symbolic import is_symbolic
+
 Ids = tuple[Any, Any]
 
 
@@ -43,15 +45,17 @@ def tokens(arguments: Mapping[str, Any]) -> Tokens:
     """The coordinates of a flash attention call, from its prepared arguments."""
     q_length, k_length = arguments["query"].shape[1], arguments["key"].shape[1]
     groups: list[Ids] = []
-    if arguments["cum_seqlens_q"] is None:
+    if is_symbolic(q_length) or is_symbolic(k_length):
+        q_position = jnp.arange(q_length, dtype=jnp.int32)[None] + jnp.asarray(k_length - q_length, jnp.int32)
+        k_position = jnp.arange(k_length, dtype=jnp.int32)[None]
+    else:
         q_position = np.arange(q_length, dtype=np.int32)[None] + np.int32(k_length - q_length)
         k_position = np.arange(k_length, dtype=np.int32)[None]
-    else:
+    if arguments["cum_seqlens_q"] is not None:
         cum_q, cum_k = arguments["cum_seqlens_q"], arguments["cum_seqlens_k"]
         q_ids, k_ids = _sequence_ids(cum_q, q_length), _sequence_ids(cum_k, k_length)
         shift = cum_k[1:] - cum_q[1:]  # the ends of the two sides of a sequence meet
         q_position = (jnp.arange(q_length, dtype=jnp.int32) + shift[q_ids - 1])[None]
-        k_position = np.arange(k_length, dtype=np.int32)[None]
         groups.append((q_ids[None], k_ids[None]))
     if arguments["q_segment_ids"] is not None:
         groups.append((arguments["q_segment_ids"], arguments["kv_segment_ids"]))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_core import Invocation, hookimpl
-from ejkernel_ops.reference.flash_attention import dense_attention
+from ejkernel_ops.attention.dense import dense_attention
 
 PLATFORMS = {"cpu": 0, "gpu": 0, "tpu": 0}
 

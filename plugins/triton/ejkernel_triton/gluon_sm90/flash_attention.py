@@ -46,6 +46,13 @@ def config_space(inv: Invocation) -> list[Config]:
 
 
 @hookimpl
+def check_cfg(inv: Invocation, cfg: Config) -> None:
+    """Raise where it does not fit."""
+    if cfg not in (offered := config_space(inv)):
+        raise Unsupported(f"{cfg} is none of those that fit: {offered}")
+
+
+@hookimpl
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     """The output and the log-sum-exp of every row."""
     with _jax_triton.importing():
@@ -53,9 +60,6 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     from ejkernel_triton.gluon_sm90._schedule import programs, schedule
     from ejkernel_triton.gluon_sm90._sight import of_queries
 
-    # An explicit configuration comes here unasked.
-    if cfg not in (offered := config_space(inv)):
-        raise Unsupported(f"{cfg} is none of those that fit: {offered}")
     query, key, sinks = inv["query"], inv["key"], inv["softmax_aux"]
     batch, q_length, heads, dim = query.shape
     sight, steps = of_queries(inv, Q_BLOCK, cfg.k_block)

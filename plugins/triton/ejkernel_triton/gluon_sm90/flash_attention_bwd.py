@@ -59,12 +59,17 @@ def config_space(inv: Invocation) -> list[Config]:
 
 
 @hookimpl
-def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
-    """The gradients that ``wrt`` names, in its order."""
-    # An explicit configuration comes here unasked, and a remembered one knows nothing of XLA's flags.
+def check_cfg(inv: Invocation, cfg: Config) -> None:
+    """Raise where it does not fit into registers."""
     offered = config_space(inv)
     if cfg.q_block not in [fitting.q_block for fitting in offered]:
         raise Unsupported(f"{cfg} does not fit into registers; these do: {offered}")
+
+
+@hookimpl
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
+    """The gradients that ``wrt`` names, in its order."""
+    # A configuration of a caller's, or a remembered one, knows nothing of XLA's flags.
     cfg = attrs.evolve(cfg, atomics=cfg.atomics and not _xla_is_deterministic())
     wrt, rows = inv["wrt"], Rows.of(inv)
     found = {}

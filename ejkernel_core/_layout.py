@@ -1,0 +1,148 @@
+"""What the axes of one array mean, read from a text such as ``"batch #heads ... 2*dim"``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import jax.numpy as jnp
+
+#: The name of leading axes of any number, as in NumPy: all arrays that have them have the same.
+LEADING = "..."
+
+_WORD = re.compile(
+    r"(?P<broadcast>#?)(?:(?P<factor>\d+)\*)?(?P<name>[a-z]\w*)(?:/(?P<divisor>\d+))?(?:\+(?P<offset>\d+))?"
+)
+
+
+@attrs.frozen
+class Axis:
+    """One axis, as long as ``factor * size / divisor + offset``, rounded up, where its name has a size.
+
+    An axis without a name is as long as its offset.
+    """
+
+    text: str
+    name: str = ""
+    is_broadcast: bool = False
+    factor: int = 1
+    divisor: int = 1
+    offset: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        return self.factor == self.divisor == 1 and self.offset == 0
+
+    def length(self, size: Any) -> Any:
+        if self.is_plain:
+            return size
+        return -(-self.factor * size // self.divisor) + self.offset
+
+    def size(self, length: Any) -> Any:
+        """The size of the name, or None where no whole number gives an axis of this length."""
+        rest = length - self.offset
+        return None if rest < 0 or rest % self.factor else rest // self.factor
+
+
+@attrs.frozen
+class Layout:
+    """The axes of an array."""
+
+    axes: tuple[Axis, ...]
+
+    def __str__(self) -> str:
+        names = [axis.text.removeprefix("#") for axis in self.axes]
+        return f"({names[0]},)" if len(names) == 1 else f"({', '.join(names)})"
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(axis.name for axis in self.axes if axis.name)
+
+    @property
+    def has_leading(self) -> bool:
+        return LEADING in self.names
+
+    def fits(self, rank: int) -> bool:
+        return rank >= len(self.axes) - 1 if self.has_leading else rank == len(self.axes)
+
+    def padded(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The shape with the leading axes that broadcasting supplies."""
+        missing = len(self.axes) - len(shape)
+        may_be_missing = missing > 0 and all(axis.is_broadcast for axis in self.axes[:missing])
+        return (1,) * missing + tuple(shape) if may_be_missing else tuple(shape)
+
+    def lengths(self, shape: tuple[Any, ...]) -> Iterator[tuple[Axis, Any]]:
+        """Each axis with its length; with those of all the leading axes, where it stands for them."""
+        place = 0
+        for axis in self.axes:
+            count = len(shape) - len(self.axes) + 1 if axis.name == LEADING else 1
+            yield axis, tuple(shape[place : place + count]) if axis.name == LEADING else shape[place]
+            place += count
+
+    def place(self, name: str, rank: int) -> int | None:
+        """Where the axis of this name is, in an array of this rank; where the leading ones begin."""
+        place = 0
+        for axis in self.axes:
+            if axis.name == name:
+                return place
+            place += rank - len(self.axes) + 1 if axis.name == LEADING else 1
+        return None
+
+    def shape(self, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
+        lengths = [axis.length(sizes[axis.name]) if axis.name else axis.offset for axis in self.axes]
+        return tuple(size for length in lengths for size in (length if isinstance(length, tuple) else (length,)))
+
+    def is_shared(self, name: str) -> bool:
+        """Whether the array has no axis of this name that is always as long as the name says."""
+        return not any(axis.name == name and axis.is_plain and not axis.is_broadcast for axis in self.axes)
+
+
+def layout(array: str, text: str) -> Layout:
+    """Read it; ``array`` is who has it, for messages."""
+    axes = tuple(_axis(array, word) for word in text.split())
+    if sum(axis.name == LEADING for axis in axes) > 1:
+        raise ValueError(f"axes of {array}: takes ... once; got {text!r}")
+    return Layout(axes)
+
+
+def _axis(array: str, word: str) -> Axis:
+    if word == LEADING:
+        return Axis(word, LEADING)
+    if word.isdecimal():
+        return Axis(word, factor=0, offset=int(word))
+    match = _WORD.fullmatch(word)
+    if match is None or match["factor"] == "0" or match["divisor"] == "0":
+        raise ValueError(
+            f"axes of {array}: takes words like batch, #batch, 2*heads, dim/128, sequences+1, 1 and ...; got {word!r}"
+        )
+    factor, divisor, offset = int(match["factor"] or 1), int(match["divisor"] or 1), int(match["offset"] or 0)
+    return Axis(word, match["name"], bool(match["broadcast"]), factor, divisor, offset)
+
+
+# -- a mapped axis, and the axis that takes it in --------------------------------------------------------------------
+
+
+def merged(value: Any, own_axes: Layout, into: str, mapped: bool, size: int, own: Any) -> Any:
+    """The array with the mapped axis, its first or one that it lacks, in front of the axis ``into``; as one of them."""
+    place = own_axes.place(into, value.ndim - mapped)
+    if place is None:
+        return value
+    if into != LEADING and value.shape[place + mapped] == 1 and own_axes.is_shared(into):
+        if not mapped:
+            return value
+        value = jnp.repeat(value, own, place + 1)  # beside others, what stands for them all has to be written out
+    every = jnp.moveaxis(value if mapped else jnp.broadcast_to(value, (size, *value.shape)), 0, place)
+    if into == LEADING:
+        return every
+    return every.reshape(*every.shape[:place], size * every.shape[place + 1], *every.shape[place + 2 :])
+
+
+def parted(value: Any, own_axes: Layout, into: str, size: int, own: Any) -> Any:
+    """The reverse, for a result."""
+    place = own_axes.place(into, value.ndim)
+    assert place is not None
+    if into != LEADING:
+        value = value.reshape(*value.shape[:place], size, own, *value.shape[place + 1 :])
+    return jnp.moveaxis(value, place, 0)

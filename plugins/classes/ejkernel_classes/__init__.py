@@ -1,0 +1,187 @@
+"""Everything that ejKernel's documents name, from one place: thin over the core and its plugins.
+
+For those who come from ejKernel, and for a kernel that lives in a script: a ``Kernel`` needs no registration.
+``docs/kernel-classes.md`` tells of the classes, ``docs/from-ejkernel.md`` of every name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ejkernel_core import (
+    AutotunePolicy,
+    ConfigCache,
+    extract_labels_from_hlo_text,
+    find_labels_in_lowered,
+    from_json,
+    label,
+    overlay_cache,
+    policy_override,
+    stable_json,
+    to_json,
+)
+from ejkernel_core._devices import device_fingerprint
+from ejkernel_core._keys import abstractify, sharding_fingerprint, short_hash
+
+from ._devices import device_kind, get_device_platform, preferred_backend
+from ._executor import ConfigSelectorChain, Executor
+from ._invocation import Invocation, default_key_builder_with_sharding
+from ._kernel import Cfg, Kernel, Out
+from ._mapped import pmap_with_config, vmap_with_config
+from ._params import BwdParams, FwdParams, get_safe_hash_int, hash_fn
+
+if TYPE_CHECKING:
+    from ejkernel_cache import PersistentCache
+    from ejkernel_ops import flash_attention
+    from ejkernel_ops.calibration import (
+        estimate_shared_memory_bytes,
+        get_shared_memory_limit,
+        select_num_stages,
+        select_num_warps,
+    )
+    from ejkernel_ops.numerics import log_sum_exp, safe_divide
+    from ejkernel_ops.testing import generate_attention_inputs
+    from ejkernel_packed import (
+        cdiv,
+        chunk_array,
+        identity_dtype_convert,
+        mask_to_segment_ids,
+        prepare_chunk_indices,
+        prepare_chunk_offsets,
+        prepare_cu_seqlens_from_mask,
+        prepare_lens,
+        prepare_lens_from_mask,
+        prepare_position_ids,
+        prepare_sequence_ids,
+        prepare_token_indices,
+        segment_ids_to_mask,
+        unchunk_array,
+    )
+    from ejkernel_testing import assert_allclose
+    from ejkernel_tuning import (
+        autotune,
+        autotune_recorded,
+        benchmark,
+        get_invocations,
+        get_memory_usage,
+        labels_to_configs,
+        record_invocation,
+        timer,
+    )
+
+__all__ = [
+    "AutotunePolicy",
+    "BwdParams",
+    "Cfg",
+    "ConfigCache",
+    "ConfigSelectorChain",
+    "Executor",
+    "FwdParams",
+    "Invocation",
+    "Kernel",
+    "Out",
+    "PersistentCache",
+    "abstractify",
+    "assert_allclose",
+    "autotune",
+    "autotune_recorded",
+    "benchmark",
+    "cdiv",
+    "chunk_array",
+    "default_key_builder_with_sharding",
+    "device_fingerprint",
+    "device_kind",
+    "estimate_shared_memory_bytes",
+    "extract_labels_from_hlo_text",
+    "find_labels_in_lowered",
+    "flash_attention",
+    "from_json",
+    "generate_attention_inputs",
+    "get_device_platform",
+    "get_invocations",
+    "get_memory_usage",
+    "get_safe_hash_int",
+    "get_shared_memory_limit",
+    "hash_fn",
+    "identity_dtype_convert",
+    "label",
+    "labels_to_configs",
+    "log_sum_exp",
+    "mask_to_segment_ids",
+    "overlay_cache",
+    "pmap_with_config",
+    "policy_override",
+    "preferred_backend",
+    "prepare_chunk_indices",
+    "prepare_chunk_offsets",
+    "prepare_cu_seqlens_from_mask",
+    "prepare_lens",
+    "prepare_lens_from_mask",
+    "prepare_position_ids",
+    "prepare_sequence_ids",
+    "prepare_token_indices",
+    "record_invocation",
+    "safe_divide",
+    "segment_ids_to_mask",
+    "select_num_stages",
+    "select_num_warps",
+    "sharding_fingerprint",
+    "short_hash",
+    "stable_json",
+    "timer",
+    "to_json",
+    "unchunk_array",
+    "vmap_with_config",
+]
+
+#: What not every program needs is imported when it is asked for.
+_LATER = {
+    "ejkernel_cache": ("PersistentCache",),
+    "ejkernel_tuning": (
+        "autotune",
+        "autotune_recorded",
+        "benchmark",
+        "get_invocations",
+        "get_memory_usage",
+        "labels_to_configs",
+        "record_invocation",
+        "timer",
+    ),
+    "ejkernel_ops": ("flash_attention",),
+    "ejkernel_ops.calibration": (
+        "estimate_shared_memory_bytes",
+        "get_shared_memory_limit",
+        "select_num_stages",
+        "select_num_warps",
+    ),
+    "ejkernel_ops.numerics": (
+        "log_sum_exp",
+        "safe_divide",
+    ),
+    "ejkernel_ops.testing": ("generate_attention_inputs",),
+    "ejkernel_packed": (
+        "cdiv",
+        "chunk_array",
+        "identity_dtype_convert",
+        "mask_to_segment_ids",
+        "prepare_chunk_indices",
+        "prepare_chunk_offsets",
+        "prepare_cu_seqlens_from_mask",
+        "prepare_lens",
+        "prepare_lens_from_mask",
+        "prepare_position_ids",
+        "prepare_sequence_ids",
+        "prepare_token_indices",
+        "segment_ids_to_mask",
+        "unchunk_array",
+    ),
+    "ejkernel_testing": ("assert_allclose",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

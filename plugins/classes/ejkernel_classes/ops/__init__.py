@@ -1,0 +1,94 @@
+"""``ejkernel.ops``: kernels as classes, the choice of their configurations, and what is said about both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ejkernel_classes
+from ejkernel_classes import (
+    AutotunePolicy,
+    BwdParams,
+    Cfg,
+    ConfigCache,
+    ConfigSelectorChain,
+    Executor,
+    FwdParams,
+    Invocation,
+    Kernel,
+    Out,
+    abstractify,
+    default_key_builder_with_sharding,
+    device_fingerprint,
+    device_kind,
+    extract_labels_from_hlo_text,
+    find_labels_in_lowered,
+    from_json,
+    get_device_platform,
+    get_safe_hash_int,
+    hash_fn,
+    label,
+    overlay_cache,
+    pmap_with_config,
+    policy_override,
+    sharding_fingerprint,
+    short_hash,
+    stable_json,
+    to_json,
+    vmap_with_config,
+)
+
+if TYPE_CHECKING:
+    from ejkernel_classes import (
+        PersistentCache,
+        autotune,
+        autotune_recorded,
+        benchmark,
+        get_invocations,
+        labels_to_configs,
+        record_invocation,
+    )
+
+__all__ = [
+    "AutotunePolicy",
+    "BwdParams",
+    "Cfg",
+    "ConfigCache",
+    "ConfigSelectorChain",
+    "Executor",
+    "FwdParams",
+    "Invocation",
+    "Kernel",
+    "Out",
+    "PersistentCache",
+    "abstractify",
+    "autotune",
+    "autotune_recorded",
+    "benchmark",
+    "default_key_builder_with_sharding",
+    "device_fingerprint",
+    "device_kind",
+    "extract_labels_from_hlo_text",
+    "find_labels_in_lowered",
+    "from_json",
+    "get_device_platform",
+    "get_invocations",
+    "get_safe_hash_int",
+    "hash_fn",
+    "label",
+    "labels_to_configs",
+    "overlay_cache",
+    "pmap_with_config",
+    "policy_override",
+    "record_invocation",
+    "sharding_fingerprint",
+    "short_hash",
+    "stable_json",
+    "to_json",
+    "vmap_with_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(ejkernel_classes, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

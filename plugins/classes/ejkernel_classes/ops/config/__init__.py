@@ -1,0 +1,1 @@
+"""``ejkernel.ops.config``: see the modules in it."""

@@ -1,0 +1,7 @@
+"""``ejkernel.ops.config.persistent``: configurations on disk."""
+
+from __future__ import annotations
+
+from ejkernel_cache import PersistentCache
+
+__all__ = ["PersistentCache"]

@@ -1,0 +1,1 @@
+"""``ejkernel.ops.core``: see the modules in it."""

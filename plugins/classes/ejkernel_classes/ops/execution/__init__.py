@@ -1,0 +1,1 @@
+"""``ejkernel.ops.execution``: see the modules in it."""

@@ -1,0 +1,1 @@
+"""``ejkernel.xla_utils``: see the modules in it."""

@@ -1,0 +1,140 @@
+"""Every import line of ejKernel's documents works with the package's name changed, and nothing else.
+
+The documents are not in the repository: their lines are kept here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import ejkernel_cache
+import ejkernel_classes
+import ejkernel_core
+import ejkernel_ops
+import ejkernel_packed
+
+#: The import lines of the examples.
+LINES = """
+from ejkernel.ops import Kernel
+from ejkernel.ops import Invocation
+from ejkernel.ops import Executor, ConfigSelectorChain, ConfigCache
+from ejkernel.ops import ConfigCache
+from ejkernel.ops import PersistentCache
+from ejkernel.ops import ConfigSelectorChain, ConfigCache, PersistentCache
+from ejkernel.ops import overlay_cache, policy_override
+from ejkernel.ops import autotune, benchmark
+from ejkernel.ops import autotune_recorded, record_invocation, get_invocations
+from ejkernel.ops import vmap_with_config
+from ejkernel.ops import pmap_with_config
+from ejkernel.ops import FwdParams, BwdParams
+from ejkernel.ops import device_kind, get_device_platform, device_fingerprint
+from ejkernel.ops import sharding_fingerprint, default_key_builder_with_sharding
+from ejkernel.ops import to_json, from_json, stable_json
+from ejkernel.ops import find_labels_in_lowered, extract_labels_from_hlo_text, labels_to_configs
+from ejkernel.ops import label
+from ejkernel.modules import flash_attention
+""".strip().splitlines()
+
+#: What the documents name in the module where they have it, or show among its contents.
+PLACES = {
+    "ejkernel.ops.core.kernel": "Kernel Invocation",
+    "ejkernel.ops.core.types": "Cfg Out",
+    "ejkernel.ops.config.cache": "ConfigCache overlay_cache",
+    "ejkernel.ops.config.persistent": "PersistentCache",
+    "ejkernel.ops.config.selection": "ConfigSelectorChain AutotunePolicy",
+    "ejkernel.ops.execution.executor": "Executor",
+    "ejkernel.ops.execution.batch": "vmap_with_config pmap_with_config",
+    "ejkernel.ops.execution.tuning": "autotune autotune_recorded benchmark",
+    "ejkernel.ops.registry": "record_invocation get_invocations",
+    "ejkernel.ops.utils": "device_fingerprint abstractify short_hash stable_json FwdParams BwdParams",
+    "ejkernel.ops.utils.fingerprint": "device_fingerprint get_device_platform abstractify short_hash stable_json",
+    "ejkernel.ops.utils.datacarrier": "FwdParams BwdParams get_safe_hash_int hash_fn",
+    "ejkernel.modules": "flash_attention",
+    "ejkernel.xla_utils.utils": """
+        cdiv identity_dtype_convert prepare_chunk_indices prepare_chunk_offsets prepare_cu_seqlens_from_mask
+        prepare_lens prepare_lens_from_mask prepare_position_ids prepare_sequence_ids prepare_token_indices
+        segment_ids_to_mask mask_to_segment_ids""",
+    "ejkernel.callib": "estimate_shared_memory_bytes get_shared_memory_limit select_num_warps select_num_stages",
+}
+#: What the documents show without a module.
+PLACELESS = (
+    "assert_allclose chunk_array generate_attention_inputs get_memory_usage log_sum_exp safe_divide timer unchunk_array"
+)
+
+
+def imported(line: str) -> dict[str, Any]:
+    """What the line binds."""
+    names: dict[str, Any] = {}
+    exec(line.replace("from ejkernel.", "from ejkernel_classes."), names)
+    return {name: value for name, value in names.items() if name != "__builtins__"}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_line_works_with_the_name_changed(line: str) -> None:
+    found = imported(line)
+    assert [*found] == line.partition(" import ")[2].split(", ")
+    assert {name: value is getattr(ejkernel_classes, name) for name, value in found.items()} == dict.fromkeys(
+        found, True
+    )
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_name_is_in_the_module_that_the_documents_say(place: str) -> None:
+    module = importlib.import_module(place.replace("ejkernel", "ejkernel_classes", 1))
+    names = PLACES[place].split()
+    assert set(names) <= set(module.__all__)
+    assert [name for name in module.__all__ if getattr(module, name) is not getattr(ejkernel_classes, name)] == []
+
+
+def test_all_of_it_comes_from_one_place() -> None:
+    named = [name for line in LINES for name in line.partition(" import ")[2].split(", ")]
+    wanted = {*named, *PLACELESS.split(), *(name for names in PLACES.values() for name in names.split())}
+    assert set(ejkernel_classes.__all__) == wanted | {"preferred_backend"}
+    assert [name for name in ejkernel_classes.__all__ if not hasattr(ejkernel_classes, name)] == []
+    assert ejkernel_classes.__all__ == sorted(ejkernel_classes.__all__)
+
+
+def test_what_others_have_is_theirs() -> None:
+    assert ejkernel_classes.ConfigCache is ejkernel_core.ConfigCache
+    assert ejkernel_classes.PersistentCache is ejkernel_cache.PersistentCache
+    assert ejkernel_classes.flash_attention is ejkernel_ops.flash_attention
+    assert ejkernel_classes.cdiv is ejkernel_packed.cdiv
+    assert ejkernel_classes.Invocation is not ejkernel_core.Invocation
+
+
+@pytest.mark.parametrize("module", [ejkernel_classes, importlib.import_module("ejkernel_classes.ops")])
+def test_another_name_is_no_attribute(module: Any) -> None:
+    with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'Autotuner'"):
+        module.Autotuner  # noqa: B018
+
+
+PROGRAM = """
+import json, sys
+{line}
+mine = ("ejkernel_cache", "ejkernel_tuning", "ejkernel_ops", "ejkernel_packed", "ejkernel_testing", "pytest")
+print(json.dumps([name for name in mine if name in sys.modules]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "loaded"),
+    [
+        ("from ejkernel_classes import Kernel, Executor", []),
+        ("from ejkernel_classes.ops import Kernel, Executor", []),
+        ("from ejkernel_classes.ops import PersistentCache", ["ejkernel_cache"]),
+        ("from ejkernel_classes.xla_utils.utils import cdiv", ["ejkernel_packed"]),
+        ("from ejkernel_classes import assert_allclose", ["ejkernel_testing"]),
+    ],
+)
+def test_nothing_is_loaded_before_it_is_asked_for(line: str, loaded: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(line=line)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == loaded

@@ -1,0 +1,31 @@
+"""What the axes of attention's arrays mean: of the canonical form, in which a packed call is a batch of one."""
+
+from __future__ import annotations
+
+from ejkernel_core import Axes
+
+AXES = Axes(
+    {
+        "query": "batch q_len heads head_dim",
+        "key": "batch kv_len kv_heads head_dim",
+        "value": "batch kv_len kv_heads value_dim",
+        "bias": "#batch #heads #q_len #kv_len",
+        "attention_mask": "#batch #heads #q_len #kv_len",
+        "q_segment_ids": "batch q_len",
+        "kv_segment_ids": "batch kv_len",
+        "cum_seqlens_q": "sequences+1",
+        "cum_seqlens_k": "sequences+1",
+        "softmax_aux": "heads sinks",
+        "dropout_seed": "",
+    },
+    {"out": "batch q_len heads value_dim", "lse": "batch heads q_len"},
+    independent="batch heads kv_heads",
+    whole="q_len kv_len head_dim value_dim sequences sinks",
+    vmap="batch",
+    counts="batch q_len kv_len sequences heads kv_heads",
+    rounded="batch q_len kv_len sequences",
+    positive="heads kv_heads head_dim value_dim sequences",
+    multiples={"heads": "kv_heads"},
+    statistics="lse",
+)
+BACKWARD = AXES.backward()

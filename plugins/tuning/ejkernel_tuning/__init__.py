@@ -1,0 +1,45 @@
+"""Measuring: one function, one call, or all that a program calls."""
+
+from __future__ import annotations
+
+from ejkernel_core._measurement import Earlier, Entry, Progress, Trial
+from ejkernel_core._records import DIED
+
+from ._autotune import tune
+from ._calls import (
+    Recorder,
+    autotune,
+    autotune_recorded,
+    clear_invocations,
+    get_invocations,
+    record_invocation,
+    recording,
+)
+from ._labels import labels_to_configs
+from ._measuring import Elapsed, get_memory_usage, timer
+from ._result import Tuned, TuningResult
+from ._timing import Timing, benchmark
+
+__all__ = [
+    "DIED",
+    "Earlier",
+    "Elapsed",
+    "Entry",
+    "Progress",
+    "Recorder",
+    "Timing",
+    "Trial",
+    "Tuned",
+    "TuningResult",
+    "autotune",
+    "autotune_recorded",
+    "benchmark",
+    "clear_invocations",
+    "get_invocations",
+    "get_memory_usage",
+    "labels_to_configs",
+    "record_invocation",
+    "recording",
+    "timer",
+    "tune",
+]

@@ -1,0 +1,74 @@
+"""How far a measurement is: told to the stores, and shown."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from ejkernel_core._invocation import Invocation
+from ejkernel_core._measurement import Entry, Progress
+
+logger = logging.getLogger("ejkernel.tuning")
+#: The log has a line no more often than that.
+LOG_S = 1.0
+
+
+class Announcer:
+    """Tells the stores how far one contest is, and whoever sits at the terminal or reads the log."""
+
+    def __init__(self, report: Callable[[Progress], Any], inv: Invocation, budget_s: float) -> None:
+        self._report, self._inv, self._budget_s = report, inv, budget_s
+        self._is_finished, self._logged = False, -math.inf
+
+    def __call__(self, progress: Progress) -> None:
+        self._report(progress)
+        self._show(progress)
+
+    def finish(self, entries: tuple[Entry, ...] = (), seconds: float = 0.0) -> None:
+        """Say that this is the end, unless that was said."""
+        if not self._is_finished:
+            self._is_finished = True
+            last = Progress(self._inv, entries, seconds, self._budget_s)
+            if entries:
+                self._report(last)
+            self._show(attrs.evolve(last, finished=True))
+
+    def _show(self, progress: Progress) -> None:
+        if not show(progress, sys.stderr):
+            self._log(progress)
+
+    def _log(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if logger.isEnabledFor(logging.INFO) and (progress.finished or now - self._logged >= LOG_S):
+            self._logged = now
+            logger.info("%s", progress)
+
+
+def show(progress: Progress, stream: Any) -> bool:
+    """The line in a notebook, or on a stream that is a terminal; False where there is neither."""
+    width = shutil.get_terminal_size((120, 24)).columns - 1
+    line, end = str(progress)[:width], "\n" if progress.finished else ""
+    if _is_notebook():
+        # A notebook knows the carriage return, but not how to erase a line.
+        stream, text = sys.stdout, f"\r{line:<{width}}{end}"
+    elif stream is not None and stream.isatty():
+        text = f"\r\x1b[2K{line}{end}"
+    else:
+        return False
+    stream.write(text)
+    stream.flush()
+    return True
+
+
+def _is_notebook() -> bool:
+    if "ipykernel" not in sys.modules:
+        return False
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    return getattr(get_ipython(), "kernel", None) is not None

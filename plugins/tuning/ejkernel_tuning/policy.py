@@ -1,0 +1,64 @@
+"""The policy ``tuner``: a call that nothing is remembered for is measured, where the scope's policy says so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+from ejkernel_core import Candidate, Invocation, Record, Scope, Unsupported, hookimpl
+from ejkernel_core._discovery import Broken
+from ejkernel_core._kernel import LoadedKernel
+from ejkernel_core._measurement import Earlier, Progress
+
+from ._autotune import tune
+from ._progress import Announcer
+from ._result import Tuned
+
+#: Behind every other tuner: who installs one means it.
+RANK = 20
+
+
+@hookimpl
+def measure(
+    inv: Invocation,
+    candidates: Sequence[Candidate],
+    judge: LoadedKernel | Broken | None,
+    scope: Scope,
+    earlier: Earlier,
+    record: Record | None,
+    report: Callable[[Progress], None],
+) -> tuple[Record, ...]:
+    """All configurations of all candidates, within the policy's budget."""
+    announcer = Announcer(report, inv, scope.policy.budget_s)
+    try:
+        tuned = tune(
+            inv,
+            candidates,
+            judge,
+            scope.policy.budget_s,
+            report=announcer,
+            earlier=earlier.entries,
+            suspects=earlier.suspects,
+            record=record,
+        )
+        if not tuned.records:
+            # What was found out is nothing to go on from.
+            if record is None:
+                _warn_of_nothing(tuned, candidates[0], scope)
+            raise Unsupported(f"nothing could be measured:\n{tuned}")
+        announcer.finish(tuned.entries, tuned.seconds)
+    finally:
+        announcer.finish()
+    return tuned.records
+
+
+def _warn_of_nothing(tuned: Tuned, usual: Candidate, scope: Scope) -> None:
+    reason = next((e.reason for e in tuned.entries if e.is_usual and e.reason), "")
+    why = next((note for note in tuned.notes if "nobody wins" in note), reason)
+    warnings.warn(
+        f"{tuned.description}: nothing could be measured within {scope.policy.budget_s:g} s ({why}), so the heuristic "
+        f"is used, {usual.kernel.name} with {usual.cfg}. Give it more time, policy_override(budget_s=...), or look "
+        "what is wrong: print(ejkernel_tuning.autotune(...))",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,640 @@
+"""What follows from the axes of an operation's arrays: on operations that are nothing like attention."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ejkernel_core import Axes, Cost, Operation, Registry, hookimpl
+
+SIZE = 3
+
+NORM = Axes(
+    {"x": "... dim", "weight": "dim"},
+    {"out": "... dim", "rstd": "..."},
+    independent="...",
+    whole="dim",
+    vmap="...",
+    counts="...",
+    positive="dim",
+    statistics="rstd",
+)
+GROUPED = Axes(
+    {"lhs": "rows k", "rhs": "groups k n", "sizes": "groups", "scale": "#n"},
+    {"out": "rows n"},
+    independent="n",
+    whole="rows k groups",
+    counts="rows groups",
+    rounded="rows",
+    when={("transposed", True): {"rhs": "groups n k"}, ("gated", True): {"out": "rows n/2"}},
+)
+#: The batch is neither first nor the same place everywhere.
+SCORES = Axes(
+    {
+        "query": "q_len batch heads dim",
+        "key": "batch kv_len kv_heads dim",
+        "bias": "#batch #q_len #kv_len",
+        "ends": "batch+1",
+    },
+    {"scores": "heads batch q_len kv_len"},
+    independent="batch heads kv_heads",
+    whole="q_len kv_len dim",
+    vmap="batch",
+    counts="batch q_len kv_len",
+    rounded="q_len kv_len",
+    multiples={"heads": "kv_heads"},
+    positive="kv_heads",
+)
+
+
+def struct(*shape: int, dtype: Any = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def close(got: Any, wanted: Any) -> None:
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5), got, wanted)
+
+
+# -- declaring -------------------------------------------------------------------------------------------------------
+
+DECLARED: dict[str, tuple[dict[str, Any], str]] = {
+    "a word of an array": (
+        {"arrays": {"x": "bacth dim", "y": "batch"}},
+        "axes of x: 'bacth' is neither independent nor whole; did you mean 'batch'?",
+    ),
+    "an independent axis twice": (
+        {"arrays": {"x": "batch batch dim"}},
+        "axes of x: batch is independent, and stands there twice",
+    ),
+    "no word": ({"arrays": {"x": "batch 2dim"}}, "axes of x: takes words like batch, #batch, 2*heads, dim/128"),
+    "a division by nothing": ({"arrays": {"x": "batch dim/0"}}, "axes of x: takes words like"),
+    "leading axes twice": ({"arrays": {"x": "... dim ..."}}, "axes of x: takes ... once; got '... dim ...'"),
+    "a result of its own": (
+        {"results": {"out": "batch other"}, "whole": "dim other"},
+        "axes of out: 'other' is an axis of no array",
+    ),
+    "independent": (
+        {"independent": "batch dims"},
+        "axes, independent: 'dims' is an axis of no array; did you mean 'dim'?",
+    ),
+    "counts": ({"counts": "rows"}, "axes, counts: 'rows' is an axis of no array"),
+    "multiples": ({"multiples": {"dim": "heads"}}, "axes, multiples: 'heads' is an axis of no array"),
+    "vmap that is whole": ({"vmap": "dim"}, "axes, vmap: takes an independent axis; got 'dim'"),
+    "both": ({"whole": "dim batch"}, "axes: batch cannot be independent and whole"),
+    "statistics": ({"statistics": "lse"}, "axes, statistics: 'lse' is no result"),
+    "dtypes": ({"dtypes": {"ou": "int32"}}, "axes, dtypes: 'ou' is no result; did you mean 'out'?"),
+    "when": ({"when": {("flag", True): {"z": "dim"}}}, "axes, when: 'z' is no array or result"),
+    "a word in when": (
+        {"when": {("flag", True): {"x": "dum batch"}}},
+        "axes of x: 'dum' is neither independent nor whole",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DECLARED)
+def test_a_mistake_is_told_when_it_is_declared(what: str) -> None:
+    fields, message = DECLARED[what]
+    right = {"arrays": {"x": "batch dim"}, "results": {"out": "batch"}, "independent": "batch", "whole": "dim"}
+    Axes(**right)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Axes(**{**right, **fields})
+
+
+def test_an_operation_has_these_parameters() -> None:
+    with pytest.raises(ValueError, match="axes of norm: 'weight' is no parameter; did you mean 'weights'?"):
+        Operation(name="norm", signature=lambda x, weights=None: None, axes=NORM)
+    with pytest.raises(ValueError, match="axes of grouped: 'gated' is no parameter"):
+        Operation(name="grouped", signature=lambda lhs, rhs, sizes, scale, transposed: None, axes=GROUPED)
+
+
+# -- arrays ----------------------------------------------------------------------------------------------------------
+
+QUERY, KEY = struct(5, 2, 4, 8), struct(2, 7, 2, 8)
+WRONG: dict[str, tuple[Axes, dict[str, Any], str]] = {
+    "rank": (SCORES, {"query": struct(2, 4, 8)}, "query: takes (q_len, batch, heads, dim); got shape (2, 4, 8)"),
+    "size": (SCORES, {"key": struct(3, 7, 2, 8)}, "key: takes the query's batch 2; got 3"),
+    "multiple": (
+        SCORES,
+        {"key": struct(2, 7, 3, 8)},
+        "query: takes heads that are a multiple of the key's kv_heads 3; got 4",
+    ),
+    "positive": (SCORES, {"key": struct(2, 7, 0, 8)}, "key: takes a kv_heads of at least 1; got 0"),
+    "broadcast": (
+        SCORES,
+        {"bias": struct(2, 7)},
+        "bias: takes what broadcasts to (batch, q_len, kv_len) = (2, 5, 7); got (2, 7)",
+    ),
+    "broadcast of more axes": (
+        SCORES,
+        {"bias": struct(1, 2, 5, 7)},
+        "bias: takes what broadcasts to (batch, q_len, kv_len); got (1, 2, 5, 7)",
+    ),
+    "one more": (SCORES, {"ends": struct(2)}, "ends: takes batch+1 = 3, with the batch of query; got 2"),
+    "none more": (SCORES, {"ends": struct(0)}, "ends: takes batch+1 entries along an axis; got 0"),
+    "leading": (
+        attrs.evolve(NORM, arrays={"x": "... dim", "weight": "... dim"}),
+        {"x": struct(4, 5, 8), "weight": struct(4, 6, 8)},
+        "weight: takes the x's leading axes (4, 5); got (4, 6)",
+    ),
+    "no rank": (NORM, {"x": struct()}, "x: takes (..., dim); got shape ()"),
+    "a scalar": (
+        Axes({"x": "dim", "seed": ""}, {"out": "dim"}, whole="dim"),
+        {"x": struct(3), "seed": struct(1)},
+        "seed: takes a single number; got shape (1,)",
+    ),
+    "a fixed length": (
+        Axes({"x": "dim", "count": "1"}, {"out": "dim"}, whole="dim"),
+        {"x": struct(3), "count": struct(2)},
+        "count: takes (1,) = (1,); got (2,)",
+    ),
+    "pairs": (
+        Axes({"x": "2*dim"}, {"out": "dim"}, whole="dim"),
+        {"x": struct(3)},
+        "x: takes 2*dim entries along an axis; got 3",
+    ),
+    "blocks": (
+        Axes({"x": "dim", "scales": "dim/128"}, {"out": "dim"}, whole="dim"),
+        {"x": struct(300), "scales": struct(2)},
+        "scales: takes (dim/128,) = (3,); got (2,)",
+    ),
+    "an option": (
+        GROUPED,
+        {"lhs": struct(9, 4), "rhs": struct(3, 4, 6), "transposed": True},
+        "rhs: takes the lhs's k 4; got 6",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_does_not_fit_is_named(what: str) -> None:
+    axes, given, message = WRONG[what]
+    arguments = {"query": QUERY, "key": KEY, **given} if axes is SCORES else given
+    with pytest.raises(ValueError, match=re.escape(message)):
+        axes.canonical(arguments)
+
+
+def test_leading_axes_that_broadcasting_supplies_are_there() -> None:
+    arguments = {"query": QUERY, "key": KEY, "bias": jnp.arange(7.0), "ends": None, "scale": 2.0}
+    canonical = SCORES.canonical(arguments)
+    assert canonical["bias"].shape == (1, 1, 7)
+    assert {**canonical, "bias": None} == {**arguments, "bias": None}
+
+
+# -- results ---------------------------------------------------------------------------------------------------------
+
+
+def shapes(results: Any) -> list[tuple[tuple[int, ...], str]]:
+    return [(result.shape, str(result.dtype)) for result in results]
+
+
+@pytest.mark.parametrize(
+    ("axes", "arguments", "results"),
+    [
+        (NORM, {"x": struct(2, 3, 8, dtype="bfloat16")}, [((2, 3, 8), "bfloat16"), ((2, 3), "float32")]),
+        (NORM, {"x": struct(8, dtype="float64")}, [((8,), "float64"), ((), "float64")]),
+        (GROUPED, {"lhs": struct(9, 4), "rhs": struct(3, 4, 6)}, [((9, 6), "float32")]),
+        (GROUPED, {"lhs": struct(9, 4), "rhs": struct(3, 6, 4), "transposed": True}, [((9, 6), "float32")]),
+        (GROUPED, {"lhs": struct(9, 4), "rhs": struct(3, 4, 6), "gated": True}, [((9, 3), "float32")]),
+        (SCORES, {"query": QUERY, "key": KEY}, [((4, 2, 5, 7), "float32")]),
+        (
+            Axes(
+                {"x": "dim"},
+                {"a": "dim/128", "b": "2*dim", "c": "3"},
+                whole="dim",
+                dtypes={"a": "int32", "b": lambda a: a["dtype"]},
+            ),
+            {"x": struct(300), "dtype": "float16"},
+            [((3,), "int32"), ((600,), "float16"), ((3,), "float32")],
+        ),
+    ],
+)
+def test_shapes_and_dtypes(axes: Axes, arguments: dict[str, Any], results: Any) -> None:
+    assert shapes(axes.outputs(arguments)) == results
+
+
+def test_a_result_that_no_array_gives_a_size() -> None:
+    axes = Axes({"x": "n", "y": "m"}, {"out": "n m"}, whole="n m")
+    with pytest.raises(ValueError, match="out: no array of the call tells how long m is"):
+        axes.outputs({"x": struct(3), "y": None})
+
+
+def test_results_of_the_backward_are_like_what_they_belong_to() -> None:
+    backward = NORM.backward()
+    arguments = {
+        "x": struct(2, 8, dtype="bfloat16"),
+        "weight": struct(8),
+        "out": struct(2, 8),
+        "rstd": struct(2),
+        "d_rstd": None,
+    }
+    assert tuple(backward.arrays) == ("x", "weight", "out", "rstd", "d_out", "d_rstd")
+    assert shapes(backward.outputs({**arguments, "wrt": ("weight", "x")})) == [((8,), "float32"), ((2, 8), "bfloat16")]
+    with pytest.raises(ValueError, match="rstd: takes the x's leading axes"):
+        backward.canonical({**arguments, "rstd": struct(3), "wrt": ("x",)})
+
+
+def sharded(shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
+    mesh = jax.sharding.AbstractMesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    return jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, P(*spec)))
+
+
+@pytest.mark.parametrize(
+    ("axes", "arguments", "specs"),
+    [
+        (NORM, {"x": sharded((2, 4, 8), "a", None, "b"), "weight": sharded((8,))}, [P("a", None, "b"), P("a", None)]),
+        (NORM, {"x": sharded((2, 4, 8), "a"), "weight": sharded((8,), "b")}, [P("a", None, None), P("a", None)]),
+        (GROUPED, {"lhs": sharded((8, 4), "a"), "rhs": sharded((2, 4, 6), None, None, "b")}, [P("a", "b")]),
+        (
+            GROUPED,
+            {"lhs": sharded((8, 4), ("a", "b")), "rhs": sharded((2, 4, 6), None, None, "b")},
+            [P(("a", "b"), None)],
+        ),
+        (GROUPED, {"lhs": sharded((8, 4)), "rhs": sharded((2, 4, 6), None, None, "b"), "gated": True}, [P(None, None)]),
+        # The keys' length is whole: that they are cut along it says nothing of the scores.
+        (
+            SCORES,
+            {"query": sharded((4, 2, 4, 8), None, "a"), "key": sharded((2, 8, 2, 8), "a", "b")},
+            [P(None, "a", None, None)],
+        ),
+    ],
+)
+def test_results_are_cut_like_the_arrays(axes: Axes, arguments: dict[str, Any], specs: Any) -> None:
+    assert [result.sharding.spec for result in axes.outputs(arguments)] == specs
+
+
+# -- tuning ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_counts_is_rounded() -> None:
+    arguments = {
+        "query": struct(5, 3, 4, 8),
+        "key": struct(3, 9, 2, 8),
+        "bias": struct(1, 5, 1),
+        "ends": struct(4),
+        "causal": True,
+    }
+    bucket = {
+        "query": struct(8, 3, 4, 8),
+        "key": struct(3, 16, 2, 8),
+        "bias": struct(1, 8, 1),
+        "ends": struct(4),
+        "causal": True,
+    }
+    assert SCORES.bucket(arguments) == bucket
+    assert NORM.bucket({"x": struct(5, 9, 48), "weight": struct(48)}) == {"x": struct(8, 16, 48), "weight": struct(48)}
+    assert NORM.bucket({"x": struct(0, 48), "weight": None}) == {"x": struct(1, 48), "weight": None}
+
+
+def test_a_bucket_needs_something_that_counts() -> None:
+    uncounted = Axes({"x": "n"}, {"y": "n"}, whole="n")
+    assert Operation(name="f", signature=lambda x: None, axes=uncounted).tuning_key is None
+    assert operation().tuning_key is not None
+
+
+def test_places_of_axes() -> None:
+    arguments = {"query": QUERY, "key": KEY, "bias": struct(1, 5, 1), "ends": None}
+    assert SCORES.places(arguments, SCORES.counts) == {"query": (0, 1), "key": (0, 1), "bias": (0, 1, 2)}
+    assert NORM.places({"x": struct(5, 9, 48), "weight": struct(48)}, ("...",)) == {"x": (0, 1), "weight": ()}
+
+
+def test_bytes() -> None:
+    arguments = {"x": struct(4, 8, dtype="bfloat16"), "weight": struct(8), "epsilon": 1e-6}
+    assert NORM.bytes(arguments) == 4 * 8 * 2 + 8 * 4 + 4 * 8 * 2 + 4 * 4
+    assert operation().cost(arguments) == Cost(0.0, NORM.bytes(arguments))
+
+
+def test_samples() -> None:
+    arguments = {
+        "x": struct(64, 64, dtype="bfloat16"),
+        "y": struct(64, 64),
+        "seen": struct(64, 64, dtype="bool"),
+        "ids": struct(9, dtype="int32"),
+        "key": jax.ShapeDtypeStruct((2,), jax.random.key(0).dtype),
+        "epsilon": 1e-6,
+        "given": np.ones(3),
+    }
+    made = NORM.samples(arguments, jax.random.key(0))
+    assert {name: (v.shape, v.dtype) for name, v in made.items() if hasattr(v, "shape")} == {
+        name: (v.shape, v.dtype) for name, v in arguments.items() if hasattr(v, "shape")
+    }
+    assert abs(float(made["x"].astype("float32").std()) - 1) < 0.1
+    assert not np.allclose(made["x"].astype("float32"), made["y"], atol=0.1)
+    assert 0.85 < np.mean(made["seen"]) < 0.95
+    assert not made["ids"].any()
+    assert made["epsilon"] == 1e-6
+    assert made["given"] is arguments["given"]
+
+
+# -- partitioning ----------------------------------------------------------------------------------------------------
+
+
+def test_a_call_is_cut_along_what_is_independent() -> None:
+    rule = SCORES.partitioning({"query": struct(5, 2, 4, 8), "key": KEY, "bias": struct(2, 1, 7), "ends": struct(3)})
+    assert rule.arrays == {
+        "query": (("q_len",), ("batch",), ("kv_heads", "heads/kv_heads"), ("dim",)),
+        "key": (("batch",), ("kv_len",), ("kv_heads",), ("dim",)),
+        "bias": (("batch",), ("bias.1",), ("kv_len",)),
+        "ends": (("ends.0",),),
+    }
+    assert rule.results == {"scores": (("kv_heads", "heads/kv_heads"), ("batch",), ("q_len",), ("kv_len",))}
+    assert rule.sizes["kv_heads"] == rule.sizes["heads/kv_heads"] == 2
+    assert rule.whole == {"q_len", "kv_len", "dim", "bias.1", "ends.0"}
+    assert rule.sums == {}
+
+
+def test_as_many_heads_as_key_heads_and_one() -> None:
+    alike = SCORES.partitioning({"query": QUERY, "key": struct(2, 7, 4, 8)})
+    assert alike.arrays["query"][2] == alike.arrays["key"][2] == ("kv_heads",)
+    one = SCORES.partitioning({"query": QUERY, "key": struct(2, 7, 1, 8)})
+    assert (one.arrays["query"][2], one.arrays["key"][2]) == (("heads",), ("kv_heads",))
+    assert not one.whole & {"heads", "kv_heads"}
+
+
+def test_the_gradient_of_what_is_shared_is_a_sum() -> None:
+    arguments = {"query": QUERY, "key": KEY, "bias": struct(1, 5, 7), "scores": struct(4, 2, 5, 7)}
+    rule = SCORES.backward().partitioning({**arguments, "wrt": ("query", "key", "bias")})
+    assert {name: {*over} for name, over in rule.sums.items()} == {
+        "key": {"heads/kv_heads"},
+        "bias": {"batch", "kv_heads", "heads/kv_heads"},
+    }
+
+
+def test_a_result_without_an_axis_makes_it_whole() -> None:
+    mean = Axes({"x": "... dim"}, {"loss": ""}, independent="...", whole="dim", vmap="...")
+    assert mean.partitioning({"x": struct(2, 3, 4)}).whole == {"...0", "...1", "dim"}
+    assert mean.fold({"x": struct(9, 3, 4)}, frozenset({"x"}), 9) is None
+    backward = {"x": struct(9, 3, 4), "loss": struct(), "d_loss": struct(), "wrt": ("x",)}
+    assert mean.backward().fold(backward, frozenset({"x"}), 9) is None
+    gated = GROUPED.partitioning({"lhs": struct(9, 4), "rhs": struct(3, 4, 6), "gated": True})
+    assert "n" in gated.whole
+    assert "n" not in GROUPED.partitioning({"lhs": struct(9, 4), "rhs": struct(3, 4, 6)}).whole
+
+
+def test_what_is_broadcast_alone_is_whole() -> None:
+    axes = Axes({"x": "n", "scale": "#heads", "heads": "heads"}, {"out": "n"}, independent="n heads")
+    rule = axes.partitioning({"x": struct(4), "scale": struct(2), "heads": None})
+    assert rule.arrays == {"x": (("n",),), "scale": (("scale.0",),)}
+    assert rule.whole == {"scale.0"}
+
+
+def test_pairs_are_cut_together() -> None:
+    axes = Axes({"pages": "pages 2*heads"}, {"out": "heads"}, independent="heads", whole="pages")
+    rule = axes.partitioning({"pages": struct(5, 6)})
+    assert rule.arrays["pages"] == (("pages",), ("heads", "2*heads"))
+    assert (rule.sizes["heads"], rule.sizes["2*heads"]) == (3, 2)
+    assert rule.whole == {"pages", "2*heads"}
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+
+def norm(x, weight=None, *, epsilon=1e-6): ...
+
+
+def operation(**fields: Any) -> Operation:
+    return Operation(name="norm", signature=norm, axes=NORM, **fields)
+
+
+def normalise(x: Any, weight: Any, epsilon: float) -> tuple[Any, Any]:
+    rstd = jax.lax.rsqrt(jnp.mean(x * x, axis=-1) + epsilon)
+    out = x * rstd[..., None]
+    return (out if weight is None else out * weight), rstd
+
+
+def kernel(run: Any) -> tuple[Any, list[Any]]:
+    """It, and the shapes of the first argument that it is asked about."""
+    seen: list[Any] = []
+
+    @hookimpl
+    def heuristic_cfg(inv):
+        seen.append(next(iter(inv.arguments.values())).shape)
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        return run(inv)
+
+    return SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend, PLATFORMS={"cpu": 1}), seen
+
+
+@pytest.fixture
+def norms() -> tuple[Registry, list[Any]]:
+    """An operation that has a name, a signature and axes, and one kernel."""
+    registry = Registry(plugins="")
+    reference, seen = kernel(lambda inv: normalise(inv["x"], inv["weight"], inv["epsilon"]))
+    registry.register(operation())
+    registry.register(reference, "norm.reference")
+    return registry, seen
+
+
+def test_axes_are_all_that_an_operation_needs(norms: Any) -> None:
+    registry, _ = norms
+    x, weight = normal(0, 2, 5, 8), normal(1, 8)
+    wanted = normalise(x, weight, 1e-6)
+    close(registry.call("norm", x, weight), wanted)
+    close(jax.jit(lambda *a: registry.call("norm", *a))(x, weight), wanted)
+    close(registry.call("norm", x, epsilon=0.5), normalise(x, None, 0.5))
+    gradient = jax.grad(lambda x, w: registry.call("norm", x, w)[0].sum(), (0, 1))(x, weight)
+    close(gradient, jax.grad(lambda x, w: normalise(x, w, 1e-6)[0].sum(), (0, 1))(x, weight))
+    with pytest.raises(ValueError, match="weight: takes the x's dim 8; got 7"):
+        registry.call("norm", x, normal(1, 7))
+    assert registry.plan("norm", x, weight).invocation.operation.results == ("out", "rstd")
+
+
+def looped(function: Any, arrays: tuple[Any, ...], axes: tuple[Any, ...]) -> Any:
+    parts = [
+        function(*(a if axis is None else jnp.take(a, i, axis) for a, axis in zip(arrays, axes, strict=True)))
+        for i in range(SIZE)
+    ]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+
+
+@pytest.mark.parametrize(
+    ("axes", "seen"),
+    [((0, None), (SIZE, 2, 5, 8)), ((1, None), (SIZE, 2, 5, 8)), ((None, 0), (2, 5, 8)), ((0, 0), (2, 5, 8))],
+)
+def test_a_mapped_call_of_leading_axes(norms: Any, axes: Any, seen: Any) -> None:
+    registry, shapes = norms
+    arrays = tuple(
+        a if axis is None else jnp.stack([a + i for i in range(SIZE)], axis)
+        for a, axis in zip((normal(0, 2, 5, 8), normal(1, 8)), axes, strict=True)
+    )
+    got = jax.vmap(lambda *a: registry.call("norm", *a), axes)(*arrays)
+    close(got, looped(lambda *a: normalise(*a, 1e-6), arrays, axes))
+    assert {*shapes} == {seen}
+
+
+def test_a_mapped_call_without_leading_axes(norms: Any) -> None:
+    registry, shapes = norms
+    x = normal(0, SIZE, 8)
+    close(jax.vmap(lambda x: registry.call("norm", x, epsilon=0.1))(x), normalise(x, None, 0.1))
+    assert {*shapes} == {(SIZE, 8)}
+
+
+def grouped(lhs, rhs, sizes, scale=None, *, transposed=False, gated=False): ...
+
+
+def products(inv: Any) -> tuple[Any]:
+    rhs = inv["rhs"].swapaxes(1, 2) if inv["transposed"] else inv["rhs"]
+    rows = jnp.repeat(jnp.arange(len(rhs)), inv["sizes"], total_repeat_length=len(inv["lhs"]))
+    out = jnp.einsum("mk,mkn->mn", inv["lhs"], rhs[rows])
+    return (out if inv["scale"] is None else out * inv["scale"],)
+
+
+def test_a_grouped_product() -> None:
+    registry = Registry(plugins="")
+    registry.register(Operation(name="grouped", signature=grouped, axes=GROUPED))
+    reference, shapes = kernel(products)
+    registry.register(reference, "grouped.reference")
+    lhs, rhs, sizes = normal(0, 9, 4), normal(1, 3, 4, 6), jnp.array([2, 0, 7])
+    wanted = jnp.concatenate([lhs[:2] @ rhs[0], lhs[2:] @ rhs[2]])
+    close(registry.call("grouped", lhs, rhs, sizes), wanted)
+    close(registry.call("grouped", lhs, rhs.swapaxes(1, 2), sizes, jnp.ones(1) * 3, transposed=True), 3 * wanted)
+    gradient = jax.jit(jax.grad(lambda *a: registry.call("grouped", *a, sizes).sum(), (0, 1)))(lhs, rhs)
+    close(gradient[1], jnp.stack([jnp.outer(rows.sum(0), jnp.ones(6)) for rows in (lhs[:2], lhs[:0], lhs[2:])]))
+    # Rows and groups are whole: no axis takes in a mapped one.
+    shapes.clear()
+    got = jax.vmap(lambda *a: registry.call("grouped", *a, sizes))(jnp.stack([lhs, lhs + 1]), jnp.stack([rhs, rhs]))
+    close(got[0], wanted)
+    close(got[1], registry.call("grouped", lhs + 1, rhs, sizes))
+    assert {*shapes} == {(9, 4)}
+
+
+def scores(query, key, bias=None, ends=None): ...
+
+
+def scored(query: Any, key: Any, bias: Any = None) -> Any:
+    grouped_query = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[-1])
+    found = jnp.einsum("tbkgd,bskd->kgbts", grouped_query, key)
+    found = found.reshape(query.shape[2], *found.shape[2:])
+    return found if bias is None else found + bias
+
+
+def score_gradients(inv: Any) -> tuple[Any, ...]:
+    arrays = {name: inv[name] for name in ("query", "key", "bias") if inv[name] is not None}
+    _, pull_back = jax.vjp(lambda moving: scored(**{**arrays, **moving}), {name: arrays[name] for name in inv["wrt"]})
+    (gradients,) = pull_back(inv["d_scores"])
+    return tuple(gradients[name] for name in inv["wrt"])
+
+
+@pytest.fixture
+def scoring() -> tuple[Registry, list[Any], list[Any]]:
+    """With a backward operation that is derived, too."""
+    registry = Registry(plugins="")
+    forward = Operation(name="scores", signature=scores, axes=SCORES, backward="scores_bwd")
+    own, seen = kernel(lambda inv: (scored(inv["query"], inv["key"], inv["bias"]),))
+    gradient, seen_bwd = kernel(score_gradients)
+    for plugin, name in ((own, "scores.reference"), (gradient, "scores_bwd.reference")):
+        registry.register(plugin, name)
+    registry.register(forward)
+    registry.register(forward.gradients())
+    return registry, seen, seen_bwd
+
+
+TQ, TK, BATCH = 5, 7, 2
+ONE, FOLDED = (TQ, BATCH, 4, 8), (TQ, SIZE * BATCH, 4, 8)
+MAPPED = {
+    "all": ((0, 0, 0), (BATCH, TQ, TK), FOLDED, ONE),
+    "queries": ((0, None, None), (), FOLDED, ONE),
+    "queries, last": ((4, None, None), (1, TK), FOLDED, ONE),
+    "keys": ((None, 2, None), (1, TQ, 1), FOLDED, ONE),
+    "bias of 1": ((None, None, 0), (1, TQ, TK), FOLDED, ONE),
+    "bias of the batch": ((None, None, 0), (BATCH, 1, TK), FOLDED, ONE),
+    "without bias": ((0, 0, None), None, FOLDED, FOLDED),
+    "queries without bias": ((1, None, None), None, FOLDED, FOLDED),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_a_mapped_call_of_a_batch(scoring: Any, name: str) -> None:
+    registry, seen, seen_bwd = scoring
+    axes, bias, forward, backward = MAPPED[name]
+    own = (normal(0, TQ, BATCH, 4, 8), normal(1, BATCH, TK, 2, 8), *(() if bias is None else (normal(2, *bias),)))
+    axes = axes[: len(own)]
+    arrays = tuple(
+        a if axis is None else jnp.stack([a * (i + 1) for i in range(SIZE)], axis)
+        for a, axis in zip(own, axes, strict=True)
+    )
+    close(jax.vmap(lambda *a: registry.call("scores", *a), axes)(*arrays), looped(scored, arrays, axes))
+    assert {*seen} == {forward}
+
+    def gradients(function: Any) -> Any:
+        return jax.grad(lambda *a: (function(*a) ** 2).sum(), range(len(own)))
+
+    got = jax.vmap(gradients(lambda *a: registry.call("scores", *a)), axes)(*arrays)
+    close(got, looped(gradients(scored), arrays, axes))
+    assert {*seen_bwd} == {backward}
+
+
+def test_boundaries_of_a_batch_are_not_folded() -> None:
+    arguments = {"query": jnp.ones((SIZE, *ONE)), "key": jnp.ones((BATCH, TK, 2, 8))}
+    mapped = frozenset({"query"})
+    assert SCORES.fold({**arguments, "ends": None}, mapped, SIZE) is not None
+    assert SCORES.fold({**arguments, "ends": jnp.arange(BATCH + 1)}, mapped, SIZE) is None
+
+
+def test_an_empty_batch_is_folded() -> None:
+    folded = SCORES.fold(
+        {"query": jnp.ones((SIZE, TQ, 0, 4, 8)), "key": jnp.ones((0, TK, 2, 8)), "bias": jnp.ones((SIZE, 1, TQ, TK))},
+        frozenset({"query", "bias"}),
+        SIZE,
+    )
+    assert {name: array.shape for name, array in folded[0].items()} == {
+        "query": (TQ, 0, 4, 8),
+        "key": (0, TK, 2, 8),
+        "bias": (0, TQ, TK),
+    }
+    (result,) = folded[1]((jnp.ones((4, 0, TQ, TK)),))
+    assert result.shape == (SIZE, 4, 0, TQ, TK)
+
+
+def test_the_derived_backward_checks_what_it_is_given(scoring: Any) -> None:
+    registry, *_ = scoring
+    query, key = normal(0, TQ, BATCH, 4, 8), normal(1, BATCH, TK, 2, 8)
+    out = registry.call("scores", query, key)
+    given = {"query": query, "key": key, "bias": normal(2, TK), "scores": out, "d_scores": out}
+    query_gradient, bias_gradient = registry.call("scores_bwd", **given, wrt=("query", "bias"))
+    assert (query_gradient.shape, bias_gradient.shape) == (query.shape, (TK,))
+    close(bias_gradient, out.sum((0, 1, 2)))
+    for change, error, message in (
+        ({"scores": out[0]}, ValueError, "scores: takes the forward's shape (4, 2, 5, 7); got (2, 5, 7)"),
+        ({"d_scores": out.astype("int32")}, TypeError, "d_scores: takes the forward's dtype float32; got int32"),
+        ({"wrt": ("query", "query")}, ValueError, "wrt: takes each name once; got query more often"),
+        (
+            {"wrt": ("qery",)},
+            ValueError,
+            "wrt: takes a tuple of names among ('query', 'key', 'bias', 'ends'); got ('qery',)",
+        ),
+        ({"bias": None, "wrt": ("bias",)}, ValueError, "wrt: names bias, which the call does not have"),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            registry.call("scores_bwd", **{**given, "wrt": ("query",), **change})
+
+
+def test_a_backward_operation_needs_a_name_and_axes() -> None:
+    for half in (operation(), Operation(name="norm", signature=norm, backward="norm_bwd")):
+        with pytest.raises(
+            ValueError, match="norm: gradients follow from 'axes', and 'backward' names their operation"
+        ):
+            half.gradients()
+
+
+def test_what_an_operation_says_itself_goes_before() -> None:
+    own = operation(tuning_key=lambda a: "mine", fold=None, cost=lambda a: Cost(1.0, 2.0), results=("y", "r"))
+    assert own.tuning_key({}) == "mine"
+    assert own.fold is None
+    assert own.cost({}) == Cost(1.0, 2.0)
+    assert own.results == ("y", "r")
+    assert own.arrays == ("x", "weight")

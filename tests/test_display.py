@@ -1,0 +1,187 @@
+"""What a prompt and a notebook show of a value: one line without its insides, and a table in which nothing is markup."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel_classes import Invocation as KernelInvocation
+from ejkernel_classes import Kernel
+from ejkernel_core import ConfigCache, Invocation, Operation, Provenance, Record, Registry, hookimpl
+from ejkernel_tuning import Entry, Tuned, TuningResult
+
+X = jax.ShapeDtypeStruct((3,), "float32")
+
+
+def scale(x, *, mode="plain"): ...
+
+
+@attrs.frozen
+class Config:
+    """Its text has all that HTML and a single line do not like."""
+
+    block: int = 64
+
+    def __repr__(self) -> str:
+        return f"Config(\n<b>{self.block}</b> & 'x')"
+
+
+@pytest.fixture
+def registry() -> Registry:
+    @hookimpl
+    def heuristic_cfg(inv):
+        return Config()
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        return inv["x"] * 2
+
+    hooks = {"heuristic_cfg": heuristic_cfg, "run_backend": run_backend}
+    own = Registry(plugins="")
+    own.register(Operation(name="scale", signature=scale, outputs=lambda a: (a["x"],), backward="scale_bwd"))
+    own.register(Operation(name="scale_bwd", signature=lambda *, x, mode, out, d_out, wrt: None, arrays=("x", "out")))
+    own.register(SimpleNamespace(Config=Config, **hooks), "scale.one")
+    own.register(SimpleNamespace(Config=Config, PLATFORMS={"abacus": 5}, **hooks), "scale.bead")
+    return own
+
+
+class Cells(HTMLParser):
+    """The texts of a table's cells, and every tag that there is."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.cells: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        self.tags.add(tag)
+        if tag in ("td", "caption", "pre"):
+            self.cells.append("")
+
+    def handle_data(self, data: str) -> None:
+        self.cells[-1] += data
+
+
+def test_a_plan_is_one_line(registry: Registry) -> None:
+    plan = registry.plan("scale", X, mode="<i>")
+    assert repr(plan) == "Plan(scale.one with Config( <b>64</b> & 'x'), by heuristic)"
+    assert str(plan).startswith("scale.one with Config(\n<b>64</b> & 'x'), by heuristic\n  for scale(")
+
+
+def test_an_invocation_is_one_line(registry: Registry) -> None:
+    inv = registry.invocation("scale", X, mode="<i>\n" * 100)
+    assert repr(inv).startswith("Invocation(scale(x=float32[3], mode='<i>\\n")
+    assert len(repr(inv)) < 200
+    assert repr(registry.invocation("scale", X)) == f"Invocation({registry.invocation('scale', X)})"
+    assert repr(registry.invocation("scale", X).with_arrays({"x": jnp.ones(3)})).startswith(
+        "Invocation(scale(x=float32[3], mode='plain') on cpu ("
+    )
+
+
+def test_an_explanation_is_one_line(registry: Registry) -> None:
+    registry.register(registry_kernel(), "scale_bwd.reference")
+    explanation = registry.explain("scale", X)
+    own = "scale.one with Config( <b>64</b> & 'x'), by heuristic"
+    assert repr(explanation) == f"Explanation({own}; scale_bwd.reference with None, by heuristic)"
+    assert str(explanation).splitlines()[1] == "<b>64</b> & 'x'), by heuristic"
+    nobody = registry.explain("scale", X, backend="bead")
+    assert repr(nobody).startswith("Explanation(no kernel can do scale(x=float32[3], mode='plain') on cpu (")
+    assert "\n" not in repr(nobody)
+
+
+def registry_kernel() -> SimpleNamespace:
+    @hookimpl
+    def heuristic_cfg(inv):
+        return None
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        return inv["x"]
+
+    return SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend)
+
+
+def test_in_a_notebook_everything_is_text(registry: Registry) -> None:
+    plan = registry.plan("scale", X, mode="<script>alert(1)</script>")
+    shown = Cells(plan._repr_html_())
+    assert shown.tags == {"table", "caption", "tr", "td"}
+    assert shown.cells[0] == "scale.one"
+    assert "Config(\n<b>64</b> & 'x')" in shown.cells
+    assert any("mode='<script>alert(1)</script>'" in cell for cell in shown.cells)
+    start = shown.cells.index("scale.bead")
+    assert shown.cells[start + 1 : start + 4] == [
+        "registered at run time",
+        "refused",
+        "it runs on abacus; this is cpu",
+    ]
+
+
+def test_an_invocation_in_a_notebook_has_its_arguments(registry: Registry) -> None:
+    shown = Cells(registry.invocation("scale", X, mode="<i>")._repr_html_())
+    assert shown.cells[0].startswith("scale on cpu (")
+    assert shown.cells[1:] == ["x", "float32[3]", "mode", "'<i>'"]
+    assert shown.tags == {"table", "caption", "tr", "td"}
+
+
+def test_an_explanation_in_a_notebook_has_plan_backward_and_note(registry: Registry) -> None:
+    registry.register(registry_kernel(), "scale_bwd.reference")
+    explanation = registry.explain("scale", X)
+    shown = Cells(explanation._repr_html_())
+    assert shown.cells[0] == "scale.one"
+    assert "scale_bwd.reference" in shown.cells
+    assert explanation.note in shown.cells
+    nobody = Cells(registry.explain("scale", X, backend="bead", mode="<i>")._repr_html_())
+    assert nobody.tags == {"pre"}
+    assert nobody.cells[0] == str(registry.explain("scale", X, backend="bead", mode="<i>").error)
+
+
+def test_what_holds_much_tells_how_much(registry: Registry) -> None:
+    assert repr(registry) == "Registry(plugins='', 2 operations, 2 kernels, 0 policies)"
+    assert repr(registry.kernel("scale", "one")) == "LoadedKernel(scale.one, registered at run time)"
+    cache = ConfigCache(maxsize=2)
+    assert repr(cache) == "ConfigCache(0 keys, at most 2)"
+    for key in "abc":
+        cache.put(key, Config())
+    assert repr(cache) == "ConfigCache(2 keys, at most 2)"
+    cache = ConfigCache()
+    cache.put("a", Config())
+    assert repr(cache) == "ConfigCache(1 key)"
+
+
+def test_a_tuning_result_tells_who_won(registry: Registry) -> None:
+    found = Provenance(when="", device="d", milliseconds=0.5, backends=("one",))
+    inv = registry.invocation("scale", X)
+    won = Tuned((inv.key,), str(inv), (Entry("one", Config(), 0.5),), (Record(Config(), "one", found),))
+    lost = Tuned((inv.key,), str(inv), (Entry("one", Config(), reason="raises"),), ())
+    assert repr(won) == "Tuned(scale: one with Config( <b>64</b> & 'x') in 0.5 ms)"
+    by_hand = attrs.evolve(won, entries=(Entry("one", Config()),))
+    assert repr(TuningResult((by_hand,))) == "TuningResult(1 contest: scale by one)"
+    assert repr(lost) == "Tuned(scale: nobody was measured)"
+    assert repr(TuningResult((won, lost))) == "TuningResult(2 contests: scale by one in 0.5 ms, scale by nobody)"
+    assert repr(TuningResult((won,))) == "TuningResult(1 contest: scale by one in 0.5 ms)"
+    assert repr(TuningResult()) == "TuningResult(0 contests)"
+    assert len(repr(TuningResult((won,) * 100))) < 200
+
+
+def test_a_kernel_objects_invocation_shows_no_numbers() -> None:
+    class Twice(Kernel[None, Any]):
+        def run(self, x, *, cfg):
+            return x * 2
+
+        def heuristic_cfg(self, inv):
+            return None
+
+    inv = Twice().invocation(jnp.arange(1000.0))
+    assert isinstance(inv, KernelInvocation)
+    assert isinstance(inv.core, Invocation)
+    assert repr(inv) == repr(inv.core)
+    assert "float32[1000]" in repr(inv)
+    assert "\n" not in repr(inv)
+    assert inv._repr_html_() == inv.core._repr_html_()

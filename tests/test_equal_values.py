@@ -1,0 +1,161 @@
+"""Values that Python takes for equal are different calls, eagerly, under jit, and inside of other values."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from decimal import Decimal
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_classes import Kernel
+from ejkernel_core import Operation, Registry, hookimpl
+from ejkernel_core._keys import content, short_hash
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any = 2
+
+
+class Couple(NamedTuple):
+    a: Any
+    b: Any = 2
+
+
+@attrs.frozen
+class Config:
+    n: Any
+    note: Any = attrs.field(default="", eq=False)
+
+
+@attrs.frozen
+class ByLength:
+    n: Any = attrs.field(eq=len)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    n: Any
+    note: Any = dataclasses.field(default="", compare=False)
+
+
+#: In each row, no two are the same, and most are equal.
+ROWS: dict[str, tuple[Any, ...]] = {
+    "numbers": (1, 1.0, True, 1 + 0j, np.float32(1), np.int64(1), np.float64(1), np.bool_(True), Decimal("1.0")),
+    "zeros": (0, 0.0, -0.0, False, complex(0.0, -0.0), np.float32(0.0), np.float32(-0.0), np.float16(-0.0)),
+    "decimals": (Decimal("1.0"), Decimal("1.00"), Decimal(1)),
+    "tuples": ((1, 2), (True, 2), (1.0, 2), Pair(1), Couple(1), Pair(True), Pair(1, 2.0), Pair((0.0,)), Pair((-0.0,))),
+    "sets": (frozenset({1}), frozenset({True}), frozenset({1.0}), frozenset({(1, 0.0)}), frozenset({(1, -0.0)})),
+    "attrs": (Config(1), Config(True), Config(1, "noted"), Config((1,)), Config((1.0,)), Config(Config(1, "within"))),
+    "attrs by another comparison": (ByLength((1, 2)), ByLength((3, 4)), ByLength((3, 4.0))),
+    "dataclasses": (Plain(1), Plain(1.0), Plain(1, "noted"), Plain(Plain(1, 1)), Plain(Plain(1, True))),
+    "ranges": (range(0), range(1, 1), range(0, 0, 2)),
+}
+EVERY = tuple(itertools.chain.from_iterable(ROWS.values()))
+X = jnp.arange(3.0)
+
+
+def place(value: Any) -> int:
+    """Which of EVERY it is, by its type and how it is written."""
+    written = lambda v: (type(v), repr(v), getattr(v, "note", None))
+    return [written(v) for v in EVERY].index(written(value))
+
+
+def revealing(value: Any, result: Any) -> Any:
+    return result * 0 + place(value)
+
+
+@pytest.fixture
+def registry() -> Registry:
+    registry = Registry(plugins="")
+    registry.register(
+        Operation(name="reveal", signature=lambda x, *, option=None: None, outputs=lambda a: (a["x"],)),
+    )
+
+    @hookimpl
+    def heuristic_cfg(inv: Any) -> Any:
+        return Config(1)
+
+    def plugin(shown: Any) -> Any:
+        @hookimpl
+        def run_backend(inv: Any, cfg: Any) -> Any:
+            return revealing(shown(inv, cfg), inv["x"])
+
+        return SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend, Config=object)
+
+    registry.register(plugin(lambda inv, cfg: inv["option"]), "reveal.option")
+    registry.register(plugin(lambda inv, cfg: cfg), "reveal.cfg")
+    return registry
+
+
+class Reveal(Kernel[Any, Any]):
+    def run(self, x: Any, option: Any, *, cfg: Any) -> Any:
+        return revealing(option if cfg == "heuristic" else cfg, x)
+
+    def heuristic_cfg(self, inv: Any) -> Any:
+        return "heuristic"
+
+
+def calls(registry: Registry) -> dict[str, Any]:
+    kernel = Reveal()
+    return {
+        "option": lambda x, value: registry.call("reveal", x, option=value, backend="option"),
+        "cfg": lambda x, value: registry.call("reveal", x, backend="cfg", cfg=value),
+        "class": lambda x, value: kernel(x, value),
+        "class cfg": lambda x, value: kernel(x, 1, cfg=value),
+    }
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("way", ["option", "cfg", "class", "class cfg"])
+def test_each_is_a_call_of_its_own(registry: Registry, way: str, row: str) -> None:
+    call, values = calls(registry)[way], ROWS[row]
+    if way == "class":  # a tuple is a tree there
+        values = tuple(value for value in values if not isinstance(value, (tuple, np.generic)))
+    expected = [place(value) for value in values]
+    for order in (values, values[::-1], values):
+        assert sorted(float(call(X, value)[0]) for value in order) == sorted(expected)
+        assert [float(call(X, value)[0]) for value in values] == expected
+    together = jax.jit(lambda x: [call(x, value)[0] for value in values])(X)
+    assert [float(found) for found in together] == expected
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_each_has_content_of_its_own(row: str) -> None:
+    assert len({content(value) for value in ROWS[row]}) == len(ROWS[row])
+    for value in ROWS[row]:
+        assert content(value) == content(value)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in ("decimals", "ranges", "numbers")])
+def test_each_is_remembered_by_a_hash_of_its_own(row: str) -> None:
+    assert len({short_hash(value) for value in ROWS[row]}) == len(ROWS[row])
+
+
+def test_what_is_not_hashable_is_refused(registry: Registry) -> None:
+    for value in ([1], {1}, {"a": 1}, ([1],), Config([1])):
+        with pytest.raises(TypeError, match="option is a static option and has to be hashable"):
+            registry.call("reveal", X, option=value, backend="option")
+
+
+def test_dtypes_are_remembered_with_byte_order_and_fields() -> None:
+    same_name = (
+        ">f4",
+        "<f4",
+        [("a", "f4")],
+        [("b", "f4")],
+        [("a", "f4"), ("b", "f4")],
+        [("a", "f4", (2,))],
+        [("a", ">f4")],
+    )
+    assert len({short_hash(np.dtype(described)) for described in same_name}) == len(same_name)
+    packed, padded = np.dtype([("a", "i1"), ("b", "i4")]), np.dtype([("a", "i1"), ("b", "i4")], align=True)
+    assert short_hash(packed) != short_hash(padded)
+    assert short_hash(np.dtype("float32")) == short_hash(jnp.float32)

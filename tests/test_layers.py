@@ -1,0 +1,100 @@
+"""The layers of the core: whoever reads a module has to know those below it, and nothing else.
+
+Imports for types alone count, and those in functions.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ejkernel_core
+
+PACKAGE = Path(ejkernel_core.__file__).parent
+#: From the top down, as docs/design.md has them; modules of one line do not import one another.
+LAYERS = """
+    __main__
+    __init__
+    _registry
+    _call
+    _gradients
+    _primitive
+    _batching _fallback _labels
+    _request
+    _plugins
+    _choice
+    _turns
+    _loading _policies
+    _hookspecs
+    _scopes _cache
+    _plan _measurement
+    _records _kernel
+    _invocation
+    _operation _discovery
+    _axes
+    _partitioning
+    _sizes
+    _layout
+    _keys _configuration
+    _devices _errors _display _settings
+    _jax_versions
+"""
+DEPTH = {module: depth for depth, line in enumerate(LAYERS.split("\n")) for module in line.split()}
+MODULES = {path.stem: path for path in PACKAGE.glob("*.py")}
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """The modules of the core that are imported, wherever in the tree."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[2] or "__init__" for alias in node.names if _is_core(alias.name))
+        elif isinstance(node, ast.ImportFrom) and (node.level or _is_core(node.module)):
+            source = (node.module or "").removeprefix("ejkernel_core").strip(".")
+            yield from ([source.partition(".")[0]] if source else (_submodule(alias.name) for alias in node.names))
+
+
+def _is_core(name: str | None) -> bool:
+    return (name or "").partition(".")[0] == "ejkernel_core"
+
+
+def _submodule(name: str) -> str:
+    return name if name in MODULES else "__init__"
+
+
+def upward(tree: ast.AST, module: str) -> list[str]:
+    """What a module imports that is not below it."""
+    names = {*imports(tree)}
+    return sorted(name for name in names if name not in DEPTH or DEPTH[name] <= DEPTH[module])
+
+
+def test_every_module_has_a_layer() -> None:
+    assert sorted(MODULES) == sorted(DEPTH)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_go_down(module: str) -> None:
+    assert upward(ast.parse(MODULES[module].read_text()), module) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from ._call import call",
+        "from . import _call",
+        "import ejkernel_core",
+        "from ejkernel_core import Registry",
+        "import ejkernel_core._call",
+        "def f():\n    from ._plugins import Plugins",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ._request import Request",
+        "from ._plan import Plan",  # of its own layer
+    ],
+)
+def test_an_import_that_goes_up_is_seen(code: str) -> None:
+    assert upward(ast.parse(code), "_measurement")
+
+
+def test_an_import_that_goes_down_is_none() -> None:
+    assert not upward(ast.parse("from ._keys import content\nimport jax"), "_plan")

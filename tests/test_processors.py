@@ -1,0 +1,129 @@
+"""What is measured on one processor is not taken for another, although JAX calls all of them "cpu"."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_core
+import ejkernel_tuning
+from ejkernel_classes import Kernel
+from ejkernel_core import Registry, _devices
+from ejkernel_core._devices import device_name, processor, target
+
+GENOA = {"model name": "AMD EPYC", "cpu family": "25", "model": "17"}
+GRACE = {"CPU implementer": "0x41", "CPU part": "0xd4f"}
+
+X = jnp.arange(1.0, 4.0)
+
+On = Callable[..., None]
+
+
+@attrs.frozen
+class Factor:
+    by: int = 2
+
+
+class Scale(Kernel[Factor, jax.Array]):
+    """The factor of its configuration tells which one was used."""
+
+    def run(self, x, *, cfg):
+        return x * cfg.by
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[On]:
+    """``on(cpuinfo, cores)`` has this process run on another processor from there on."""
+
+    def change(known: dict[str, str], cores: int = 16) -> None:
+        monkeypatch.setattr(_devices, "_cpuinfo", lambda: known)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+        processor.cache_clear()
+
+    yield change
+    processor.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("known", "cores", "name"),
+    [
+        (GENOA, 16, "AMD EPYC 25-17, 16 cores"),
+        (GENOA, 1, "AMD EPYC 25-17, 1 core"),
+        ({"model name": "Intel(R)  Xeon(R) CPU @ 2.20GHz"}, 2, "Intel(R) Xeon(R) CPU @ 2.20GHz, 2 cores"),
+        ({"cpu": "POWER9, altivec supported"}, 4, "POWER9, altivec supported, 4 cores"),
+        (GRACE, 72, "aarch64 0x41-0xd4f, 72 cores"),
+        ({}, 8, "aarch64, 8 cores"),
+    ],
+)
+def test_a_processor_is_its_model_and_the_cores_that_may_be_used(
+    on: On, monkeypatch: pytest.MonkeyPatch, known: dict[str, str], cores: int, name: str
+) -> None:
+    monkeypatch.setattr(_devices, "machine", lambda: "aarch64")
+    monkeypatch.delenv("PROCESSOR_IDENTIFIER", raising=False)
+    on(known, cores)
+    assert processor() == name
+
+
+def test_where_nothing_is_told_it_has_a_name_all_the_same(on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_devices, "machine", lambda: "")
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    monkeypatch.delenv("PROCESSOR_IDENTIFIER", raising=False)
+    on({})
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert processor() == "cpu, 1 core"
+    monkeypatch.setenv("PROCESSOR_IDENTIFIER", "Intel64 Family 6 Model 106")
+    processor.cache_clear()
+    assert processor() == "Intel64 Family 6 Model 106, 1 core"
+
+
+def test_a_list_of_processors_that_is_no_list_is_no_fault(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    (tmp_path / "cpuinfo").write_bytes(b"processor\t: 0\nmodel name\t: a: \xff b\nnothing\n\nmodel name\t: another\n")
+    opened = open
+    monkeypatch.setattr("builtins.open", lambda path, *how, **more: opened(tmp_path / "cpuinfo", *how, **more))
+    assert _devices._cpuinfo() == {"processor": "0", "model name": "a: \ufffd b", "nothing": ""}
+    (tmp_path / "cpuinfo").unlink()
+    assert _devices._cpuinfo() == {}
+
+
+def test_calls_their_keys_and_provenances_are_of_the_processor(on: On) -> None:
+    on(GENOA)
+    inv = ejkernel_core.invocation("flash_attention", *np.ones((3, 1, 8, 2, 4), np.float32))
+    assert target("cpu").device_kind == device_name(jax.devices("cpu")[0]) == "AMD EPYC 25-17, 16 cores"
+    assert (inv.platform, inv.device_kind, inv.key.device) == ("cpu", *["AMD EPYC 25-17, 16 cores"] * 2)
+    assert str(inv).endswith(" on cpu (AMD EPYC 25-17, 16 cores)")
+    assert _devices.device_fingerprint(jax.devices("cpu")[0]).startswith("AMD EPYC 25-17, 16 cores (")
+    assert jax.devices("cpu")[0].device_kind == "cpu"
+
+
+def test_a_record_of_one_processor_does_not_answer_on_another(on: On) -> None:
+    registry, kernel = Registry(plugins=""), Scale()
+    registry.register(kernel)
+    for known, cores in ((GENOA, 16), (GRACE, 16), (GENOA, 4)):
+        on(known, cores)
+        assert registry.plan("Scale", X).origin == "heuristic"
+        registry.remember(registry.invocation("Scale", X).key, Factor(cores))
+        assert (registry.plan("Scale", X).origin, registry.plan("Scale", X).cfg) == ("memory", Factor(cores))
+    on(GENOA, 16)
+    assert registry.plan("Scale", X).cfg == Factor(16)
+    assert len(registry.memory) == 3
+
+
+def test_a_result_of_another_processor_is_refused(on: On) -> None:
+    on(GENOA)
+    query = np.ones((1, 8, 2, 4), np.float32)
+    usual = ejkernel_core.plan("flash_attention", query, query, query, backend="xla").cfg
+    once = {"configs": [usual], "backend": "xla", "num_iters": 1, "remember": False}
+    result = ejkernel_tuning.autotune("flash_attention", query, query, query, **once)
+    (provenance,) = {record.provenance.device for _, records in result.items() for record in records}
+    assert provenance.startswith("AMD EPYC 25-17, 16 cores (")
+    with result:
+        assert ejkernel_core.plan("flash_attention", query, query, query, backend="xla").origin == "overlay"
+    on(GRACE)
+    with pytest.raises(ValueError, match="measured on AMD EPYC 25-17, 16 cores, and here there are .*0x41"), result:
+        pass
