@@ -118,10 +118,11 @@ def invocation(dim: int, features: dict[str, Any]) -> Invocation:
 
 
 def launched(launches: list[Launch], dim: int, cfg: Any, features: dict[str, Any]) -> Launch:
-    """The first."""
+    """The first, of a configuration that is checked as the core checks it."""
     launches.clear()
     inv = invocation(dim, features)
     backend = flash_attention_bwd if isinstance(cfg, flash_attention_bwd.Config) else flash_attention
+    backend.check_cfg(inv, cfg)
     arrays = {name: x for name, x in inv.arguments.items() if hasattr(x, "shape")}
     jax.eval_shape(lambda arrays: backend.run_backend(inv.with_arrays(arrays), cfg), arrays)
     return launches[0]
