@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import re
 from collections.abc import Iterable
 from platform import machine
 from typing import Any
@@ -27,35 +26,6 @@ class Target:
     compute_capability: tuple[int, int] | None = None
 
 
-#: The compute capabilities of cards that are compiled for where they are not, by a word of their names.
-_CAPABILITIES = {
-    "V100": (7, 0),
-    "T4": (7, 5),
-    "A100": (8, 0),
-    "A800": (8, 0),
-    "A30": (8, 0),
-    "A10": (8, 6),
-    "A10G": (8, 6),
-    "A40": (8, 6),
-    "A6000": (8, 6),
-    "L4": (8, 9),
-    "L40": (8, 9),
-    "L40S": (8, 9),
-    "H100": (9, 0),
-    "H200": (9, 0),
-    "H800": (9, 0),
-    "H20": (9, 0),
-    "GH200": (9, 0),
-    "B200": (10, 0),
-    "GB200": (10, 0),
-    "B300": (10, 3),
-    "GB300": (10, 3),
-    **dict.fromkeys(("3060", "3070", "3080", "3090"), (8, 6)),
-    **dict.fromkeys(("4060", "4070", "4080", "4090"), (8, 9)),
-    **dict.fromkeys(("5060", "5070", "5080", "5090"), (12, 0)),
-}
-
-
 def absent() -> Target | None:
     """The device that JAX is told to compile for, if it is not this machine's: the one of the abstract mesh."""
     told = jax.sharding.get_abstract_mesh().abstract_device
@@ -66,9 +36,7 @@ def absent() -> Target | None:
         here = jax.local_devices(backend=told.platform)[0].device_kind == told.device_kind
     except RuntimeError:
         here = False
-    words = re.split(r"[\s-]", told.device_kind)
-    known = next((_CAPABILITIES[word] for word in words if word in _CAPABILITIES), None) if platform == "gpu" else None
-    return None if here else Target(platform, told.device_kind, known)
+    return None if here else Target(platform, told.device_kind)
 
 
 def target(platform: str) -> Target:

@@ -57,7 +57,7 @@ class Invocation(Mapping[str, Any]):
     #: The device's name: "NVIDIA H200", "AMD EPYC 9654 25-17, 16 cores" (JAX calls every processor "cpu"); None where
     #: the device is not at hand (compiling for another machine).
     device_kind: str | None = None
-    #: (9, 0) on a Hopper GPU; None elsewhere.
+    #: (9, 0) on a Hopper GPU; None where the device says none, or is not at hand.
     compute_capability: tuple[int, int] | None = None
     #: The arguments that are cut over several devices, and how: see ``sharding_fingerprint``.
     sharding: tuple[tuple[str, str], ...] = ()

@@ -57,23 +57,13 @@ def lowered(registry: Registry, platform: str = "cuda") -> Any:
     return traced.lower(lowering_platforms=(platform,))
 
 
-@pytest.mark.parametrize(
-    ("name", "capability"),
-    [
-        ("NVIDIA H200", (9, 0)),
-        ("NVIDIA H100 80GB HBM3", (9, 0)),
-        ("NVIDIA A100-SXM4-40GB", (8, 0)),
-        ("NVIDIA L4", (8, 9)),
-        ("NVIDIA GB200", (10, 0)),
-        ("a card to come", None),
-    ],
-)
-def test_a_kernel_is_told_the_device_that_is_compiled_for(registry: Registry, name: str, capability: Any) -> None:
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA A100-SXM4-40GB", "a card to come"])
+def test_a_kernel_is_told_the_device_that_is_compiled_for(registry: Registry, name: str) -> None:
     with use_abstract_mesh(mesh(name)):
         (label,) = find_labels_in_lowered(lowered(registry))
         plan = registry.plan("flash_attention", X, X, X)
     assert label.backend == "card"
-    assert json.loads(label.config)["fields"] == {"card": name, "capability": capability and list(capability)}
+    assert json.loads(label.config)["fields"] == {"card": name, "capability": None}
     assert plan.invocation.platform == "cpu"  # a call made now would run here, whatever is compiled for
 
 

@@ -39,6 +39,7 @@ from typing import Any
 import jax
 
 from ejkernel_core._devices import absent
+from ejkernel_triton._cards import capability_by_name
 
 #: The newest jax-triton that needs the mends for 0.4.
 _LAST_SEEN = (0, 4, 1)
@@ -276,9 +277,8 @@ def _complete(library: Any) -> None:
 def _of_target(of_device: Any, device: int) -> int:
     """The compute capability of the card that JAX is told to compile for; else that of the card that is here."""
     told = absent()
-    if told is not None and told.compute_capability is not None:
-        return _capability(told.compute_capability)
-    return int(of_device(device))
+    known = capability_by_name(told.device_kind) if told is not None and told.platform == "gpu" else None
+    return int(of_device(device)) if known is None else _capability(known)
 
 
 _THREADS = re.compile(r"^\s*\.reqntid\s+(\d+)", re.MULTILINE)

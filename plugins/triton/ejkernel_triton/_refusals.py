@@ -5,6 +5,7 @@ from __future__ import annotations
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_ops.attention.symbolic import refuse_symbolic
 from ejkernel_triton import _jax_triton
+from ejkernel_triton._cards import capability
 
 #: Wider heads would not fit into registers.
 WIDEST = 256
@@ -16,15 +17,16 @@ def check(inv: Invocation) -> None:
     missing = _jax_triton.missing()
     if missing is not None:
         raise Unsupported(missing)
-    if inv.compute_capability is None and inv.device_kind is not None:
+    known = capability(inv)
+    if known is None and inv.device_kind is not None:
         raise Unsupported(f"the Triton kernels are for NVIDIA GPUs, and {inv.device_kind} is not known as one")
-    if inv.compute_capability is None:
+    if known is None:
         raise Unsupported(
             "Triton compiles for one card, and none is here: say which is meant, by "
             "jax.sharding.use_abstract_mesh with an AbstractDevice('NVIDIA H100', None, 'cuda')"
         )
-    if inv.compute_capability < (8, 0):
-        major, minor = inv.compute_capability
+    if known < (8, 0):
+        major, minor = known
         raise Unsupported(
             f"the Triton kernels need compute capability 8.0 (Ampere) or later; this GPU has {major}.{minor}"
         )

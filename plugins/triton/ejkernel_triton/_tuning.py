@@ -18,6 +18,7 @@ from ejkernel_ops.calibration import (
     select_num_stages,
     select_num_warps,
 )
+from ejkernel_triton._cards import capability
 from ejkernel_triton._problem import sides, width
 
 Shape = tuple[int, int, int, int]
@@ -124,7 +125,11 @@ def bias(inv: Invocation) -> list[Shape]:
 
 def reads_shared_memory(inv: Invocation) -> bool:
     """Whether matrix instructions take their operands from there: on data-center cards since Hopper."""
-    return inv.compute_capability is not None and inv.compute_capability[0] in (9, 10)
+    return _major(inv) in (9, 10)
+
+
+def _major(inv: Invocation) -> int:
+    return (capability(inv) or (0,))[0]
 
 
 def _fitting(inv: Invocation, which: str) -> list[Shape]:
@@ -133,8 +138,9 @@ def _fitting(inv: Invocation, which: str) -> list[Shape]:
     shapes = table[next(most for most in table if dim <= most)]
     if _tables(inv) is HOPPER and dim <= 128 and (is_narrow(inv) or (which == "forward" and _is_small_work(inv))):
         shapes = tuple(sorted(shapes, key=lambda shape: shape[0] != 64))
-    limit = get_shared_memory_limit(compute_capability=inv.compute_capability)
-    limit -= KEPT_BY_CUDA.get(inv.compute_capability or (0, 0), 0)
+    known = capability(inv)
+    limit = get_shared_memory_limit(compute_capability=known)
+    limit -= KEPT_BY_CUDA.get(known or (0, 0), 0)
     fitting = [shape for shape in shapes if shared_memory(inv, which, shape) <= limit]
     fitting = fitting or [_with_fewer_stages(inv, which, shapes[-1], limit)]
     return list(dict.fromkeys(_shortened(inv, shape) for shape in fitting))
@@ -154,7 +160,7 @@ def _with_fewer_stages(inv: Invocation, which: str, shape: Shape, limit: int) ->
 def _tables(inv: Invocation) -> dict[str, Table]:
     if inv["query"].dtype.itemsize == 4:
         return FLOAT32
-    return {9: HOPPER, 10: BLACKWELL}.get((inv.compute_capability or (0,))[0], AMPERE)
+    return {9: HOPPER, 10: BLACKWELL}.get(_major(inv), AMPERE)
 
 
 def is_narrow(inv: Invocation) -> bool:
@@ -198,7 +204,7 @@ def shared_memory(inv: Invocation, which: str, shape: Shape) -> int:
         turned = q_block if which == "queries" else q_block + k_block
     elif stages > 1 and dtype.itemsize == 4:
         turned = 2 * max(q_block, k_block)
-    if inv.compute_capability is not None and inv.compute_capability[0] == 10:
+    if _major(inv) == 10:
         # Blackwell's instructions want both operands in shared memory, and barriers beside them.
         turned += {"forward": 0, "keys": 2 * q_block}.get(which, k_block)
         needed += 1024

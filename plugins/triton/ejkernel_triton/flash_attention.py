@@ -11,6 +11,7 @@ from attrs.validators import in_
 
 from ejkernel_core import Invocation, hookimpl
 from ejkernel_triton import _jax_triton, _problem, _tuning
+from ejkernel_triton._cards import capability
 from ejkernel_triton._refusals import check
 
 #: Where it runs, and how strongly it is preferred there.
@@ -86,7 +87,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
         },
         num_warps=cfg.num_warps,
         num_stages=cfg.num_stages,
-        compute_capability=inv.compute_capability,
+        compute_capability=capability(inv),
         name="flash_attention",
     )
     return out, lse

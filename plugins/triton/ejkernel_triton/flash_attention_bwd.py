@@ -13,6 +13,7 @@ from attrs.validators import in_, instance_of
 from ejkernel_core import Invocation, hookimpl
 from ejkernel_ops.attention.far import FAR
 from ejkernel_triton import _jax_triton, _problem, _tuning
+from ejkernel_triton._cards import capability
 from ejkernel_triton._refusals import check
 from ejkernel_triton._rows import Rows, of_sinks
 
@@ -122,7 +123,7 @@ def _tops(inv: Invocation, cut: Pass) -> tuple[jax.Array, ...]:
         },
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
-        compute_capability=inv.compute_capability,
+        compute_capability=capability(inv),
         name="flash_attention_bwd_find_tops",
     )
 
@@ -209,7 +210,7 @@ def _launch(
         },
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
-        compute_capability=inv.compute_capability,
+        compute_capability=capability(inv),
         name=f"flash_attention_bwd_{kernel.__name__}",
         zeroed=zeroed,
     )
@@ -253,7 +254,7 @@ def _bias(inv: Invocation, rows: Rows, cut: Pass) -> jax.Array:
         constants={**constants, "BIAS_Q": of_q, "Q_BLOCK": cut.q_block, "K_BLOCK": cut.k_block},
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
-        compute_capability=inv.compute_capability,
+        compute_capability=capability(inv),
         name="flash_attention_bwd_bias",
     )
     over = tuple(axis for axis in (0, 1) if found.shape[axis] != bias.shape[axis])

@@ -6,6 +6,7 @@ import sys
 
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_triton import _jax_triton, _refusals
+from ejkernel_triton._cards import capability
 
 DTYPES = ("float16", "bfloat16")
 #: What the copy engine moves is a multiple of 16 bytes.
@@ -18,8 +19,9 @@ LEAST_CAP = 1e-9
 def check(inv: Invocation) -> None:
     """Raise where this card, these versions, or these arguments are not for Gluon on Hopper."""
     _refusals.check(inv)
-    if inv.compute_capability != (9, 0):
-        major, minor = inv.compute_capability or (0, 0)
+    known = capability(inv)
+    if known != (9, 0):
+        major, minor = known or (0, 0)
         raise Unsupported(f"the Gluon kernels are for compute capability 9.0 (Hopper); this GPU has {major}.{minor}")
     if _jax_triton.version() < (0, 4, 1):
         newer = "" if sys.version_info >= (3, 12) else ", which needs Python 3.12"

@@ -9,6 +9,7 @@ from attrs.validators import in_
 
 from ejkernel_core import Invocation, Unsupported, hookimpl
 from ejkernel_triton import _jax_triton, _problem
+from ejkernel_triton._cards import capability
 from ejkernel_triton.gluon_sm90._launch import constants, tiled, width
 from ejkernel_triton.gluon_sm90._refusals import check
 
@@ -94,7 +95,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
         },
         num_warps=4,
         num_stages=1,
-        compute_capability=inv.compute_capability,
+        compute_capability=capability(inv),
         name="flash_attention_gluon_sm90",
     )
     return out, lse

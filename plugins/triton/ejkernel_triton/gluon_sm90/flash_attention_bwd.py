@@ -12,6 +12,7 @@ from attrs.validators import in_, instance_of
 
 from ejkernel_core import Invocation, Unsupported, hookimpl
 from ejkernel_triton import _jax_triton, _problem, _tuning
+from ejkernel_triton._cards import capability
 from ejkernel_triton._rows import LOG2E, Rows, of_sinks
 from ejkernel_triton.flash_attention_bwd import Pass, of_queries
 from ejkernel_triton.gluon_sm90._launch import constants, numbered, rows_of_threads, tiled, width
@@ -152,7 +153,7 @@ def _over_queries(inv: Invocation, rows: Rows, cfg: Config) -> tuple[jax.Array, 
         },
         num_warps=4,
         num_stages=1,
-        compute_capability=inv.compute_capability,
+        compute_capability=capability(inv),
         name="flash_attention_bwd_gluon_sm90",
         updated={D_QUERY_PLACE: 2} if adds else None,
     )

@@ -1,0 +1,87 @@
+"""What is known of a card: by itself where it is here, by its name where it is only compiled for."""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+from typing import Any
+
+import attrs
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+import ejkernel_core
+from ejkernel_core import Invocation, Unsupported
+from ejkernel_triton import _jax_triton, _tuning, flash_attention, flash_attention_bwd
+from ejkernel_triton._cards import capability
+from ejkernel_triton.gluon_sm90 import _refusals as gluon
+
+KERNELS = {"flash_attention": flash_attention, "flash_attention_bwd": flash_attention_bwd}
+NAMED = {
+    "NVIDIA H200": (9, 0),
+    "NVIDIA H100 80GB HBM3": (9, 0),
+    "NVIDIA A100-SXM4-40GB": (8, 0),
+    "NVIDIA L4": (8, 9),
+    "NVIDIA GB200": (10, 0),
+    "NVIDIA GeForce RTX 5090": (12, 0),
+    "a card to come": None,
+}
+
+
+def told(card: str | None, own: tuple[int, int] | None = None, platform: str = "gpu") -> Invocation:
+    array = jax.ShapeDtypeStruct((1, 4096, 4, 128), "bfloat16")
+    inv = ejkernel_core.invocation("flash_attention", array, array, array, causal=True)
+    return attrs.evolve(inv, platform=platform, device_kind=card, compute_capability=own)
+
+
+def compiling_for(card: str, platform: str = "gpu") -> Any:
+    return use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(card, None, platform)))
+
+
+@pytest.mark.parametrize("card", NAMED)
+def test_a_card_that_is_not_here_is_known_by_its_name(card: str) -> None:
+    assert capability(told(card)) == NAMED[card]
+
+
+def test_what_a_card_says_of_itself_goes_before_its_name() -> None:
+    assert capability(told("NVIDIA H200", (8, 6))) == (8, 6)
+    assert capability(told("a card to come", (9, 0))) == (9, 0)
+
+
+def test_neither_another_platform_nor_no_device_is_a_card() -> None:
+    assert capability(told("NVIDIA H200", platform="tpu")) is None
+    assert capability(told(None)) is None
+
+
+@pytest.mark.parametrize("module", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("card", [card for card, known in NAMED.items() if known])
+def test_a_kernel_is_cut_as_if_the_card_were_here(card: str, module: ModuleType) -> None:
+    there, here = told(card), told(card, NAMED[card])
+    assert module.heuristic_cfg(there) == module.heuristic_cfg(here)
+    assert list(module.config_space(there)) == list(module.config_space(here))
+    assert _tuning.reads_shared_memory(there) == (NAMED[card] in ((9, 0), (10, 0)))
+
+
+def test_cards_that_are_refused_by_their_names() -> None:
+    with pytest.raises(Unsupported, match=re.escape("(Ampere) or later; this GPU has 7.5")):
+        flash_attention.heuristic_cfg(told("Tesla T4"))
+    with pytest.raises(Unsupported, match="a card to come is not known as one"):
+        flash_attention.heuristic_cfg(told("a card to come"))
+    with pytest.raises(Unsupported, match=re.escape("for compute capability 9.0 (Hopper); this GPU has 8.0")):
+        gluon.check(told("NVIDIA A100-SXM4-40GB"))
+
+
+@pytest.mark.parametrize(
+    ("card", "platform", "arch"),
+    [
+        ("NVIDIA L40S", "gpu", 89),
+        ("NVIDIA L40S", "cuda", 89),
+        ("NVIDIA L40S", "tpu", 70),
+        ("a card to come", "gpu", 70),
+    ],
+)
+def test_other_kernels_are_compiled_for_the_card_that_is_meant(card: str, platform: str, arch: int) -> None:
+    with compiling_for(card, platform):
+        assert _jax_triton._of_target(lambda device: 70, 0) == arch
+    assert _jax_triton._of_target(lambda device: 70, 0) == 70
