@@ -104,7 +104,8 @@ def call(op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **
     """Run the operation ``op`` by the best installed kernel for the device at hand.
 
     ``backend`` and ``cfg`` name a kernel or its configuration; they are obeyed, or refused with the reason. Everything
-    else is for the operation. The call can be jitted, differentiated, vmapped and sharded.
+    else is for the operation. The call can be jitted, differentiated, vmapped and sharded. With ``validate=True`` the
+    operation looks at the values of arrays first; where one is traced, it has none, and the call is refused.
 
     >>> import jax.numpy as jnp
     >>> query = jnp.ones((1, 4, 2, 8))

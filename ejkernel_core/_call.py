@@ -27,6 +27,7 @@ from ._plan import Explanation, Plan
 from ._plugins import Plugins
 from ._primitive import outputs
 from ._request import Request, Terms, request
+from ._validation import check_values
 
 #: How many compiled functions are kept for one way of writing a call: one for each set of options, the oldest go first.
 KEPT = 512
@@ -46,7 +47,7 @@ class Layout:
 
 def call(registry: Plugins, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """See ``ejkernel_core.call``. This is the path of every eager call: each line costs its users time."""
-    backend, cfg = kwargs.pop("backend", None), kwargs.pop("cfg", None)
+    backend, cfg, validate = kwargs.pop("backend", None), kwargs.pop("cfg", None), kwargs.pop("validate", False)
     layout, arrays, options = _taken_apart(registry, name, args, kwargs)
     scope = _scopes.current()
     cut = _cut(layout, arrays)
@@ -55,6 +56,8 @@ def call(registry: Plugins, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         compiled = layout.compiled.get(key)
     except TypeError:
         raise _unhashable(layout, options, backend, cfg) from None
+    if validate is not False:
+        _check_values(registry, layout, arrays, options, validate)
     if compiled is not None:
         return _run(layout, compiled, arrays)
     compiled = _compile(layout, options, Terms(registry, backend, cfg, scope, cut))
@@ -192,6 +195,18 @@ def _prepared(
     return *request(terms, operation, arguments), restore
 
 
+def _check_values(
+    registry: Plugins, layout: Layout, arrays: Sequence[Any], options: Sequence[Any], validate: Any
+) -> None:
+    given = dict(zip((*layout.array_names, *layout.option_names), (*arrays, *options), strict=True))
+
+    def trace(*arrays: Any) -> list[Any]:
+        return _prepared(layout, arrays, options, Terms(registry))[1]
+
+    shapes = functools.partial(_run, layout, functools.partial(jax.eval_shape, trace), arrays)
+    check_values(layout.operation, given, validate, shapes)
+
+
 def asked_for(
     registry: Plugins, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], concrete: bool = False
 ) -> tuple[Request, list[Any] | None, list[Any], Target, Restore]:
@@ -227,6 +242,8 @@ def whole(
 def _opened(
     registry: Plugins, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Layout, list[Any], list[Any], Terms]:
+    if "validate" in kwargs:
+        raise TypeError(f"{name}: validate looks at values, and this at shapes alone: give it to call, or leave it out")
     backend, cfg = kwargs.pop("backend", None), kwargs.pop("cfg", None)
     layout, arrays, options = _taken_apart(registry, name, args, kwargs)
     _check_backend(registry, name, backend)

@@ -51,6 +51,9 @@ class Operation:
     results: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
     #: Arguments to (checked, canonical arguments; a function from the results to what the caller gets).
     prepare: Callable[[Arguments], tuple[Arguments, Restore]] = _unprepared
+    #: For ``validate=True``: raises a ValueError for the first value of an array that results are not defined for, with
+    #: its place. It gets the arguments as ``prepare`` does, once that has found nothing, with values.
+    validate: Callable[[Mapping[str, Any]], None] | None = None
     #: Prepared arguments to one ``jax.ShapeDtypeStruct`` a result, with a sharding where the arguments' tells it. By
     #: default the reference is asked.
     outputs: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None = attrs.field()
@@ -136,6 +139,7 @@ class Operation:
             "axes": axes,
             "differentiable": (*self.differentiable, *(name for name in axes.arrays if name not in self.axes.arrays)),
             "prepare": self.prepare_gradients,
+            "validate": self.validate,
         }
         return Operation(**{**derived, **fields})
 

@@ -32,7 +32,7 @@ LAYERS = """
     _scopes _cache
     _plan _measurement
     _records _kernel
-    _invocation
+    _invocation _validation
     _operation _discovery
     _axes
     _partitioning

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 import ejkernel_core
 
 #: Where None is no way of leaving an argument out, but a mistake to be told.
-NEVER_NONE = ("causal", "dropout_prob", "return_lse")
+NEVER_NONE = ("causal", "dropout_prob", "return_lse", "validate")
 
 
 def flash_attention(
@@ -33,6 +33,7 @@ def flash_attention(
     return_lse: bool = False,
     backend: str | None = None,
     cfg: Any = None,
+    validate: bool = False,
 ) -> Any:
     """Softmax attention, by the best installed kernel for the device at hand.
 
@@ -71,7 +72,8 @@ def flash_attention(
       q_segment_ids, kv_segment_ids: Integers (batch, length): tokens see each other where their ids are equal and
         above 0.
       cum_seqlens_q, cum_seqlens_k: The boundaries of packed sequences, n + 1 integers from 0 that do not decrease.
-        Each sequence sees itself alone; tokens after the last boundary are padding. The values are not checked.
+        Each sequence sees itself alone; tokens after the last boundary are padding. The values are checked with
+        ``validate`` alone.
       softmax_aux: Sink logits, (heads,) or (heads, n): they take part in every row's softmax, with no value.
       softmax_scale: Default ``head_dim ** -0.5``.
       causal: A query sees no key after its own.
@@ -84,6 +86,8 @@ def flash_attention(
         (float64 for float64): differentiable, sinks included, before dropout, -inf where nothing is seen.
       backend: Use this kernel, or raise with the reason.
       cfg: Use this configuration (of the kernel whose ``Config`` it is).
+      validate: Look at the values of boundaries and ids before anything runs; a ValueError names the first that is
+        wrong. Not where an argument is traced (jit, grad, vmap): there it raises a TypeError.
 
     Returns:
       (batch, length, heads, value's head_dim), in the inputs' dtype; with ``return_lse`` a pair.

@@ -15,6 +15,7 @@ from .cost import forward_cost
 from .fold import fold
 from .samples import samples
 from .signature import SIGNATURE
+from .values import check_values
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "softmax_aux")
 
@@ -31,6 +32,7 @@ operation = Operation(
     axes=AXES,
     differentiable=DIFFERENTIABLE,
     prepare=prepare,
+    validate=check_values,
     backward="flash_attention_bwd",
     fold=partial(fold, AXES),
     tuning_key=partial(bucket, AXES),
