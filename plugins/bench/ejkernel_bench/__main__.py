@@ -17,6 +17,7 @@ from ._report import Report, heading
 BENCHMARKS = {
     "run": "causal attention forward and backward on this device: checked, explained, timed",
     "overhead": "what the framework costs: an eager call, what is remembered, the import",
+    "path": "which files of the core a call enters, how long they are, and how often it moves between them",
     "flash_attention": "on a GPU, by case: time, rate; with --peers against cuDNN, Pallas and torch in the same run",
     "hopper": "on a Hopper GPU, by its clock: against cuDNN, our own plain rate, and every kernel that might be chosen",
     "shapes": "on a GPU, 1,000 shapes drawn at random: right, the same bits twice, none far slower than its neighbours",
@@ -65,14 +66,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _RAW = argparse.RawDescriptionHelpFormatter
+#: What a benchmark says that does not take an option.
+_REFUSALS = {
+    "against": "has its peers always; --peers is for flash_attention",
+    "rounds": "counts the same every time; --rounds is for what takes time",
+}
 
 
 def _run(name: str, asked: argparse.Namespace) -> Report:
     options = {key: getattr(asked, key) for key in ("backend", "rounds", "against")}
     given: dict[str, Any] = {key: option for key, option in options.items() if option}
     run = importlib.import_module(f".{name}", __package__).run
-    if "against" in given and "against" not in inspect.signature(run).parameters:
-        raise SystemExit(f"python -m ejkernel_bench: {name} has its peers always; --peers is for flash_attention")
+    for option in given.keys() - inspect.signature(run).parameters:
+        raise SystemExit(f"python -m ejkernel_bench: {name} {_REFUSALS[option]}")
     report: Report = run(**given)
     return report
 

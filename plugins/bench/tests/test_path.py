@@ -1,0 +1,172 @@
+"""What is counted on the way of a call: by hand on a package of two files, and attention's by what has to be there."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+import ejkernel_core
+from ejkernel_bench import __main__ as command
+from ejkernel_bench import path
+from ejkernel_bench._walk import Walk, walk
+
+OUTER = """
+from . import inner
+
+def alone():
+    return own() + own()
+
+def own():
+    return 1
+
+def there_and_back():
+    return inner.leaf() + inner.leaf()
+
+def through_sorted():
+    return sorted([3, 1, 2], key=inner.negative)
+
+def twice_back():
+    return inner.calling(own)
+
+def generated():
+    return [number for number in inner.numbers()]
+
+def failing():
+    try:
+        inner.fails()
+    except KeyError:
+        return own()
+"""
+
+INNER = """
+def leaf():
+    return 1
+
+def negative(number):
+    return -number
+
+def calling(function):
+    return function() + function()
+
+def numbers():
+    yield 1
+    yield 2
+
+def fails():
+    raise KeyError
+"""
+
+
+@pytest.fixture
+def outer(tmp_path, monkeypatch):
+    folder = tmp_path / "walked"
+    folder.mkdir()
+    for name, text in {"__init__": "", "outer": OUTER, "inner": INNER}.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("walked.outer")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "walked"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "pairs"),
+    [
+        ("alone", {"outer.py": 3}, {}),
+        ("there_and_back", {"outer.py": 1, "inner.py": 2}, {("outer.py", "inner.py"): 4}),
+        ("through_sorted", {"outer.py": 1, "inner.py": 3}, {("outer.py", "inner.py"): 6}),
+        (
+            "twice_back",
+            {"outer.py": 3, "inner.py": 1},
+            {("outer.py", "inner.py"): 2, ("inner.py", "outer.py"): 4},
+        ),
+        ("failing", {"outer.py": 2, "inner.py": 1}, {("outer.py", "inner.py"): 2}),
+    ],
+)
+def test_entries_and_moves_are_counted(outer, name, entries, pairs):
+    followed = walk(getattr(outer, name), Path(outer.__file__).parent)
+    assert (followed.entries, followed.pairs, followed.moves) == (entries, pairs, sum(pairs.values()))
+    assert list(followed.entries) == list(entries)
+
+
+def test_a_generator_is_entered_whenever_it_goes_on(outer):
+    followed = walk(outer.generated, Path(outer.__file__).parent)
+    assert followed.entries["inner.py"] == 3
+    assert followed.pairs == {("outer.py", "inner.py"): 6}
+
+
+def test_what_is_called_from_elsewhere_moves_from_where_the_package_was_left(outer):
+    inner = sys.modules["walked.inner"]
+    followed = walk(lambda: (outer.own(), inner.leaf(), inner.leaf()), Path(outer.__file__).parent)
+    assert followed == Walk({"outer.py": 1, "inner.py": 2}, {("outer.py", "inner.py"): 1})
+
+
+def test_a_folder_whose_name_begins_alike_is_another_one(outer):
+    assert walk(outer.alone, Path(outer.__file__).parent.parent / "walk") == Walk({}, {})
+
+
+def test_who_followed_before_follows_again_even_after_an_error(outer):
+    def before(*event):
+        pass
+
+    sys.setprofile(before)
+    try:
+        with pytest.raises(KeyError):
+            walk(sys.modules["walked.inner"].fails, Path(outer.__file__).parent)
+        assert sys.getprofile() is before
+    finally:
+        sys.setprofile(None)
+
+
+# -- the report ---------------------------------------------------------------------------------------------------
+
+
+def test_a_report_sums_up_and_holds_it_against_the_bars(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("\n" * 401)
+    (tmp_path / "b.py").write_text("\n" * 3)
+    monkeypatch.setattr(path, "BARS", {path.FIRST: (2, 5), path.GRADIENT: (0, 2)})
+    monkeypatch.setattr(path, "MOST", 2)
+    first = Walk({"b.py": 2, "a.py": 1}, {("b.py", "a.py"): 2, ("a.py", "b.py"): 4})
+    walks = {path.FIRST: first, path.REPEATED: Walk({"b.py": 1}, {}), path.GRADIENT: Walk({"b.py": 7}, {("c", "d"): 3})}
+    report = path.report(walks, tmp_path)
+    sums, files, pairs = (table.rows for table in report.tables)
+    assert sums == (
+        (path.FIRST, 2, "a.py", 401, 6),
+        (path.REPEATED, 1, "b.py", 3, 0),
+        (path.GRADIENT, 1, "b.py", 3, 3),
+    )
+    assert files == (("b.py", 3, 2, 1, 7), ("a.py", 401, 1, 0, 0))
+    assert pairs == (("a.py calls b.py", 4, 0, 0), ("c calls d", 0, 0, 3))
+    assert [(bar.measured, bar.limit, bar.held) for bar in report.bars] == [
+        (401, 400, False),
+        (2, 2, True),
+        (6, 5, False),
+        (1, 0, False),
+        (3, 2, False),
+    ]
+
+
+def test_a_call_of_attention_is_followed():
+    report = path.run()
+    sums, files = ({row[0]: row[1:] for row in table.rows} for table in report.tables[:2])
+    folder = Path(ejkernel_core.__file__).parent
+    assert report.tables[0].title == f"calls in {folder}"
+    assert next(iter(files)) == "__init__.py"
+    assert files["__init__.py"][1:] == (1, 1, 1)
+    assert files["_call.py"][0] == len((folder / "_call.py").read_text(encoding="utf-8").splitlines())
+    for place, name in enumerate((path.FIRST, path.REPEATED, path.GRADIENT)):
+        assert sums[name][0] == sum(row[1 + place] > 0 for row in files.values())
+        assert sums[name][2] == max(row[0] for row in files.values() if row[1 + place])
+    # What was called before is looked up; what is differentiated is lowered anew, and bound already.
+    assert sums[path.REPEATED][0] < sums[path.GRADIENT][0] <= sums[path.FIRST][0]
+    assert sums[path.REPEATED][3] < sums[path.FIRST][3]
+
+
+def test_an_option_that_changes_nothing_is_refused():
+    with pytest.raises(SystemExit, match="path counts the same every time; --rounds is for what takes time"):
+        command.main(["path", "--rounds", "3"])
+    with pytest.raises(SystemExit, match="path has its peers always"):
+        command.main(["path", "--peers"])
