@@ -9,7 +9,6 @@ from typing import Any
 import attrs
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from ejkernel_core import Invocation as CoreInvocation
@@ -19,6 +18,7 @@ from ejkernel_core._keys import content
 from ejkernel_core._operation import Arguments, Restore
 
 from ._invocation import Invocation
+from ._levels import as_they_are, element, fold_backward, gradient_types, mapped_over, whole
 
 #: The methods by backend: where each runs, and how strongly it is preferred there.
 METHODS: dict[str, dict[str, int]] = {
@@ -103,6 +103,13 @@ def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
 
 
+@attrs.frozen(eq=False, kw_only=True)
+class SiteOperation(Operation):
+    """An operation that a kernel object makes."""
+
+    site: Site
+
+
 @attrs.frozen(eq=False)
 class Site:
     """A kernel object together with one way of calling it."""
@@ -133,7 +140,8 @@ class Site:
         mapped = inspect.Parameter("mapped", _KEYWORD, default=())
         signature = self.signature.replace(parameters=[*self.signature.parameters.values(), mapped])
         own = kernel.has_custom_vjp()
-        operation = Operation(
+        operation = SiteOperation(
+            site=self,
             name=kernel.name,
             version=kernel.version,
             signature=signature,
@@ -153,14 +161,15 @@ class Site:
         name = f"{self.kernel.name}_bwd"
         own = gradient_signature(signature, self.results)
         outer = inspect.Parameter("outer", _KEYWORD, default=())
-        operation = Operation(
+        operation = SiteOperation(
+            site=self,
             name=name,
             version=self.kernel.version,
             signature=own.replace(parameters=[*own.parameters.values(), outer]),
             arrays=(*self.arrays, *self.saved),
             prepare=lambda arguments: (arguments, tuple),
-            outputs=_gradient_types,
-            fold=_fold_backward,
+            outputs=gradient_types,
+            fold=fold_backward,
             reference="backward",
         )
         return {name: operation, f"{name}.backward": _Backward(self)}
@@ -174,7 +183,7 @@ class Site:
         """One more level of ``mapped``: the names of what has one more leading axis, as every result has. The outermost
         level is the first.
         """
-        return {**arguments, "mapped": ((*sorted(names), *self.saved), *arguments["mapped"])}, _as_they_are
+        return {**arguments, "mapped": ((*sorted(names), *self.saved), *arguments["mapped"])}, as_they_are
 
     def _restore(self, results: tuple[Any, ...]) -> Any:
         if self.tree is not None:
@@ -183,7 +192,7 @@ class Site:
 
     def _outputs(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         leaves = self._flat(self.promised(self._bare(arguments)))
-        return tuple(_whole(arguments, arguments["mapped"], leaf) for leaf in leaves)
+        return tuple(whole(arguments, arguments["mapped"], leaf) for leaf in leaves)
 
     def _bare(self, arguments: Mapping[str, Any], arrays: Sequence[Any] = ()) -> CoreInvocation:
         where = target(current_platform(arrays))
@@ -203,7 +212,7 @@ class Site:
             args, kwargs = self.filled({**inv.arguments, **given})
             return method(*args, cfg=cfg, **kwargs)
 
-        return jax.eval_shape(run, self._elements(inv))
+        return jax.eval_shape(run, self.elements(inv))
 
     def heuristic(self, inv: CoreInvocation) -> Any:
         """The kernel object's own answer to a call."""
@@ -215,7 +224,7 @@ class Site:
 
     def view(self, inv: CoreInvocation) -> Any:
         """What the kernel object's own methods are told of a call: the shapes that one of its runs sees."""
-        args, kwargs = self.filled({**inv.arguments, **self._elements(inv)})
+        args, kwargs = self.filled({**inv.arguments, **self.elements(inv)})
         return Invocation(self.kernel, args, kwargs, core=inv)
 
     def run(self, backend: str, arguments: Mapping[str, Any], cfg: Any) -> list[Any]:
@@ -227,7 +236,8 @@ class Site:
             return [jnp.asarray(leaf) for leaf in self._flat(method(*args, cfg=cfg, **kwargs))]
 
         levels = [(frozenset(level), None) for level in arguments["mapped"]]
-        return _mapped_over(once, levels, self._given(arguments, self.arrays), in_a_loop=backend == "triton")
+        loops = f"{self.kernel.name}.run_triton" if backend == "triton" else ""
+        return mapped_over(once, levels, self._given(arguments, self.arrays), loops)
 
     @staticmethod
     def _given(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -244,9 +254,9 @@ class Site:
             raise TypeError(f"{self.kernel.name}: returns {len(leaves)} arrays; results names {self.results}")
         return leaves
 
-    def _elements(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def elements(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         levels = (*arguments.get("outer", ()), *arguments["mapped"])
-        return {name: _element(arguments, levels, name) for name in self._given(arguments, self.arrays)}
+        return {name: element(arguments, levels, name) for name in self._given(arguments, self.arrays)}
 
 
 @attrs.frozen(eq=False)
@@ -305,15 +315,16 @@ class _Backward(_Hooks):
         def once(given: Mapping[str, Any]) -> list[Any]:
             arguments = {**inv.arguments, **given}
             args, kwargs = site.filled(arguments)
-            whole = tree.unflatten(_cotangent(arguments, name) for name in site.results)
-            cotangents = tuple(whole) if isinstance(whole, (tuple, list)) else (whole,)
+            by_result = tree.unflatten(_cotangent(arguments, name) for name in site.results)
+            cotangents = tuple(by_result) if isinstance(by_result, (tuple, list)) else (by_result,)
             found = _by_array(site, arguments, site.kernel.custom_vjp(args, cfg, kwargs, cotangents))
             return [found(name) for name in inv["wrt"]]
 
         # What is mapped in the forward alone is one call: the gradient of what its elements share is a sum.
         levels = [(frozenset(level), None) for level in inv["outer"]]
         levels += [(frozenset(level), inv["wrt"]) for level in inv["mapped"]]
-        return _mapped_over(once, levels, site._given(inv, (*site.arrays, *site.saved)), in_a_loop=False)
+        loops = f"{site.kernel.name}.custom_vjp" if "triton" in site.kernel.methods() else ""
+        return mapped_over(once, levels, site._given(inv, (*site.arrays, *site.saved)), loops)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
@@ -375,72 +386,3 @@ def _is_label(value: Any) -> bool:
 
 def _typed(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)}"
-
-
-# -- mapped axes -----------------------------------------------------------------------------------------------------
-
-
-def _fold_backward(arguments: Mapping[str, Any], names: frozenset[str], size: int) -> tuple[Arguments, Restore]:
-    """One more level of ``outer``, as of ``mapped``: the gradients have its axis too."""
-    return {**arguments, "outer": (tuple(sorted(names)), *arguments["outer"])}, _as_they_are
-
-
-def _as_they_are(results: tuple[Any, ...]) -> tuple[Any, ...]:
-    return results
-
-
-#: Of each mapped axis, the names of the arrays that have it.
-Levels = Sequence[Sequence[str]]
-
-
-def _element(arguments: Mapping[str, Any], levels: Levels, name: str) -> jax.ShapeDtypeStruct:
-    """An array without these mapped axes, and sharded as it is where that is a part of its type (explicit axes)."""
-    array, axes = arguments[name], sum(name in level for level in levels)
-    sharding = getattr(array, "sharding", None)
-    explicit = not axes and isinstance(sharding, NamedSharding) and any(spec is not None for spec in sharding.spec)
-    return jax.ShapeDtypeStruct(array.shape[axes:], array.dtype, sharding=sharding if explicit else None)
-
-
-def _whole(arguments: Mapping[str, Any], levels: Levels, element: Any) -> jax.ShapeDtypeStruct:
-    """A result for each element: with every mapped axis."""
-    sizes = []
-    for i, level in enumerate(levels):
-        mapped = level[0]
-        sizes.append(arguments[mapped].shape[sum(mapped in outer for outer in levels[:i])])
-    sharding = None if sizes else getattr(element, "sharding", None)
-    return jax.ShapeDtypeStruct((*sizes, *element.shape), element.dtype, sharding=sharding)
-
-
-def _gradient_types(arguments: Mapping[str, Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Each is like its array, and has every axis that the backward itself is mapped over."""
-    outer = arguments["outer"]
-    return tuple(_whole(arguments, outer, _element(arguments, outer, name)) for name in arguments["wrt"])
-
-
-Once = Callable[[Mapping[str, Any]], list[Any]]
-#: A mapped axis: the names of what has it, and those of the results to be summed over it where they do not have it.
-Level = tuple[frozenset[str], Sequence[str] | None]
-
-
-def _mapped_over(once: Once, levels: Sequence[Level], given: Mapping[str, Any], in_a_loop: bool) -> list[Any]:
-    """``once`` of these arrays, over the mapped axes; in a loop where the code knows no batching."""
-    function = once
-    for names, summed in reversed(levels):
-        function = _one_level(function, names, summed, in_a_loop)
-    return function(given)
-
-
-def _one_level(function: Once, names: frozenset[str], summed: Sequence[str] | None, in_a_loop: bool) -> Once:
-    def run(given: Mapping[str, Any]) -> list[Any]:
-        moving = {name: value for name, value in given.items() if name in names}
-        fixed = {name: value for name, value in given.items() if name not in names}
-
-        def inner(values: Mapping[str, Any]) -> list[Any]:
-            return function({**fixed, **values})
-
-        results: list[Any] = jax.lax.map(inner, moving) if in_a_loop else jax.vmap(inner)(moving)
-        if summed is None:
-            return results
-        return [r if name in names else r.sum(0) for name, r in zip(summed, results, strict=True)]
-
-    return run

@@ -158,17 +158,6 @@ def test_on_another_platform_another_method_runs(backend: str, monkeypatch: pyte
     assert kernel.plan(X).kernel.backend == backend
 
 
-def test_only_what_knows_no_batching_is_mapped_by_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loops(kernel: Any) -> bool:
-        return "stablehlo.while" in jax.jit(jax.vmap(kernel)).lower(jnp.stack([X, Y])).as_text()
-
-    assert not loops(Gpu())
-    monkeypatch.setitem(_bridge.METHODS, "pallas", {"cpu": 30})
-    assert not loops(Gpu())
-    monkeypatch.setitem(_bridge.METHODS, "triton", {"cpu": 40})
-    assert loops(Gpu())
-
-
 def test_a_backend_that_cannot_is_refused_and_one_that_is_not_there_named() -> None:
     with pytest.raises(NoKernel, match="Everywhere.triton .*: refused, it runs on gpu; this is cpu"):
         Everywhere()(X, backend="triton")
