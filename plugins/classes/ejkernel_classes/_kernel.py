@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Generic, TypeVar, get_args, get_origin
+from typing import Any, Generic, Self, TypeVar, get_args, get_origin
 
 import ejkernel_core
 from ejkernel_core import Explanation, NoKernel, Plan, Registry
@@ -48,6 +48,12 @@ class Kernel(Generic[Cfg, Out]):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.name = vars(cls).get("name", cls.__name__)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse a class that computes nothing: a subclass may leave ``__init__`` out, as a dataclass does."""
+        if not any(getattr(cls, name) is not getattr(Kernel, name) for name in _METHODS.values()):
+            raise TypeError(_what_to_write(cls))
+        return super().__new__(cls)
 
     def __init__(self, name: str | None = None, version: int | None = None) -> None:
         self.name = self.name if name is None else name
@@ -187,9 +193,7 @@ class Kernel(Generic[Cfg, Out]):
     @property
     def plainest(self) -> str:
         """The method whose results tell what the others return, and that JAX differentiates."""
-        for backend in self.methods():
-            return backend
-        raise NotImplementedError(f"{self.name}: write run, or one of {', '.join([*_METHODS.values()][1:])}")
+        return next(iter(self.methods()))
 
     def has_custom_vjp(self) -> bool:
         """Whether this class differentiates itself."""
@@ -204,6 +208,14 @@ class Kernel(Generic[Cfg, Out]):
                 if isinstance(kind, type) and kind is not Any:  # which is a class since Python 3.11
                     return kind
         return None
+
+
+def _what_to_write(cls: type) -> str:
+    others = ", ".join([*_METHODS.values()][1:])
+    if cls is Kernel:
+        subclass = "class MyKernel(Kernel[Config, jax.Array]): def run(self, x, *, cfg): ..."
+        return f"Kernel is to be subclassed: write {subclass}, or one of {others}; then call MyKernel()(x)"
+    return f"{cls.__qualname__}: write run(self, ..., *, cfg), or one of {others}"
 
 
 class _Registries:

@@ -1,0 +1,64 @@
+"""A class that computes nothing cannot be made, and says what to write."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel_classes import Kernel
+
+
+class Written(Kernel[Any, jax.Array]):
+    def run_xla(self, x: Any, *, cfg: Any) -> Any:
+        return x + 1
+
+    def heuristic_cfg(self, inv: Any) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("given", [{}, {"name": "mine"}])
+def test_the_base_class_tells_how_to_subclass_it(given: Any) -> None:
+    told = (
+        r"Kernel is to be subclassed: write class MyKernel\(Kernel\[Config, jax.Array\]\): def run\(self, x, \*, cfg\): "
+        r"..., or one of run_xla, run_pallas, run_triton; then call MyKernel\(\)\(x\)"
+    )
+    with pytest.raises(TypeError, match=told):
+        Kernel(**given)
+
+
+def test_a_subclass_without_a_run_method_tells_what_to_write() -> None:
+    class Empty(Kernel[Any, Any]):
+        def heuristic_cfg(self, inv: Any) -> Any:
+            return None
+
+    with pytest.raises(TypeError, match=r"Empty: write run\(self, ..., \*, cfg\), or one of run_xla, run_pallas"):
+        Empty()
+
+
+def test_one_method_is_enough_and_may_be_inherited() -> None:
+    class Inherits(Written):
+        def __init__(self, by: int) -> None:
+            super().__init__(name="inherits")
+            self.by = by
+
+    assert Inherits(3).name == "inherits"
+    assert Inherits(by=3)(jnp.ones(2)).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda kernel: pickle.loads(pickle.dumps(kernel))])
+def test_a_copy_is_made_as_before(duplicate: Any) -> None:
+    assert duplicate(Written())(jnp.ones(2)).tolist() == [2, 2]
+
+
+def test_a_kernel_without_configurations_tells_what_to_say() -> None:
+    class Unsaid(Kernel):  # type: ignore[type-arg]
+        def run(self, x: Any, *, cfg: Any) -> Any:
+            return x
+
+    with pytest.raises(NotImplementedError, match=r"Unsaid: write heuristic_cfg, or say Kernel\[Config, Out\]"):
+        Unsaid()(jnp.ones(2))
