@@ -18,21 +18,21 @@ from ejkernel_core import (
     label,
     overlay_cache,
     policy_override,
-    stable_json,
     to_json,
 )
-from ejkernel_core._devices import device_fingerprint
-from ejkernel_core._keys import abstractify, sharding_fingerprint, short_hash
+from ejkernel_core._keys import sharding_fingerprint
 
-from ._devices import device_kind, get_device_platform, preferred_backend
+from ._content import abstractify, short_hash, stable_json
+from ._devices import device_fingerprint, device_kind, get_device_platform, preferred_backend
 from ._executor import ConfigSelectorChain, Executor
 from ._invocation import Invocation, default_key_builder_with_sharding
 from ._kernel import Cfg, Kernel, Out
 from ._mapped import pmap_with_config, vmap_with_config
 from ._params import BwdParams, FwdParams, get_safe_hash_int, hash_fn
+from ._recording import get_invocations, record_invocation, stop_recording
 
 if TYPE_CHECKING:
-    from ejkernel_cache import PersistentCache
+    from ejkernel_classes._persistent import PersistentCache
     from ejkernel_ops import flash_attention
     from ejkernel_ops.calibration import (
         estimate_shared_memory_bytes,
@@ -63,10 +63,8 @@ if TYPE_CHECKING:
         autotune,
         autotune_recorded,
         benchmark,
-        get_invocations,
         get_memory_usage,
         labels_to_configs,
-        record_invocation,
         timer,
     )
 
@@ -129,6 +127,7 @@ __all__ = [
     "sharding_fingerprint",
     "short_hash",
     "stable_json",
+    "stop_recording",
     "timer",
     "to_json",
     "unchunk_array",
@@ -137,18 +136,16 @@ __all__ = [
 
 #: What not every program needs is imported when it is asked for.
 _LATER = {
-    "ejkernel_cache": ("PersistentCache",),
+    "ejkernel_classes._persistent": ("PersistentCache",),
     "ejkernel_tuning": (
         "autotune",
         "autotune_recorded",
         "benchmark",
-        "get_invocations",
         "get_memory_usage",
         "labels_to_configs",
-        "record_invocation",
         "timer",
     ),
-    "ejkernel_ops": ("flash_attention",),
+    "ejkernel_classes._attention": ("flash_attention",),
     "ejkernel_ops.calibration": (
         "estimate_shared_memory_bytes",
         "get_shared_memory_limit",

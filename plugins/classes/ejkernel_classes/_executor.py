@@ -10,13 +10,14 @@ from typing import Any
 
 import attrs
 
-import ejkernel_core
 from ejkernel_core import AutotunePolicy, ConfigCache, Scope
 from ejkernel_core._discovery import POLICIES, local_entry
 from ejkernel_core._hookspecs import BUILT_IN_PREFIX, PolicyHooks
 from ejkernel_core._loading import hook_manager
 from ejkernel_core._policies import Remembered
 from ejkernel_core._scopes import NOTHING, entered
+
+from ._named import call
 
 
 class _Store(Remembered):
@@ -96,5 +97,5 @@ class Executor:
         """The results of a ``Kernel`` object, or of an operation by its name."""
         with self.selector.entered():
             if isinstance(kernel, str):
-                return ejkernel_core.call(kernel, *args, cfg=cfg, **kwargs)
+                return call(kernel, *args, cfg=cfg, **kwargs)
             return kernel(*args, cfg=cfg, **kwargs)

@@ -17,6 +17,7 @@ from ejkernel_core._configuration import changeable
 
 from ._bridge import Filled, Site, Written
 from ._invocation import Invocation
+from ._recording import recording
 
 Cfg = TypeVar("Cfg")
 Out = TypeVar("Out")
@@ -102,7 +103,8 @@ class Kernel(Generic[Cfg, Out]):
 
     def __call__(self, *args: Any, cfg: Any = None, backend: str | None = None, **kwargs: Any) -> Out:
         """The results, by the best method there is, with the best configuration that is known."""
-        return self._ask(Registry.call, args, kwargs, cfg, backend)  # type: ignore[no-any-return]
+        with recording.listening():
+            return self._ask(Registry.call, args, kwargs, cfg, backend)  # type: ignore[no-any-return]
 
     def invocation(self, *args: Any, **kwargs: Any) -> Invocation:
         """That call, frozen; its ``key`` is what configurations are remembered by."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-import ejkernel_core
+from ._named import call
 
 
 def vmap_with_config(
@@ -27,10 +27,10 @@ def vmap_with_config(
     >>> attention(rows, rows[0], rows[0], causal=True).shape
     (3, 1, 4, 2, 8)
     """
-    call = _call_of(kernel, cfg, backend)
+    run = _call_of(kernel, cfg, backend)
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return jax.vmap(lambda *moving: call(*moving, **kwargs), in_axes, out_axes)(*args)
+        return jax.vmap(lambda *moving: run(*moving, **kwargs), in_axes, out_axes)(*args)
 
     return mapped
 
@@ -54,7 +54,7 @@ def pmap_with_config(
     >>> attention(rows, rows[0], rows[0], causal=True).shape
     (1, 1, 4, 2, 8)
     """
-    call = _call_of(kernel, cfg, backend)
+    run = _call_of(kernel, cfg, backend)
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         axes = in_axes if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
@@ -65,7 +65,7 @@ def pmap_with_config(
         def on_one(*shards: Any) -> Any:
             # A shard is a slice of length one.
             one = (_each(shard, axis, jnp.squeeze) for shard, axis in zip(shards, axes, strict=True))
-            return _each(call(*one, **kwargs), 0, jnp.expand_dims)
+            return _each(run(*one, **kwargs), 0, jnp.expand_dims)
 
         specs = tuple(
             jax.tree.map(lambda leaf, axis=axis: _spec(axis, np.ndim(leaf), axis_name), arg)
@@ -78,7 +78,7 @@ def pmap_with_config(
 
 
 def _call_of(kernel: Any, cfg: Any, backend: str | None) -> Callable[..., Any]:
-    run = functools.partial(ejkernel_core.call, kernel) if isinstance(kernel, str) else kernel
+    run = functools.partial(call, kernel) if isinstance(kernel, str) else kernel
     return functools.partial(run, cfg=cfg, backend=backend)
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import attrs
 from attrs.validators import ge, instance_of, optional
 
-from ejkernel_core import stable_json
+from ._content import stable_json
 
 Params = TypeVar("Params", bound="_Params")
 
@@ -102,19 +102,19 @@ def get_safe_hash_int(text: Any, algorithm: str = "md5") -> int:
     return int.from_bytes(digest, "big")
 
 
-def hash_fn(value: Any) -> int:
+def hash_fn(self: Any) -> int:
     """A hash by the type's name and the fields by name: the same in every process, and equal where values are.
 
     >>> hash_fn(FwdParams(q_blocksize=12, kv_blocksize=3)) == hash_fn(FwdParams(q_blocksize=1, kv_blocksize=23))
     False
     """
-    kind = type(value)
+    kind = type(self)
     if attrs.has(kind):
-        fields = {field.name: getattr(value, field.name) for field in attrs.fields(kind) if field.eq}
+        fields = {field.name: getattr(self, field.name) for field in attrs.fields(kind) if field.eq}
     elif dataclasses.is_dataclass(kind):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(kind) if field.compare}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(kind) if field.compare}
     else:
-        fields = dict(vars(value))
+        fields = dict(vars(self))
     return get_safe_hash_int(stable_json([kind.__qualname__, _normal(fields)]))
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ejkernel_ops import flash_attention
+from ._attention import flash_attention
 
 __all__ = ["flash_attention"]

@@ -543,6 +543,7 @@ def kernel(basic: types.ModuleType, run: Run) -> Iterator[Any]:
         config_space = spaced.MyKernel.config_space
 
     yield Both()
+    ejkernel_classes.stop_recording()
     clear_invocations()
 
 
@@ -563,10 +564,9 @@ def test_manual_autotuning(kernel: Any, run: Run) -> None:
 
 
 def test_batch_autotuning(kernel: Any, run: Run) -> None:
-    clear_invocations()
     inv = InvocationClass(kernel=kernel, args=(A, B))
     module = run("Batch Autotuning", kernel=kernel, inv=inv)
-    assert [one.key for one in module.invocations] == [inv.key]
+    assert [(one.kernel, one.key, one.args) for one in module.invocations] == [(kernel, inv.key, inv.abstract_args)]
     (tuned,) = module.results.tuned
     assert tuned.keys[0] == inv.key
     assert kernel.plan(A, B).cfg == module.results.cfg

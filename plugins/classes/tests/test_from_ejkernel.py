@@ -78,6 +78,21 @@ PARAMETERS = {
     "log_sum_exp": "x axis keepdims", "safe_divide": "numerator denominator min_denominator",
     "assert_allclose": "actual expected rtol atol equal_nan",
     "generate_attention_inputs": "batch_size seq_len num_heads head_dim dtype key", "timer": "name",
+    "device_fingerprint": "dev", "get_device_platform": "dev", "abstractify": "pytree", "short_hash": "obj",
+    "stable_json": "obj", "hash_fn": "self", "get_shared_memory_limit": "", "get_memory_usage": "", "device_kind": "",
+    "FwdParams.to_dict": "self", "Kernel.name": "self name", "Kernel.custom_vjp": "self primals cfg kwargs cotangents",
+    "Kernel.heuristic_cfg": "self inv", "Kernel.config_space": "self inv", "Invocation": "kernel args kwargs metadata",
+    "ConfigSelectorChain": "cache persistent autotune", "PersistentCache": "path", "ConfigCache": "",
+    "vmap_with_config": "kernel in_axes", "pmap_with_config": "kernel axis_name",
+    "default_key_builder_with_sharding": "kernel args kwargs", "record_invocation": "kernel inv", "get_invocations": "",
+    "FwdParams": "blocksize_m blocksize_k blocksize_n q_blocksize kv_blocksize blocksize_heads blocksize_keys "
+    "num_key_splits num_warps num_stages",
+    "BwdParams": "blocksize_m blocksize_k blocksize_n q_blocksize kv_blocksize num_warps num_stages",
+}  # fmt: skip
+#: What the documents pass by name to what takes more than that.
+BY_NAME = {
+    "autotune": "configs num_warmup num_iters", "benchmark": "num_iters", "Executor.cfg": "cfg",
+    "policy_override": "autotune",
 }  # fmt: skip
 DEFAULTS = {
     "estimate_shared_memory_bytes": (jnp.float16, True), "select_num_warps": (jnp.float16,), "chunk_array": (0, 0),
@@ -85,13 +100,14 @@ DEFAULTS = {
     "generate_attention_inputs": (2, 128, 8, 64, jnp.float32, None), "timer": ("Operation",),
     "segment_ids_to_mask": (jnp.bool_, False), "mask_to_segment_ids": (False,), "get_safe_hash_int": ("md5",),
     "BwdParams.from_fwd_params": (0.5,), "prepare_cu_seqlens_from_mask": (jnp.int32,),
+    "device_fingerprint": (None,), "get_device_platform": (None,), "FwdParams": (None,) * 10, "BwdParams": (None,) * 7,
 }  # fmt: skip
 
 
 def rows() -> list[tuple[list[str], str, str]]:
     """(names, target, what differs) of every row of the tables."""
     cells = [
-        [cell.strip() for cell in line.strip("|").split("|")]
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))]
         for line in PAGE.read_text().splitlines()
         if line[:1] == "|"
     ]
@@ -149,6 +165,41 @@ def test_the_documented_parameters_are_taken(name: str) -> None:
     defaults = DEFAULTS.get(name, ())
     given = [takes[own].default for own in wanted[len(wanted) - len(defaults) :]]
     assert given == list(defaults)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_what_is_documented_by_name_is_taken_by_name(name: str) -> None:
+    takes = inspect.signature(target(TARGETS[name])).parameters
+    named = {own for own, parameter in takes.items() if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY}
+    more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
+    assert more if name == "policy_override" else {*BY_NAME[name].split()} <= named
+
+
+def test_every_function_of_the_documents_is_compared() -> None:
+    """But for those whose examples show a name and one argument without one."""
+    functions = {name for name, here in TARGETS.items() if inspect.isroutine(target(here)) or name in PARAMETERS}
+    shown_alone = """
+        Executor.cfg Kernel.run Kernel.run_triton Kernel.run_pallas Kernel.run_xla FwdParams.__hash__ BwdParams.__hash__
+        ConfigCache.put ConfigCache.get PersistentCache.put PersistentCache.get overlay_cache autotune_recorded
+        sharding_fingerprint to_json from_json label find_labels_in_lowered extract_labels_from_hlo_text
+        labels_to_configs ejkernel.modules.flash_attention PersistentCache.path
+    """
+    assert functions - {*PARAMETERS} - {*BY_NAME} == {*shown_alone.split(), "key in ConfigCache"} - {*BY_NAME}
+
+
+@pytest.mark.parametrize("name", ["device_fingerprint", "get_device_platform", "device_kind"])
+def test_a_device_is_passed_by_name(name: str) -> None:
+    function = getattr(ejkernel_classes, name)
+    assert function(dev=jax.devices()[0]) == function(jax.devices()[0]) == function()
+    with pytest.raises(TypeError, match="dev: takes one of jax.devices.*; got str 'cpu'"):
+        function(dev="cpu")
+
+
+def test_content_is_passed_by_name() -> None:
+    assert ejkernel_classes.stable_json(obj={"b": 1, "a": (2,)}) == '{"a":{"!tuple":[2]},"b":1}'
+    assert ejkernel_classes.short_hash(obj=[1]) == ejkernel_classes.short_hash([1])
+    assert ejkernel_classes.abstractify(pytree=[np.zeros(3)]) == [jax.ShapeDtypeStruct((3,), np.float64)]
+    assert ejkernel_classes.hash_fn(self=FwdParams(q_blocksize=4)) == ejkernel_classes.hash_fn(FwdParams(q_blocksize=4))
 
 
 def test_the_documented_fields_and_their_defaults():

@@ -6,6 +6,7 @@ The documents are not in the repository: their lines are kept here.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import subprocess
 import sys
@@ -95,15 +96,15 @@ def test_a_name_is_in_the_module_that_the_documents_say(place: str) -> None:
 def test_all_of_it_comes_from_one_place() -> None:
     named = [name for line in LINES for name in line.partition(" import ")[2].split(", ")]
     wanted = {*named, *PLACELESS.split(), *(name for names in PLACES.values() for name in names.split())}
-    assert set(ejkernel_classes.__all__) == wanted | {"preferred_backend"}
+    assert set(ejkernel_classes.__all__) == wanted | {"preferred_backend", "stop_recording"}
     assert [name for name in ejkernel_classes.__all__ if not hasattr(ejkernel_classes, name)] == []
     assert ejkernel_classes.__all__ == sorted(ejkernel_classes.__all__)
 
 
 def test_what_others_have_is_theirs() -> None:
     assert ejkernel_classes.ConfigCache is ejkernel_core.ConfigCache
-    assert ejkernel_classes.PersistentCache is ejkernel_cache.PersistentCache
-    assert ejkernel_classes.flash_attention is ejkernel_ops.flash_attention
+    assert issubclass(ejkernel_classes.PersistentCache, ejkernel_cache.PersistentCache)
+    assert inspect.signature(ejkernel_classes.flash_attention) == inspect.signature(ejkernel_ops.flash_attention)
     assert ejkernel_classes.cdiv is ejkernel_packed.cdiv
     assert ejkernel_classes.Invocation is not ejkernel_core.Invocation
 
@@ -128,6 +129,7 @@ print(json.dumps([name for name in mine if name in sys.modules]))
         ("from ejkernel_classes import Kernel, Executor", []),
         ("from ejkernel_classes.ops import Kernel, Executor", []),
         ("from ejkernel_classes.ops import PersistentCache", ["ejkernel_cache"]),
+        ("from ejkernel_classes.ops import get_invocations", []),
         ("from ejkernel_classes.xla_utils.utils import cdiv", ["ejkernel_packed"]),
         ("from ejkernel_classes import assert_allclose", ["ejkernel_testing"]),
     ],

@@ -125,5 +125,5 @@ def test_what_a_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("function", [device_kind, get_device_platform, preferred_backend, device_fingerprint])
 def test_what_is_no_device_is_told(function: Any) -> None:
-    with pytest.raises(TypeError, match="device: takes one of jax.devices"):
+    with pytest.raises(TypeError, match="dev: takes one of jax.devices"):
         function("gpu")

@@ -227,7 +227,8 @@ class Recorder:
         self._invocations.clear()
 
 
-_recorded = Recorder()
+#: All that is recorded in this process.
+recorded = Recorder()
 _numbers = itertools.count(1)
 
 
@@ -247,7 +248,7 @@ def recording() -> Iterator[Recorder]:
     recorder, number = Recorder(), next(_numbers)
 
     def change(scope: _scopes.Scope) -> _scopes.Scope:
-        listeners: tuple[Any, ...] = (*scope.listeners, recorder, _recorded)
+        listeners: tuple[Any, ...] = (*scope.listeners, recorder, recorded)
         return attrs.evolve(scope, listeners=listeners, state=f"{scope.state};recording {number}")
 
     with _scopes.entered(change):
@@ -267,7 +268,7 @@ def record_invocation(kernel: Any, inv: Any) -> None:
     name, core = kernel if isinstance(kernel, str) else kernel.name, _core(inv)
     if core.op != name:
         raise ValueError(f"record_invocation: the invocation is of {core.op!r}, not of {name!r}")
-    _recorded(attrs.evolve(core, arguments=abstractify(dict(core.arguments))), _plugins_of(inv))
+    recorded(attrs.evolve(core, arguments=abstractify(dict(core.arguments))), _plugins_of(inv))
 
 
 def _core(inv: Any) -> Invocation:
@@ -287,11 +288,13 @@ def _keep_home(inv: Invocation, plugins: Plugins) -> None:
 
 def _plugins_of(inv: Any) -> Plugins:
     """The plugins that a choice for it is made among."""
+    home = _homes.get(id(_core(inv)))
+    if home is not None:
+        return home[1]
     if hasattr(getattr(inv, "kernel", None), "_ask"):  # a kernel object has its own for each way of calling it
         own: Plugins = inv.kernel._ask(lambda plugins, *args, **kwargs: plugins, inv.args, inv.kwargs)
         return own
-    home = _homes.get(id(inv))
-    return ejkernel_core.registry if home is None else home[1]
+    return ejkernel_core.registry
 
 
 def get_invocations() -> list[Invocation]:
@@ -301,7 +304,7 @@ def get_invocations() -> list[Invocation]:
     >>> get_invocations()
     []
     """
-    return list(_recorded)
+    return list(recorded)
 
 
 def clear_invocations() -> None:
@@ -311,4 +314,4 @@ def clear_invocations() -> None:
     >>> len(get_invocations())
     0
     """
-    _recorded.clear()
+    recorded.clear()

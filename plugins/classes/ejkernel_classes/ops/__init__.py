@@ -24,12 +24,14 @@ from ejkernel_classes import (
     find_labels_in_lowered,
     from_json,
     get_device_platform,
+    get_invocations,
     get_safe_hash_int,
     hash_fn,
     label,
     overlay_cache,
     pmap_with_config,
     policy_override,
+    record_invocation,
     sharding_fingerprint,
     short_hash,
     stable_json,
@@ -43,9 +45,7 @@ if TYPE_CHECKING:
         autotune,
         autotune_recorded,
         benchmark,
-        get_invocations,
         labels_to_configs,
-        record_invocation,
     )
 
 __all__ = [

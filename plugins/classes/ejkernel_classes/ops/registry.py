@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ejkernel_tuning import get_invocations, record_invocation
+from ejkernel_classes import get_invocations, record_invocation
 
 __all__ = ["get_invocations", "record_invocation"]

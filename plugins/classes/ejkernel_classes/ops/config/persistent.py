@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ejkernel_cache import PersistentCache
+from ejkernel_classes._persistent import PersistentCache
 
 __all__ = ["PersistentCache"]

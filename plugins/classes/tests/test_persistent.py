@@ -1,0 +1,172 @@
+"""The cache on disk takes what the one in memory does: any key, any configuration."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_classes import ConfigCache, ConfigSelectorChain, Executor, FwdParams, Kernel, PersistentCache
+from ejkernel_core import Key, Provenance, Record, RecordError
+
+
+class Way(enum.Enum):
+    FAST = 1
+    EXACT = 2
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Pair(NamedTuple):
+    block: int
+    name: str = "x"
+
+
+@dataclass(frozen=True)
+class Config:
+    block: int = 128
+
+
+#: Of each, a key and a configuration.
+HASHABLE = [
+    128, "text", "!tuple", "", "ä", 1.5, math.inf, True, None, (), (1, "a", (2.0, None)), b"\x00\xff", frozenset({1, 2}),
+    Way.FAST, Level.LOW, Pair(3, "y"), Config(64), FwdParams(q_blocksize=16), (Config(2), Way.EXACT), jnp.float32,
+    np.float32, np.dtype("float16"), jnp.bfloat16, np.int8(3), np.dtype(jnp.bfloat16).type(1.5), 3 - 4j, 10**30,
+    frozenset({(1, "a"), None}),
+]  # fmt: skip
+UNHASHABLE = [[1, (2, [3])], {"a": 1, 2: (3,)}, {"!tuple": [1]}, {1, 2}, {}, [], {"way": Way.FAST, "pair": [Pair(1)]}]
+KEY = Key("op", "device", "{}", "{}")
+
+
+@pytest.mark.parametrize("value", [*HASHABLE, *UNHASHABLE], ids=lambda value: type(value).__name__)
+def test_any_configuration_comes_back_as_it_was_put(value: Any, tmp_path: Path) -> None:
+    for key in (KEY, "a key"):
+        memory, disk = ConfigCache(), PersistentCache(tmp_path)
+        for cache in (memory, disk):
+            cache.put(key, value)
+        for cache in (memory, disk, PersistentCache(tmp_path)):
+            found = cache.get(key)
+            assert (found, type(found)) == (value, type(value))
+            assert key in cache
+
+
+@pytest.mark.parametrize("key", HASHABLE, ids=lambda value: type(value).__name__)
+def test_any_key(key: Any, tmp_path: Path) -> None:
+    memory, disk = ConfigCache(), PersistentCache(tmp_path)
+    for cache in (memory, disk):
+        assert (cache.get(key), cache.get(key, 5), key in cache) == (None, 5, False)
+        cache.put(key, 7)
+        cache.put("another", 8)
+    for cache in (memory, disk, PersistentCache(tmp_path)):
+        assert (cache.get(key), key in cache, "third" in cache, len(cache)) == (7, True, False, 2)
+        assert {*cache} == {key, "another"}
+        assert {type(one) for one in cache} == {type(key), str}
+        assert dict(cache.items())[key][0].cfg == 7
+        assert cache.records(key)[0].cfg == 7
+    disk.clear()
+    assert (len(disk), [*disk]) == (0, [])
+
+
+def test_keys_are_told_apart_by_content(tmp_path: Path) -> None:
+    keys = [1, 1.0, True, "1", (1,), frozenset({1}), Level.LOW, np.int8(1), None, ((1,),), b"1", Config(1), Pair(1)]
+    cache = PersistentCache(tmp_path)
+    for number, key in enumerate(keys):
+        cache.put(key, number)
+    again = PersistentCache(tmp_path)
+    assert [again.get(key) for key in keys] == [*range(len(keys))]
+    cache.put(frozenset({3, 1, 2}), "set")
+    assert cache.get(frozenset({2, 3, 1})) == "set"
+
+
+def test_records_of_backends_and_provenance(tmp_path: Path) -> None:
+    cache = PersistentCache(tmp_path)
+    measured = Provenance(when="2026-11-23T12:00:00+00:00", device="cpu", milliseconds=0.5, backends=("xla", "run"))
+    cache.put("key", Record((1, 2), "xla", measured))
+    cache.put("key", Record(("other",), "run"))
+    again = PersistentCache(tmp_path)
+    assert again.records("key") == (Record(("other",), "run"), Record((1, 2), "xla", measured))
+    assert again.read("key", "xla") == Record((1, 2), "xla", measured)
+    assert again.read("key", "xla", tuple) == Record((1, 2), "xla", measured)
+    assert again.file("key", "xla").exists()
+    with pytest.raises(RecordError, match="holds a tuple, no list"):
+        again.read("key", "xla", list)
+
+
+@pytest.mark.parametrize("kind", [int, None])
+def test_a_chain_finds_configurations_that_are_no_objects(kind: Any, tmp_path: Path) -> None:
+    class Times(Kernel[kind, jax.Array] if kind else Kernel):  # type: ignore[misc]
+        def run(self, x: Any, *, cfg: Any) -> Any:
+            return x * cfg
+
+        def heuristic_cfg(self, inv: Any) -> Any:
+            return 2
+
+    kernel, x = Times(name="times"), jnp.ones(3)
+    assert Executor(ConfigSelectorChain(persistent=PersistentCache(tmp_path)))(kernel, x).tolist() == [2, 2, 2]
+    PersistentCache(tmp_path).put(kernel.invocation(x).key, 7)
+    assert Executor(ConfigSelectorChain(persistent=PersistentCache(tmp_path)))(kernel, x).tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    "value", [lambda: 0, object(), np.zeros(2), Config, range(3)], ids=lambda value: type(value).__name__
+)
+def test_what_cannot_be_written_down_is_told(value: Any, tmp_path: Path) -> None:
+    cache = PersistentCache(tmp_path)
+    with pytest.raises(RecordError, match=f"a {type(value).__name__}, "):
+        cache.put("key", value)
+    with pytest.raises(RecordError, match=f"a {type(value).__name__}, "):
+        cache.put("key", (1, [value]))
+    assert len(cache) == 0
+
+
+def test_an_unhashable_key_is_a_type_error_in_both(tmp_path: Path) -> None:
+    for cache in (ConfigCache(), PersistentCache(tmp_path)):
+        with pytest.raises(TypeError, match="unhashable"):
+            cache.put([1], 1)
+
+
+def test_damage_is_a_miss(tmp_path: Path) -> None:
+    cache = PersistentCache(tmp_path)
+    cache.put("key", (1, 2))
+    (file,) = tmp_path.rglob("*.json")
+    whole = json.loads(file.read_text())
+    for text in (
+        "",
+        "{}",
+        "[[",
+        '{"!tuple": 3}',
+        '{"!no": []}',
+        '{"!enum": ["json.Nothing", "A"]}',
+        '{"a": 1, "b": 2}',
+    ):
+        whole["config"]["fields"]["text"] = text
+        file.write_text(json.dumps(whole))
+        with pytest.warns(RuntimeWarning, match="is nothing that was written here|nothing has imported"):
+            assert PersistentCache(tmp_path).get("key") is None
+
+
+def test_a_class_that_nobody_has_imported_is_not_imported(tmp_path: Path) -> None:
+    cache = PersistentCache(tmp_path)
+    cache.put(("a key", Way.FAST), (Way.FAST, Pair(1)))
+    program = f"""
+import warnings
+from ejkernel_classes import PersistentCache
+cache = PersistentCache({str(tmp_path)!r})
+warnings.simplefilter("ignore")
+print([type(key).__name__ for key in cache], cache.items())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("['Key'] []")
