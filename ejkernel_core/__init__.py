@@ -26,6 +26,7 @@ from ._hookspecs import hookimpl
 from ._invocation import Invocation, Key
 from ._keys import stable_json
 from ._labels import Label, extract_labels_from_hlo_text, find_labels_in_lowered, label
+from ._loading import config_types
 from ._operation import Cost, Operation, gradient_signature
 from ._plan import Candidate, Choice, Explanation, Plan, Verdict, fitting
 from ._policies import recall
@@ -34,12 +35,10 @@ from ._records import (
     Record,
     as_record,
     from_json,
-    imported_type,
     record_from_json,
     record_to_json,
     successor,
     to_json,
-    type_name,
 )
 from ._registry import Registry
 from ._scopes import AutotunePolicy, Scope, overlay_cache, policy_override
@@ -73,6 +72,7 @@ __all__ = [
     "Verdict",
     "as_record",
     "call",
+    "config_type",
     "explain",
     "extract_labels_from_hlo_text",
     "find_labels_in_lowered",
@@ -80,7 +80,6 @@ __all__ = [
     "from_json",
     "gradient_signature",
     "hookimpl",
-    "imported_type",
     "invocation",
     "label",
     "overlay_cache",
@@ -93,7 +92,6 @@ __all__ = [
     "stable_json",
     "successor",
     "to_json",
-    "type_name",
 ]
 
 #: What is installed, as EJKERNEL_PLUGINS selects it: the registry that the functions below use.
@@ -150,6 +148,19 @@ def explain(op: str, /, *args: Any, backend: str | None = None, cfg: Any = None,
     ('flash_attention', 'flash_attention_bwd')
     """
     return registry.explain(op, *args, backend=backend, cfg=cfg, **kwargs)
+
+
+def config_type(kernel: str) -> type | None:
+    """The type of the configurations of a kernel that is installed, or was registered in this process; else None.
+
+    >>> config_type("flash_attention.xla").__name__, config_type("nobodys.kernel")
+    ('Config', None)
+    """
+    op, _, backend = kernel.rpartition(".")
+    known = config_types.get(kernel)
+    if known is None and backend and backend in registry.backends(op):
+        return registry.kernel(op, backend).config_type
+    return known
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import jax
@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ._layout import LEADING, Axis, Layout, layout, merged, parted
-from ._partitioning import Factoring, Partitioning, Shardings, spec_of
 from ._sizes import sizes
+
+if TYPE_CHECKING:  # most programs cut nothing: what does is loaded by those that do
+    from ._partitioning import Partitioning, Shardings
 
 Arguments = dict[str, Any]
 Layouts = dict[str, Layout]
@@ -119,13 +121,20 @@ class Axes:
         absent = sorted({axis for name in self.results for axis in layouts[name].names} - {*known})
         if absent:
             raise ValueError(f"{', '.join(self.results)}: no array of the call tells how long {absent[0]} is")
-        shardings = Shardings.of(self.given(arguments), layouts, self.independent)
+        cut = self._shardings(self.given(arguments), layouts)
         return tuple(
             jax.ShapeDtypeStruct(
-                own.shape(known), self._dtype(name, arguments), sharding=shardings.sharding(own, known)
+                own.shape(known), self._dtype(name, arguments), sharding=cut and cut.sharding(own, known)
             )
             for name, own in ((name, layouts[name]) for name in self.results)
         )
+
+    def _shardings(self, given: Mapping[str, Any], layouts: Layouts) -> Shardings | None:
+        if not any(isinstance(getattr(array, "sharding", None), NamedSharding) for array in given.values()):
+            return None
+        from ._partitioning import Shardings
+
+        return Shardings.of(given, layouts, self.independent)
 
     def _dtype(self, result: str, arguments: Mapping[str, Any]) -> Any:
         first = next(iter(self.given(arguments).values())).dtype
@@ -148,23 +157,38 @@ class Axes:
 
     def bucket(self, arguments: Mapping[str, Any]) -> Arguments:
         """The arguments as far as they matter to tuning: sizes that only count are rounded up to a power of two."""
-        places = self.places(arguments, self.rounded)
         rounded = {
             name: jax.ShapeDtypeStruct(
-                [_power_of_two(size) if place in places[name] else size for place, size in enumerate(array.shape)],
+                [
+                    _power_of_two(size) if axis.name in self.rounded else size
+                    for axis, size in zip(self._dimensions(name, arguments), array.shape, strict=True)
+                ],
                 array.dtype,
             )
             for name, array in self.given(arguments).items()
         }
         return {**arguments, **rounded}
 
-    def places(self, arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """Which dimensions of each array are axes of these names."""
-        layouts, places = self.layouts(arguments), dict[str, tuple[int, ...]]()
-        for name, array in self.given(arguments).items():
-            owners = [axis.name for axis, n in layouts[name].lengths(array.shape) for _ in _each(n, axis)]
-            places[name] = tuple(place for place, owner in enumerate(owners) if owner in names)
-        return places
+    def counted(self, arguments: Mapping[str, Any]) -> dict[str, tuple[str | None, ...]]:
+        """For every dimension of each array, the axis that it is where that only counts things, else None.
+
+        A broadcast axis of 1 counts nothing: a kernel may treat it apart.
+        """
+
+        def counter(place: int, axis: Axis, size: Any) -> str | None:
+            if axis.name not in self.counts or (axis.is_broadcast and size == 1):
+                return None
+            return f"{LEADING}{place}" if axis.name == LEADING else axis.text.removeprefix("#")
+
+        return {
+            name: tuple(map(counter, range(array.ndim), self._dimensions(name, arguments), array.shape))
+            for name, array in self.given(arguments).items()
+        }
+
+    def _dimensions(self, name: str, arguments: Mapping[str, Any]) -> list[Axis]:
+        """The axis that each dimension of an array is."""
+        pairs = self.layouts(arguments)[name].lengths(arguments[name].shape)
+        return [axis for axis, length in pairs for _ in _each(length, axis)]
 
     def bytes(self, arguments: Mapping[str, Any]) -> int:
         """What the call moves at least: every array and every result once."""
@@ -180,6 +204,8 @@ class Axes:
 
     def partitioning(self, arguments: Mapping[str, Any]) -> Partitioning:
         """The rule by which the call may be cut over devices."""
+        from ._partitioning import Factoring
+
         layouts = self.layouts(arguments)
         results = [
             {
@@ -285,6 +311,8 @@ def _like(array: Any) -> jax.ShapeDtypeStruct:
     sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return jax.ShapeDtypeStruct(array.shape, array.dtype)
+    from ._partitioning import spec_of
+
     spec = PartitionSpec(*spec_of(array))
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding.update(spec=spec))
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from ._display import counted
+from ._invocation import Key
 from ._plan import Candidate, fitting
 from ._records import Record, as_record
 
@@ -28,22 +29,22 @@ class ConfigCache:
         self.generation = 0
         self._lock = threading.Lock()
         self._records: OrderedDict[Hashable, tuple[Record, ...]] = OrderedDict()
-        self._listeners: set[weakref.WeakMethod[Callable[[], None]]] = set()
+        self._listeners: set[weakref.WeakMethod[Callable[[Hashable], None]]] = set()
 
-    def notify(self, listener: Callable[[], None]) -> None:
-        """Call this bound method after every change, as long as its object lives."""
+    def notify(self, listener: Callable[[Hashable], None]) -> None:
+        """Call this bound method with the key after every change, as long as its object lives."""
         self._listeners.add(weakref.WeakMethod(listener, self._listeners.discard))
 
     def put(self, key: Hashable, value: Any) -> None:
         """Remember a configuration, or a ``Record`` of one: in the place of what is there for the same backend."""
-        record = as_record(value)
+        record, changed = as_record(value), [key]
         with self._lock:
             others = (r for r in self._records.pop(key, ()) if r.backend != record.backend)
             self._records[key] = (record, *others)
             self.generation += 1
             if self.maxsize is not None and len(self._records) > self.maxsize:
-                self._records.popitem(last=False)
-        self._changed()
+                changed.append(self._records.popitem(last=False)[0])
+        self._tell(changed)
 
     def get(self, key: Hashable, default: Any = None) -> Any:
         """The configuration that was put last, or the default."""
@@ -61,6 +62,12 @@ class ConfigCache:
         """The record for this kernel: what a store is asked by ``recall``."""
         return fitting(self.records(key), candidate)
 
+    def near(self, key: Key) -> list[Key]:
+        """The keys of the same ``kind``: they differ in axes that only count things."""
+        with self._lock:
+            keys = [known for known in self._records if isinstance(known, Key)]
+        return [known for known in keys if (known.op, known.device, known.kind) == (key.op, key.device, key.kind)]
+
     def items(self) -> list[tuple[Hashable, tuple[Record, ...]]]:
         """Every key with its records."""
         with self._lock:
@@ -69,15 +76,17 @@ class ConfigCache:
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
+            changed = list(self._records)
             self._records.clear()
             self.generation += 1
-        self._changed()
+        self._tell(changed)
 
-    def _changed(self) -> None:
+    def _tell(self, changed: list[Hashable]) -> None:
         # Without the lock: who listens may look something up.
         for listener in [reference() for reference in tuple(self._listeners)]:
-            if listener is not None:
-                listener()
+            for key in changed:
+                if listener is not None:
+                    listener(key)
 
     def __contains__(self, key: Hashable) -> bool:
         with self._lock:

@@ -26,7 +26,7 @@ from ._operation import Operation, Restore
 from ._plan import Explanation, Plan
 from ._plugins import Plugins
 from ._primitive import outputs
-from ._request import Request, Terms, request
+from ._request import Kinds, Request, Terms, request
 from ._validation import check_values
 
 #: How many compiled functions are kept for one way of writing a call: one for each set of options, the oldest go first.
@@ -42,7 +42,13 @@ class Layout:
     array_places: tuple[int, ...]
     option_names: tuple[str, ...]
     option_places: tuple[int, ...]
-    compiled: dict[Any, Callable[..., Any]] = attrs.field(factory=dict, repr=False)
+    #: By options and terms: what is called, and the kinds of keys that it has chosen by.
+    compiled: dict[Any, tuple[Callable[..., Any], Kinds]] = attrs.field(factory=dict, repr=False)
+
+    def forget(self, kind: tuple[str, str]) -> None:
+        """Have the calls choose anew that have chosen by keys of this kind."""
+        for key in [key for key, (_, kinds) in list(self.compiled.items()) if kind in kinds.seen]:
+            self.compiled.pop(key, None)
 
 
 def call(registry: Plugins, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -59,12 +65,15 @@ def call(registry: Plugins, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     if validate is not False:
         _check_values(registry, layout, arrays, options, validate)
     if compiled is not None:
-        return _run(layout, compiled, arrays)
-    compiled = _compile(layout, options, Terms(registry, backend, cfg, scope, cut))
-    results = _run(layout, compiled, arrays)
+        return _run(layout, compiled[0], arrays)
+    terms, changes = Terms(registry, backend, cfg, scope, cut), registry.changes
+    run = _compile(layout, options, terms)
+    results = _run(layout, run, arrays)
     if len(layout.compiled) >= KEPT:
         layout.compiled.pop(next(iter(layout.compiled)), None)
-    layout.compiled[key] = compiled  # only now: a call that was rejected takes no other's place
+    # Only now: a call that was rejected takes no other's place. What may be known better by now is chosen anew.
+    if registry.is_unchanged(terms.kinds.seen, changes):
+        layout.compiled[key] = run, terms.kinds
     return results
 
 

@@ -2,7 +2,7 @@
 
 The order is this module's, and nobody's answer asks for another's: an explicit ``cfg``, the overlays of the scope, what
 is in memory, the policies (stores and models, by RANK, which pluggy's ``tryfirst`` and ``trylast`` change), then what
-measures, if the scope's policy says so, and last the heuristic.
+measures, if the scope's policy says so, then what is remembered of the nearest call, and last the heuristic.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from ._discovery import Broken
 from ._errors import PASSING, NoConfig, NoKernel, PluginError, Unsupported, described
 from ._invocation import Invocation
 from ._kernel import LoadedKernel
-from ._plan import Candidate, Choice, Plan, Verdict
-from ._policies import Policies, learn, recalled
+from ._plan import Candidate, Choice, Plan, Verdict, of_here
+from ._policies import Policies, is_short, learn, recalled, tuner_name
 from ._scopes import Scope
-from ._turns import is_short, measured, tuner_name
 
 #: How many configurations of a space an explanation looks at: its faults mostly show there, and it may have no end.
 FEW = 16
@@ -69,7 +68,8 @@ def able(
         verdicts.append(verdict)
         if verdict.status == "able":
             candidates.append(Candidate(kernel, heuristic if cfg is None else cfg, cfg is not None))
-    return candidates, verdicts
+    software = {name: version for candidate in candidates for name, version in candidate.kernel.software.items()}
+    return [attrs.evolve(candidate, software=software) for candidate in candidates], verdicts
 
 
 def _ask(kernel: LoadedKernel, inv: Invocation, backend: str | None, cfg: Any) -> tuple[Any, Verdict]:
@@ -146,12 +146,15 @@ def selected(
     best = candidates[0]
     if best.explicit:
         return Choice(best.backend, best.cfg, EXPLICIT), []
-    choice, passed = recalled(inv, candidates, policies, scope)
-    if choice is not None and choice.measured:
+    choice, near, passed = recalled(inv, candidates, policies, scope)
+    if choice is not None and choice.measured and choice.record is not None:
+        choice = attrs.evolve(choice, record=of_here(choice.record, candidates))
         learn(policies, inv, choice)
-    tuner = tuner_name(policies)
-    is_further = choice is not None and is_short(choice, scope.policy) and tuner is not None
+    is_further = choice is not None and is_short(choice, scope.policy) and tuner_name(policies) is not None
     if is_further or (choice is None and scope.policy.mode == "on_miss"):
+        from ._turns import measured  # most programs measure nothing
+
+        tuner = tuner_name(policies)
         try:
             return measured(inv, candidates, judge, policies, scope, choice.record if choice else None), passed
         except Unsupported as reason:
@@ -166,7 +169,7 @@ def selected(
     if scope.policy.mode == "error_on_miss":
         reasons = "".join(f"\n  {v.name}: {v.status}, {v.reason}" for v in passed)
         raise NoConfig(f"no configuration is remembered for {inv}{_keyed(inv)}; the policy is error_on_miss{reasons}")
-    return Choice(best.backend, best.cfg, "heuristic"), passed
+    return near or Choice(best.backend, best.cfg, "heuristic"), passed
 
 
 def _keyed(inv: Invocation) -> str:

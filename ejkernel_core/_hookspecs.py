@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 from ._discovery import Broken
 from ._invocation import Invocation
 from ._kernel import LoadedKernel
-from ._measurement import Earlier, Progress
 from ._plan import Candidate, Choice
 from ._records import Record
 from ._scopes import Scope
+
+if TYPE_CHECKING:  # most programs measure nothing
+    from ._measurement import Earlier, Progress
 
 PROJECT = "ejkernel"
 

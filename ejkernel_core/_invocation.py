@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
 
 from ._display import html_table, one_line
-from ._keys import abstractify, short_hash, stable_json
+from ._keys import TAG, abstractify, canonical_json, stable_json
 from ._operation import Operation
 
 
@@ -28,18 +30,42 @@ class Key:
     op: str = _text()
     #: The device's name.
     device: str = _text()
-    #: What is computed, of what, and on what: as ``stable_json``.
+    #: What is computed, of what, and on what: JSON as ``stable_json`` writes it. Where it has ``sizes``, these are the
+    #: sizes of the axes that only count things, by the names that the shapes have in their place.
     problem: str = _text()
-    #: The versions of all that could change the answer, likewise.
-    software: str = _text()
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """A short name for the key."""
-        return short_hash([self.problem, self.software])
+        return _digest(self.problem)
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """A short name that all keys share that differ in axes that only count things."""
+        content = self._content
+        return _digest(canonical_json({name: content[name] for name in content if name != "sizes"}))
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the axes that only count things, by name."""
+        sizes = self._content.get("sizes")
+        return sizes if isinstance(sizes, dict) and all(type(size) is int for size in sizes.values()) else {}
+
+    @property
+    def _content(self) -> dict[str, Any]:
+        """Of a key that somebody made of other text, that text."""
+        try:
+            content = json.loads(self.problem)
+        except (ValueError, RecursionError):
+            content = None
+        return content if isinstance(content, dict) else {"problem": self.problem}
 
     def __str__(self) -> str:
         return f"{self.op} {self.digest}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 @attrs.frozen(eq=False)
@@ -63,8 +89,6 @@ class Invocation(Mapping[str, Any]):
     sharding: tuple[tuple[str, str], ...] = ()
     #: What is called.
     operation: Operation | None = attrs.field(default=None, repr=False)
-    #: The versions of all that could change which configuration is best.
-    software: Mapping[str, str] = attrs.field(factory=dict, repr=False)
 
     @functools.cached_property
     def key(self) -> Key:
@@ -79,13 +103,33 @@ class Invocation(Mapping[str, Any]):
         return self.key, self._key("bucket", self.operation.tuning_key(self.arguments))
 
     def _key(self, what: str, arguments: Any) -> Key:
-        problem = {
-            "operation": [self.op, self.operation.version if self.operation else 1],
-            what: abstractify(arguments),
-            "sharding": dict(self.sharding),
-            "device": [self.platform, self.device_kind, self.compute_capability],
-        }
-        return Key(self.op, self.device_kind or self.platform, stable_json(problem), stable_json(self.software))
+        # An argument that is not given says nothing: one that an operation gets later leaves the old keys as they are.
+        if isinstance(arguments, Mapping):
+            arguments = {name: value for name, value in abstractify(arguments).items() if value is not None}
+        problem = json.loads(
+            stable_json(
+                {
+                    "operation": [self.op, self.operation.version if self.operation else 1],
+                    what: arguments,
+                    "device": [self.platform, self.device_kind],
+                    **({"sharding": dict(self.sharding)} if self.sharding else {}),
+                }
+            )
+        )
+        sizes = self._name_counts(problem[what])
+        return Key(self.op, self.device_kind or self.platform, canonical_json({**problem, **sizes}))
+
+    def _name_counts(self, arguments: Any) -> dict[str, dict[str, int]]:
+        """Put the names of axes that only count things in the place of their sizes, which are given back."""
+        axes, sizes = self.operation.axes if self.operation else None, dict[str, int]()
+        if not isinstance(arguments, dict):
+            return {}
+        for name, counters in axes.counted(self.arguments).items() if axes is not None else ():
+            array = arguments[name][f"{TAG}array"] if name in arguments else [""]
+            for place, (counter, size) in enumerate(zip(counters, array[1:], strict=False), 1):
+                if counter is not None and sizes.setdefault(counter, size) == size:
+                    array[place] = counter
+        return {"sizes": sizes} if sizes else {}
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

@@ -31,7 +31,7 @@ class LoadedKernel:
     #: Platform to rank: where it runs, and how strongly it is preferred there. None: everywhere, DEFAULT_RANK.
     platforms: Mapping[str, int] | None
     config_type: type | None
-    #: The versions of its distribution and of the compilers it names.
+    #: The versions of the kernel, by its name, of JAX and of the compilers it names.
     software: Mapping[str, str] = attrs.field(repr=False)
     _hooks: pluggy.HookRelay = attrs.field(repr=False)
 

@@ -32,7 +32,12 @@ def stable_json(value: Any) -> str:
     >>> stable_json({"b": (1, 2.0), "a": jnp.float32})
     '{"a":{"!dtype":"float32"},"b":{"!tuple":[1,2.0]}}'
     """
-    return json.dumps(_plain(value, ()), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return canonical_json(_plain(value, ()))
+
+
+def canonical_json(data: Any) -> str:
+    """JSON's own types as ``stable_json`` writes them, which marks what is none of them."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def short_hash(value: Any, length: int = 16) -> str:

@@ -78,7 +78,7 @@ def label_of(plan: Plan) -> str:
     except RecordError:  # a configuration that cannot be written down leaves its name alone
         content = {"c": str(plan.cfg)}
     content["n"] = plan.kernel.name
-    content["a"] = {name: _plain(value) for name, value in plan.invocation.items() if value is not None}
+    content["a"] = {name: _plain(value) for name, value in plan.invocation.arguments.items() if value is not None}
     packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 9)
     return f"{MARK}call~{re.sub(r'[^A-Za-z0-9_.-]', '_', plan.kernel.name)}~{base64.urlsafe_b64encode(packed).decode()}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,9 @@ from ._hookspecs import BUILT_IN_PREFIX, PROJECT, REQUIRED_HOOKS, KernelHooks, P
 from ._kernel import LoadedKernel
 from ._keys import code_fingerprint, short_hash
 from ._operation import Operation
+
+#: By the names of kernels, the types of their configurations, as they were loaded last in this process.
+config_types: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
 
 def load(entries: tuple[Entry, ...]) -> Any:
@@ -56,25 +60,34 @@ def load_kernel(entry: Entry, plugin: Any) -> LoadedKernel:
     if not (op and backend):
         raise PluginError(f"kernel {entry.name!r} of {entry.provider}: a kernel is named <operation>.<backend>")
     manager = hook_manager(entry, plugin, KernelHooks)
+    config_type = getattr(plugin, "Config", None)
+    if config_type is not None:
+        config_types[entry.name] = config_type
     return LoadedKernel(
         op,
         backend,
         entry.provider,
         getattr(plugin, "PLATFORMS", None),
-        getattr(plugin, "Config", None),
+        config_type,
         _software(entry, plugin),
         manager.hook,
     )
 
 
 def _software(entry: Entry, plugin: Any) -> dict[str, str]:
-    """What a distribution's version says about its kernels, the code itself says about one registered at run time."""
-    if entry.is_local:
-        hooks = [hook for name in specifications(KernelHooks) if (hook := getattr(plugin, name, None)) is not None]
-        own = {entry.name: short_hash([code_fingerprint(function) for function in getattr(plugin, "CODE", hooks)])}
-    else:
-        own = {entry.distribution: entry.version}
-    return {**own, **{name: version_of(name) for name in getattr(plugin, "COMPILERS", ())}}
+    """The versions of the kernel, by its name, and of all that its results come through."""
+    compilers = ("jax", "jaxlib", *getattr(plugin, "COMPILERS", ()))
+    return {**{name: version_of(name) for name in compilers}, entry.name: _version(entry, plugin)}
+
+
+def _version(entry: Entry, plugin: Any) -> str:
+    """As the kernel says. Else its distribution says it; of one registered at run time, the code itself."""
+    if (version := getattr(plugin, "VERSION", None)) is not None:
+        return str(version)
+    if not entry.is_local:
+        return f"{entry.distribution} {entry.version}"
+    hooks = [hook for name in specifications(KernelHooks) if (hook := getattr(plugin, name, None)) is not None]
+    return short_hash([code_fingerprint(function) for function in getattr(plugin, "CODE", hooks)])
 
 
 def hook_manager(entry: Entry, plugin: Any, hooks: type) -> pluggy.PluginManager:
@@ -102,6 +115,8 @@ def _wrong_names(plugin: Any) -> Iterator[str]:
     compilers = getattr(plugin, "COMPILERS", ())
     if not (isinstance(compilers, tuple) and all(isinstance(name, str) for name in compilers)):
         yield f"COMPILERS takes a tuple of the names of distributions; got {compilers!r}"
+    if type(version := getattr(plugin, "VERSION", 0)) is not int:
+        yield f"VERSION takes a whole number; got {version!r}"
     if not isinstance(getattr(plugin, "RANK", 0), int):
         yield f"RANK takes a whole number; got {plugin.RANK!r}"
     if config is not None and not isinstance(config, type):

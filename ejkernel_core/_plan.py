@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -20,6 +20,8 @@ class Candidate:
     kernel: LoadedKernel
     cfg: Any
     explicit: bool = False
+    #: The versions of all that could change which candidate is best, and with which configuration.
+    software: Mapping[str, str] = attrs.field(factory=dict, repr=False)
 
     @property
     def backend(self) -> str:
@@ -34,14 +36,31 @@ class Candidate:
 def fitting(records: Iterable[Record], candidate: Candidate) -> Record | None:
     """The first that is for the candidate's kernel; one without a backend is for every kernel that takes its type.
 
+    What was measured with other versions comes after all that was not.
+
     >>> from types import SimpleNamespace
-    >>> candidate = SimpleNamespace(backend="xla", config_type=int)  # as far as is looked at here
+    >>> candidate = SimpleNamespace(backend="xla", config_type=int, software={})  # as far as is looked at here
     >>> fitting([Record(64, "triton"), Record("no int"), Record(128)], candidate)
     Record(cfg=128, backend=None, provenance=None)
     """
     kind = candidate.config_type
-    ours = (r for r in records if r.backend in (None, candidate.backend) and (kind is None or isinstance(r.cfg, kind)))
-    return next(ours, None)
+    ours = [r for r in records if r.backend in (None, candidate.backend) and (kind is None or isinstance(r.cfg, kind))]
+    return min(ours, key=lambda record: bool(changes(record, candidate)), default=None)
+
+
+def changes(record: Record, candidate: Candidate) -> str:
+    """Which versions are others than those that the record was measured with; "" for none."""
+    return record.provenance.changes(candidate.software) if record.provenance else ""
+
+
+def of_here(record: Record, candidates: Iterable[Candidate]) -> Record:
+    """The record of what was measured just now, with the versions that are here."""
+    if record.provenance is None:
+        return record
+    here = {name: version for candidate in candidates for name, version in candidate.software.items()}
+    return attrs.evolve(
+        record, provenance=attrs.evolve(record.provenance, software={**here, **record.provenance.software})
+    )
 
 
 @attrs.frozen
@@ -56,9 +75,14 @@ class Choice:
     record: Record | None = None
     #: True for what was measured just now: those who remember are told.
     measured: bool = False
+    #: How far the call is from the one that is remembered, in powers of two; 0 for the call itself, or one like it.
+    distance: float = 0.0
+    #: What there is to know about it.
+    note: str = ""
 
     def __str__(self) -> str:
-        found = f"\n  remembered as {self.key}" if self.key else ""
+        note = f" ({self.note})" if self.note else ""
+        found = note + (f"\n  remembered as {self.key}" if self.key else "")
         provenance = self.record.provenance if self.record else None
         if provenance is None:
             return f"{self.origin}{found}" + (", put there by hand" if found else "")

@@ -6,13 +6,11 @@ import difflib
 import operator
 import os
 import threading
-from collections.abc import Iterable, Mapping
-from importlib import metadata
+from collections.abc import Hashable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
-import jax
 
 from . import _discovery
 from ._cache import ConfigCache
@@ -55,10 +53,13 @@ class Plugins:
         self._lock = threading.Lock()
         self._policies_of = policies_of
         self._state = _State({} if policies_of else _by_name(_discovery.installed(self.plugins)))
-        #: Compiled calls; see ``_call``. Emptied whenever a plugin is registered or something new is remembered.
+        #: Compiled calls; see ``_call``. Emptied whenever a plugin is registered.
         self.calls: dict[Any, Any] = {}
+        #: Grows whenever a call may choose otherwise than it did...
+        self.changes = 0
+        #: ...and how large it was when the keys of a kind last changed.
+        self._changed: dict[tuple[str, str], int] = {}
         self.memory = policies_of.memory if policies_of else ConfigCache()
-        self._software: dict[str, dict[str, str]] = {}
         #: By policy and hook: what a policy failed at when it was last told of something.
         self._failures: dict[tuple[str, str], str] = {}
         #: What the chain of policies was made of, and the chain.
@@ -93,13 +94,13 @@ class Plugins:
 
     @property
     def memory(self) -> ConfigCache:
-        """What is remembered in this process: the policy "memory". Whenever it changes, calls choose anew."""
+        """What is remembered in this process: the policy "memory". Calls choose anew when one of their kind changes."""
         return self._memory
 
     @memory.setter
     def memory(self, memory: ConfigCache) -> None:
         self._memory = memory
-        memory.notify(self._forget_calls)
+        memory.notify(self._forget_kind)
         self._forget_calls()
 
     def remember(self, key: Key, value: Any) -> None:
@@ -113,6 +114,20 @@ class Plugins:
     def _forget_calls(self) -> None:
         # A new dictionary: a call that is being made at this moment keeps what it read to itself.
         self.calls = {}
+        self.changes += 1
+
+    def _forget_kind(self, key: Hashable) -> None:
+        """Have the calls choose anew that have chosen by keys of this kind: of the same operation and options."""
+        self.changes += 1
+        if isinstance(key, Key):
+            kind = key.op, key.kind
+            self._changed[kind] = self.changes
+            for layout in list(self.calls.values()):
+                layout.forget(kind)
+
+    def is_unchanged(self, kinds: Iterable[tuple[str, str]], since: int) -> bool:
+        """Whether what was chosen by keys of these kinds, since ``changes`` was this, would be chosen again."""
+        return all(self._changed.get(kind, 0) <= since for kind in kinds)
 
     def _add(self, entry: Entry, loaded: Any) -> None:
         key = (entry.group, entry.name)
@@ -121,7 +136,6 @@ class Plugins:
             self._state = _State({**state.entries, key: (entry,)}, {**state.loaded, key: loaded})
         for known in [known for known in self._failures if known[0] == entry.name]:
             self._failures.pop(known, None)
-        self._software = {}
         self._forget_calls()
 
     # -- choice --------------------------------------------------------------------------------------------------
@@ -136,7 +150,7 @@ class Plugins:
         except NoKernel as refusal:
             raise NoKernel(f"{refusal}\n{self.how_to_install()}") from None
         if plan.choice.measured:
-            self.choose_anew()
+            self.choose_anew(inv)
         return plan
 
     def judge(self, inv: Invocation) -> LoadedKernel | Broken | None:
@@ -171,11 +185,12 @@ class Plugins:
             self._failures,
         )
 
-    def choose_anew(self) -> None:
-        """Have every call choose again, here and where the policies are."""
-        self._forget_calls()
+    def choose_anew(self, inv: Invocation) -> None:
+        """Have every call of this kind choose again, here and where the policies are."""
+        for key in inv.tuning_keys:
+            self._forget_kind(key)
         if self._policies_of is not None:
-            self._policies_of.choose_anew()
+            self._policies_of.choose_anew(inv)
 
     # -- questions -----------------------------------------------------------------------------------------------
 
@@ -214,16 +229,6 @@ class Plugins:
         """The backends that an operation has kernels of, loaded or not."""
         kernels = (name.rpartition(".") for name in self.names(KERNELS))
         return tuple(backend for owner, _, backend in kernels if owner == op)
-
-    def software(self, op: str) -> dict[str, str]:
-        """The versions of all that could change which configuration is best: see ``Key.software``."""
-        known = self._software.get(op)
-        if known is None:
-            kernels, _ = self.kernels(op)
-            versions = {name: version for kernel in kernels for name, version in kernel.software.items()}
-            known = {"jax": jax.__version__, "jaxlib": metadata.version("jaxlib"), **versions}
-            self._software[op] = known
-        return known
 
     def names(self, group: str) -> tuple[str, ...]:
         """The names of one group, sorted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,9 +15,9 @@ from ._errors import PASSING, RecordError, Unsupported, described
 from ._hookspecs import BUILT_IN_PREFIX, PROJECT, PolicyHooks, hookimpl
 from ._invocation import Invocation, Key
 from ._kernel import LoadedKernel
-from ._plan import Candidate, Choice, Verdict
+from ._plan import Candidate, Choice, Verdict, changes
 from ._records import Record, successor
-from ._scopes import Scope
+from ._scopes import AutotunePolicy, Scope
 
 #: The rank of a policy that does not say: after the stores.
 DEFAULT_RANK = 50
@@ -65,10 +66,12 @@ def chain(policies: Iterable[tuple[str, Any]], first: Iterable[tuple[str, Any]] 
 
 def recalled(
     inv: Invocation, candidates: Sequence[Candidate], policies: Policies, scope: Scope
-) -> tuple[Choice | None, list[Verdict]]:
-    """The answer of the first that has one: an overlay, memory, or a policy. One that fails, or answers what cannot be,
-    is passed over as broken; one that says why it has no answer is heard.
+) -> tuple[Choice | None, Choice | None, list[Verdict]]:
+    """The answer of the first that has one, an overlay, memory, or a policy; where nobody has, the nearest of the
+    answers for calls near this one; and why others have none. One that fails, or answers what cannot be, is passed over
+    as broken; one that says why it has no answer is heard.
     """
+    nearest: Choice | None = None
     given = {"inv": inv, "candidates": candidates, "scope": scope}
     passed: list[Verdict] = []
     for name, answer in _in_order(given, policies, scope):
@@ -88,9 +91,11 @@ def recalled(
             wrong = f"select_config raised {described(fault)}"
         if wrong:
             passed.append(Verdict(name, policies.provider(name), status, wrong))
+        elif choice is not None and choice.distance > 0:
+            nearest = min(nearest or choice, choice, key=lambda choice: choice.distance)
         elif choice is not None:
-            return choice, passed
-    return None, passed
+            return choice, None, passed
+    return None, nearest, passed
 
 
 def _in_order(
@@ -158,18 +163,43 @@ def learn(policies: Policies, inv: Invocation, choice: Choice) -> None:
     tell(policies, "config_selected", inv=inv, choice=choice)
 
 
+def tuner_name(policies: Policies) -> str | None:
+    """The policy that measures; None where nothing that is installed does."""
+    tuners = policies.tuners.hook.measure.get_hookimpls()
+    return tuners[-1].plugin_name if tuners else None
+
+
+def is_short(choice: Choice, policy: AutotunePolicy) -> bool:
+    """Whether it comes of a contest that did not reach everything, and the policy has more time for it."""
+    provenance = choice.record.provenance if choice.record else None
+    # Who lays something over everything means it.
+    if policy.mode != "on_miss" or choice.origin == OVERLAY or provenance is None or provenance.shortfall is None:
+        return False
+    return policy.budget_s > provenance.shortfall.budget_s
+
+
 # -- how a store answers ---------------------------------------------------------------------------------------------
 
 Find = Callable[[Key, Candidate], Record | None]
+#: A record of calls that are further away from a call says nothing about it: the product of the ratios of their sizes.
+FARTHEST = 256
 
 
 def recall(
-    inv: Invocation, candidates: Sequence[Candidate], origin: str, find: Find, by_hand: bool = False
+    inv: Invocation,
+    candidates: Sequence[Candidate],
+    origin: str,
+    find: Find,
+    by_hand: bool = False,
+    near: Callable[[Key], Iterable[Key]] | None = None,
+    other_versions: bool = False,
 ) -> Choice | None:
     """What a store answers: the fastest of the candidates that it has records of, for the call or for those like it.
 
     ``find`` gives the record of one candidate, None, or raises ``RecordError`` where there is one that cannot be read:
-    if nothing else is found, these reasons are what ``Unsupported`` says.
+    if nothing else is found, these reasons are what ``Unsupported`` says. ``near`` gives the keys of the same ``kind``
+    that the store has: the nearest answers where there is nothing for the call itself. ``other_versions`` takes what
+    was measured with other versions, too.
 
     >>> import jax, ejkernel_core
     >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
@@ -183,25 +213,73 @@ def recall(
         keys = inv.tuning_keys
     except TypeError as fault:  # an option that has no content to be remembered by
         raise Unsupported(str(fault)) from fault
-    reasons = []
-    backends = {candidate.backend for candidate in candidates}
+    reasons: list[str] = []
     for key in keys:
-        found = []
-        for candidate in candidates:
-            try:
-                record = find(key, candidate)
-            except RecordError as fault:
-                reasons.append(str(fault))
-                continue
-            # A race says nothing about a kernel that did not take part.
-            if record and (by_hand or record.provenance is None or backends <= {*record.provenance.backends}):
-                found.append((candidate.backend, record))
+        found = _records(key, candidates, find, by_hand, by_hand or other_versions, reasons)
         if found:
-            backend, best = min(found, key=lambda item: _milliseconds(item[1]))
-            return Choice(backend, best.cfg, origin, key, best)
-    if reasons:
-        raise Unsupported("; ".join(reasons))
+            candidate, best = min(found, key=lambda item: _milliseconds(item[1]))
+            changed = changes(best, candidate)
+            note = f"measured with other versions: {changed}" if changed else ""
+            return Choice(candidate.backend, best.cfg, origin, key, best, note=note)
+    choice = _nearest(inv, candidates, origin, find, near, other_versions) if near and keys[-1].sizes else None
+    if choice is None and reasons:
+        raise Unsupported("; ".join(dict.fromkeys(reasons)))
+    return choice and attrs.evolve(choice, note="; ".join([choice.note, *dict.fromkeys(reasons)]))
+
+
+def _records(
+    key: Key, candidates: Sequence[Candidate], find: Find, by_hand: bool, other_versions: bool, reasons: list[str]
+) -> list[tuple[Candidate, Record]]:
+    """The candidates that there is a record of, and that record; why there is none of the others is in ``reasons``."""
+    backends, found = {candidate.backend for candidate in candidates}, []
+    for candidate in candidates:
+        try:
+            record = find(key, candidate)
+        except RecordError as fault:
+            reasons.append(str(fault))
+            continue
+        # A race says nothing about a kernel that did not take part.
+        if record is None or not (by_hand or record.provenance is None or backends <= {*record.provenance.backends}):
+            continue
+        changed = changes(record, candidate)
+        if changed and not other_versions:
+            reasons.append(f"there is a record of other versions ({changed}): tune again, or set other_versions=True")
+        else:
+            found.append((candidate, record))
+    return found
+
+
+def _nearest(
+    inv: Invocation,
+    candidates: Sequence[Candidate],
+    origin: str,
+    find: Find,
+    near: Callable[[Key], Iterable[Key]],
+    other_versions: bool,
+) -> Choice | None:
+    """The answer for the nearest call that differs in axes that only count things."""
+    own = inv.tuning_keys[-1]
+    distances = {key: _distance(own.sizes, key.sizes) for key in near(own) if key.sizes.keys() == own.sizes.keys()}
+    for key in sorted(distances, key=lambda key: (distances[key], key.digest)):
+        if not 0 < distances[key] <= math.log2(FARTHEST):
+            continue
+        found = _records(key, candidates, find, False, other_versions, [])
+        # What is the fastest there has to be possible here.
+        found = [(candidate, record) for candidate, record in found if candidate.kernel.offers(inv, record.cfg)]
+        if found:
+            candidate, best = min(found, key=lambda item: _milliseconds(item[1]))
+            others = ", ".join(
+                f"{name} {key.sizes[name]} for {own.sizes[name]}"
+                for name in own.sizes
+                if key.sizes[name] != own.sizes[name]
+            )
+            note = f"the nearest that is remembered: {others}"
+            return Choice(candidate.backend, best.cfg, origin, key, best, distance=distances[key], note=note)
     return None
+
+
+def _distance(sizes: Mapping[str, int], others: Mapping[str, int]) -> float:
+    return sum(abs(math.log2(max(others[name], 1) / max(size, 1))) for name, size in sizes.items())
 
 
 def _milliseconds(record: Record) -> float:
@@ -216,8 +294,9 @@ class Remembered:
         self.store, self.origin = store, origin
 
     @hookimpl(tryfirst=True)
-    def select_config(self, inv: Invocation, candidates: Sequence[Candidate]) -> Choice | None:
-        return recall(inv, candidates, self.origin, self.store.find)
+    def select_config(self, inv: Invocation, candidates: Sequence[Candidate], scope: Scope) -> Choice | None:
+        near, others = getattr(self.store, "near", None), scope.policy.other_versions
+        return recall(inv, candidates, self.origin, self.store.find, near=near, other_versions=others)
 
     @hookimpl
     def config_selected(self, inv: Invocation, choice: Choice) -> None:

@@ -6,10 +6,8 @@ the place; nothing is filled in by defaults and nothing is converted.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
-import sys
 from collections.abc import Iterable, Mapping, Set
 from datetime import UTC, datetime
 from typing import Any, get_origin
@@ -20,9 +18,9 @@ import numpy as np
 
 from ._errors import RecordError
 from ._invocation import Key
-from ._keys import TAG, stable_json
+from ._keys import TAG, canonical_json, stable_json
 
-SCHEMA = 1
+SCHEMA = 2
 #: How the reason begins of a configuration that took a process with it: it is told wherever its record is.
 DIED = "the process died"
 
@@ -52,6 +50,7 @@ class Provenance:
     milliseconds: float
     #: The backends that took part. A measurement says nothing about the others.
     backends: tuple[str, ...]
+    #: The versions of these backends' kernels ("flash_attention.xla"), of JAX and of the compilers.
     software: dict[str, str] = attrs.field(factory=dict)
     #: Every configuration that was tried, as text, with its milliseconds, or why it has none.
     tried: tuple[tuple[str, float | str], ...] = ()
@@ -62,6 +61,12 @@ class Provenance:
     def casualties(self) -> list[str]:
         """What is out because it took a process with it, and the way back."""
         return [f"{what}: {why}" for what, why in self.tried if isinstance(why, str) and why.startswith(DIED)]
+
+    def changes(self, software: Mapping[str, str]) -> str:
+        """Which of these versions are others than those that were measured with; "" for none."""
+        then = self.software
+        changed = (name for name in sorted(software) if name in then and then[name] != software[name])
+        return ", ".join(f"{name} was {then[name]}, is {software[name]}" for name in changed)
 
     def __str__(self) -> str:
         rest = f"; {self.shortfall}" if self.shortfall else ""
@@ -108,7 +113,7 @@ def successor(old: Record | None, new: Record) -> Record:
 
 
 def to_json(value: Any) -> str:
-    """A configuration (a frozen attrs class or dataclass) as JSON, with its type and the version of the format.
+    """A configuration (a frozen attrs class or dataclass) as JSON, with the version of the format.
 
     Raises ``RecordError`` where a field holds something that JSON cannot.
 
@@ -116,7 +121,7 @@ def to_json(value: Any) -> str:
     >>> json.loads(to_json(Config(block=64)))["fields"]["block"]
     64
     """
-    return _dump({"schema": SCHEMA, **_written(value)})
+    return _dump({"schema": SCHEMA, "fields": _fields(value)})
 
 
 def from_json(text: str, kind: type[Any]) -> Any:
@@ -128,114 +133,95 @@ def from_json(text: str, kind: type[Any]) -> Any:
     """
     data = _parsed(text)
     _check_schema(data)
-    return _read(data, kind, "$")
+    if "fields" not in data:
+        raise RecordError("$ lacks fields")
+    return _config(data["fields"], kind, "$.fields")
 
 
 def record_to_json(key: Key, record: Record) -> str:
-    """A record as a document of its own: what the key stands for, the configuration, and its provenance.
+    """A record as a document of its own: what the key stands for, the kernel and its configuration, how it was found.
 
     >>> Config = attrs.make_class("Config", {"block": attrs.field(type=int)}, frozen=True)
-    >>> key = Key("double", "cpu", problem=stable_json({"op": "double"}), software=stable_json({"jax": "0.10"}))
-    >>> sorted(json.loads(record_to_json(key, Record(Config(block=64), "xla"))))
-    ['backend', 'config', 'problem', 'provenance', 'schema', 'software']
+    >>> key = Key("double", "cpu", problem=stable_json({"op": "double"}))
+    >>> document = json.loads(record_to_json(key, Record(Config(block=64), "xla")))
+    >>> document["kernel"], document["config"]
+    ('double.xla', {'block': 64})
+
+    The kernel says what the fields mean. What is for no kernel alone names the type of the configuration.
     """
     document = {
         "schema": SCHEMA,
         "problem": json.loads(key.problem),
-        "software": json.loads(key.software),
-        "backend": record.backend,
-        "config": _written(record.cfg),
+        "kernel": None if record.backend is None else f"{key.op}.{record.backend}",
+        "config": _fields(record.cfg),
         "provenance": None if record.provenance is None else _unstructured(record.provenance),
     }
+    if record.backend is None and record.cfg is not None:
+        document["type"] = type_name(type(record.cfg))
     return _dump(document)
 
 
-def record_from_json(text: str, key: Key, kind: type[Any] | None, any_software: bool = False) -> Record:
+def record_from_json(text: str, key: Key, kind: type[Any] | None) -> Record:
     """The record that was written for ``key``, with a configuration of this type (None: none at all).
 
-    ``any_software`` also takes what was measured with other versions.
-
     >>> Config = attrs.make_class("Config", {"block": attrs.field(type=int)}, frozen=True)
-    >>> key = Key("double", "cpu", problem=stable_json({"op": "double"}), software=stable_json({"jax": "0.10"}))
+    >>> key = Key("double", "cpu", problem=stable_json({"op": "double"}))
     >>> record = Record(Config(block=64), "xla")
     >>> record_from_json(record_to_json(key, record), key, Config) == record
     True
     """
     data = _parsed(text)
     _check_schema(data)
-    missing = {"problem", "software", "backend", "config", "provenance"} - data.keys()
+    missing = {"problem", "kernel", "config", "provenance"} - data.keys()
     if missing:
         raise RecordError(f"$ lacks {', '.join(sorted(missing))}", damaged=True)
     # As text: in Python, 1, 1.0 and True are equal.
-    if _canonical(data["problem"]) != key.problem:
+    if canonical_json(data["problem"]) != key.problem:
         raise RecordError("$.problem is another one than that of the key")
-    if _canonical(data["software"]) != key.software and not any_software:
-        raise RecordError(f"$.software: {_changes(data['software'], json.loads(key.software))}")
+    if kind is not None and data.get("type", type_name(kind)) != type_name(kind):
+        raise RecordError(f"$.type is {data['type']!r}, not {type_name(kind)!r}")
     provenance = data["provenance"]
     return Record(
-        _read(data["config"], kind, "$.config"),
-        _structured(data["backend"], str | None, "$.backend"),
+        _config(data["config"], kind, "$.config"),
+        _backend(data["kernel"], key.op),
         None if provenance is None else _structured(provenance, Provenance, "$.provenance"),
     )
 
 
-def _changes(then: Any, now: Mapping[str, str]) -> str:
-    if not isinstance(then, Mapping):
-        return "no object"
-    names = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
-    return ", ".join(f"{name} was {then.get(name)}, is {now.get(name)}" for name in names)
+def _backend(kernel: Any, op: str) -> str | None:
+    if kernel is None:
+        return None
+    if not isinstance(kernel, str) or not kernel.startswith(f"{op}."):
+        raise RecordError(f"$.kernel is {_brief(kernel)}, no kernel of {op}")
+    return kernel.removeprefix(f"{op}.")
 
 
-# -- one value, with its type ----------------------------------------------------------------------------------------
+def type_name(kind: Any) -> str:
+    """By which a type is imported."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _written(value: Any) -> dict[str, Any]:
+# -- one value -------------------------------------------------------------------------------------------------------
+
+
+def _fields(value: Any) -> dict[str, Any] | None:
     if value is None:
-        return {"type": None, "fields": {}}
+        return None
     if isinstance(value, type) or not (attrs.has(type(value)) or hasattr(type(value), "__dataclass_fields__")):
         raise RecordError(f"a configuration is an attrs class or a dataclass; got {type(value).__qualname__} {value!r}")
     fields = _unstructured(value)
     back = _structured(fields, type(value), "$")
     if back != value:
         raise RecordError(f"{value!r} would be read back as {back!r}")
-    return {"type": type_name(type(value)), "fields": fields}
+    own: dict[str, Any] = fields
+    return own
 
 
-def _read(data: Any, kind: type[Any] | None, place: str) -> Any:
-    if not isinstance(data, dict) or not {"type", "fields"} <= data.keys():
-        raise RecordError(f"{place} is no object with a type and fields")
-    wanted = None if kind in (None, type(None)) else type_name(kind)
-    if data["type"] != wanted:
-        raise RecordError(f"{place}.type is {data['type']!r}, not {wanted!r}")
-    return None if wanted is None else _structured(data["fields"], kind, f"{place}.fields")
-
-
-def type_name(kind: Any) -> str:
-    """How a type is named in a record.
-
-    >>> type_name(Record)
-    'ejkernel_core._records.Record'
-    """
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def imported_type(name: str) -> type | None:
-    """The class of configurations that is imported by this name, or None.
-
-    >>> imported_type("ejkernel_core._records.Record") is Record
-    True
-    >>> imported_type("a_package.that_nobody.Imported") is None
-    True
-    """
-    # A file must not have anything imported, so nothing is asked that could: no module's ``__getattr__`` either.
-    parts = name.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:count]))
-        for part in parts[count:]:
-            found = getattr(found, "__dict__", {}).get(part)
-        if isinstance(found, type) and type_name(found) == name:
-            return found if attrs.has(found) or dataclasses.is_dataclass(found) else None
-    return None
+def _config(data: Any, kind: type[Any] | None, place: str) -> Any:
+    wanted = None if kind is type(None) else kind
+    if (data is None) != (wanted is None):
+        raise RecordError(f"{place} is {_brief(data)}, and {wanted.__qualname__ if wanted else 'nothing'} is wanted")
+    return None if wanted is None else _structured(data, wanted, place)
 
 
 def _unstructured(value: Any) -> Any:
@@ -344,11 +330,6 @@ def _ago(when: str) -> str:
 
 def _dump(data: Any) -> str:
     return json.dumps(data, indent=1, sort_keys=True, allow_nan=False)
-
-
-def _canonical(data: Any) -> str:
-    """As ``stable_json`` wrote it."""
-    return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
 def _parsed(text: str) -> dict[str, Any]:

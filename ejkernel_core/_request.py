@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,15 @@ from ._scopes import NOTHING, Scope
 from ._settings import Settings
 
 
+@attrs.frozen(eq=False)
+class Kinds:
+    """What a compiled function has chosen by: operations, and the kinds of keys. Itself alone is equal to it, so that
+    what JAX keeps for one function does not serve another.
+    """
+
+    seen: set[tuple[str, str]] = attrs.field(factory=set)
+
+
 @attrs.frozen
 class Terms:
     """What a call is made on, beside its arguments."""
@@ -28,6 +38,7 @@ class Terms:
     scope: Scope = NOTHING
     #: The arguments that are cut over several devices, and how.
     sharding: tuple[tuple[str, str], ...] = ()
+    kinds: Kinds = attrs.field(factory=Kinds, repr=False)
 
 
 @attrs.frozen
@@ -64,12 +75,13 @@ class Request:
             target.compute_capability,
             self.terms.sharding,
             self.operation,
-            self.registry.software(self.operation.name),
         )
 
     def plan(self, values: Sequence[Any], target: Target) -> Plan:
-        terms = self.terms
-        return self.registry.choose(self.invocation(values, target), terms.backend, terms.cfg, terms.scope)
+        terms, inv = self.terms, self.invocation(values, target)
+        with contextlib.suppress(TypeError):  # nothing is remembered by an option that has no content
+            terms.kinds.seen.update((key.op, key.kind) for key in inv.tuning_keys)
+        return self.registry.choose(inv, terms.backend, terms.cfg, terms.scope)
 
     def run(self, plan: Plan, values: Sequence[Any]) -> tuple[Any, ...]:
         return plan.run(plan.invocation.with_arrays(dict(zip(self.arrays, values, strict=True))))

@@ -62,6 +62,8 @@ class AutotunePolicy:
     budget_s: float = attrs.field(default=60.0, validator=_is_seconds)
     #: Whether a thread waits for another that measures the same; if not, it takes the heuristic.
     wait: bool = attrs.field(default=True, validator=_is_bool)
+    #: Whether what other versions of JAX, a compiler or a kernel measured is used: it may no longer be the fastest.
+    other_versions: bool = attrs.field(default=False, validator=_is_bool)
 
 
 def _default_policy() -> AutotunePolicy:
@@ -141,7 +143,7 @@ def policy_override(*unnamed: Any, **fields: Any) -> contextlib.AbstractContextM
 
     >>> with policy_override(autotune=True, budget_s=5):
     ...     current().policy
-    AutotunePolicy(mode='on_miss', budget_s=5, wait=True)
+    AutotunePolicy(mode='on_miss', budget_s=5, wait=True, other_versions=False)
     """
     _check_names(unnamed, fields)
     if "autotune" in fields:

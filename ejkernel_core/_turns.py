@@ -15,22 +15,13 @@ from ._errors import NoConfig, PluginError, Unsupported
 from ._invocation import Invocation
 from ._kernel import LoadedKernel
 from ._measurement import Earlier, Progress
-from ._plan import Candidate, Choice
-from ._policies import OVERLAY, Policies, learn, misfit, recalled, tell
+from ._plan import Candidate, Choice, of_here
+from ._policies import Policies, is_short, learn, misfit, recalled, tell, tuner_name
 from ._records import Record
-from ._scopes import AutotunePolicy, Scope
+from ._scopes import Scope
 
 #: How much longer than the budget a thread waits for another's measurement.
 GRACE_S = 30.0
-
-
-def is_short(choice: Choice, policy: AutotunePolicy) -> bool:
-    """Whether it comes of a contest that did not reach everything, and the policy has more time for it."""
-    provenance = choice.record.provenance if choice.record else None
-    # Who lays something over everything means it.
-    if policy.mode != "on_miss" or choice.origin == OVERLAY or provenance is None or provenance.shortfall is None:
-        return False
-    return policy.budget_s > provenance.shortfall.budget_s
 
 
 def check_tunable(inv: Invocation) -> None:
@@ -41,12 +32,6 @@ def check_tunable(inv: Invocation) -> None:
         raise Unsupported(
             "its arrays are cut over several devices: call it inside shard_map, and the shards are measured"
         )
-
-
-def tuner_name(policies: Policies) -> str | None:
-    """The policy that measures; None where nothing that is installed does."""
-    tuners = policies.tuners.hook.measure.get_hookimpls()
-    return tuners[-1].plugin_name if tuners else None
 
 
 class _Flight:
@@ -115,7 +100,7 @@ def _contest(
     record: Record | None,
 ) -> Choice:
     with taking_turns(policies, inv, scope) as (earlier, turn):
-        meanwhile, _ = recalled(inv, candidates, policies, scope)
+        meanwhile, *_ = recalled(inv, candidates, policies, scope)
         if meanwhile is not None and meanwhile.record is not None and not is_short(meanwhile, scope.policy):
             return meanwhile  # another process was quicker
         records = policies.tuners.hook.measure(
@@ -134,7 +119,7 @@ def _contest(
         if wrong:
             raise PluginError(wrong)
         # Everybody is told before the others go on: whoever comes next finds it.
-        return learn_records(policies, inv, records, record)
+        return learn_records(policies, inv, [of_here(each, candidates) for each in records], record)
 
 
 @attrs.define(eq=False)

@@ -304,10 +304,19 @@ def test_a_bucket_needs_something_that_counts() -> None:
     assert operation().tuning_key is not None
 
 
-def test_places_of_axes() -> None:
-    arguments = {"query": QUERY, "key": KEY, "bias": struct(1, 5, 1), "ends": None}
-    assert SCORES.places(arguments, SCORES.counts) == {"query": (0, 1), "key": (0, 1), "bias": (0, 1, 2)}
-    assert NORM.places({"x": struct(5, 9, 48), "weight": struct(48)}, ("...",)) == {"x": (0, 1), "weight": ()}
+def test_what_counts() -> None:
+    arguments = {"query": QUERY, "key": KEY, "bias": struct(1, 5, 1), "ends": struct(3)}
+    assert SCORES.counted(arguments) == {
+        "query": ("q_len", "batch", None, None),
+        "key": ("batch", "kv_len", None, None),
+        "bias": (None, "q_len", None),  # the ones of a broadcast axis
+        "ends": ("batch+1",),
+    }
+    norm = attrs.evolve(NORM, counts="...")
+    assert norm.counted({"x": struct(5, 9, 48), "weight": struct(48)}) == {
+        "x": ("...0", "...1", None),
+        "weight": (None,),
+    }
 
 
 def test_bytes() -> None:

@@ -30,7 +30,7 @@ def provenance(milliseconds: float = 1.0) -> Provenance:
 
 
 def candidate(backend: str, kind: type | None = Config) -> Any:
-    return SimpleNamespace(backend=backend, config_type=kind)
+    return SimpleNamespace(backend=backend, config_type=kind, software={})
 
 
 def test_what_was_put_is_there_and_nothing_else() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,7 +192,6 @@ OTHERS = {
     "bfloat16 as an option": lambda: LISTENING.key(X, dtype=jnp.bfloat16),
     "the operation's version": lambda: Listening(version=2).key(X),
     "the device's kind": lambda: attrs.evolve(LISTENING.invocation("scale", X), device_kind="another").key,
-    "the capability": lambda: attrs.evolve(LISTENING.invocation("scale", X), compute_capability=(9, 0)).key,
     "the platform": lambda: attrs.evolve(LISTENING.invocation("scale", X), platform="gpu").key,
     "a sharding": lambda: attrs.evolve(LISTENING.invocation("scale", X), sharding=(("x", "2x1 on 2"),)).key,
     "the sharding of another": lambda: (
@@ -204,41 +205,57 @@ def test_each_of_these_is_another_key() -> None:
     assert len(set(keys)) == len({key.digest for key in keys}) == len(OTHERS) + 1
 
 
+def test_an_argument_that_is_not_given_is_not_in_the_key() -> None:
+    """So that an operation may get another one, and its records stay."""
+    given = {"x": {"!array": ["float32", 4, 6]}, "by": 1, "mode": "a"}
+    assert json.loads(LISTENING.key(X).problem)["arguments"] == given
+
+
+def test_axes_that_only_count_things_have_their_names_in_shapes() -> None:
+    query, key = jax.ShapeDtypeStruct((2, 9, 6, 16), "float32"), jax.ShapeDtypeStruct((2, 21, 3, 16), "float32")
+    bias = jax.ShapeDtypeStruct((1, 6, 9, 21), "float32")
+    inv = ejkernel_core.invocation("flash_attention", query, key, key, bias=bias)
+    problem = json.loads(inv.key.problem)
+    assert problem["arguments"]["query"] == {"!array": ["float32", "batch", "q_len", "heads", 16]}
+    assert problem["arguments"]["key"] == {"!array": ["float32", "batch", "kv_len", "kv_heads", 16]}
+    assert problem["arguments"]["bias"] == {"!array": ["float32", 1, "heads", "q_len", "kv_len"]}
+    assert inv.key.sizes == {"batch": 2, "q_len": 9, "kv_len": 21, "heads": 6, "kv_heads": 3}
+    assert inv.tuning_keys[1].sizes == {"batch": 2, "q_len": 16, "kv_len": 32, "heads": 6, "kv_heads": 3}
+
+
 @pytest.mark.parametrize("name", ["jax", "jaxlib", "good-dist", "compiler-dist"])
-def test_another_version_is_another_key_of_the_same_problem(
+def test_a_kernel_knows_the_versions_that_it_depends_on(
     distribution: MakeDistribution, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     from tests.conftest import KERNEL, OPERATION
 
-    versions = {"jax": jax.__version__, "jaxlib": jax.lib.__version__, "good-dist": "1.0", "compiler-dist": "3.0"}
+    versions = {"jax": "0.1", "jaxlib": "0.2", "good-dist": "1.0", "compiler-dist": "3.0"}
 
-    def installed() -> Key:
+    def installed() -> Mapping[str, str]:
         kernel = KERNEL + '\n    COMPILERS = ("compiler-dist",)\n'
         points = {"operations": {"double": "key_operation:operation"}, "kernels": {"double.good": "key_kernel"}}
         modules = {"key_operation": OPERATION, "key_kernel": kernel}
         distribution("good-dist", modules, version=versions["good-dist"], **points)
         distribution("compiler-dist", {}, version=versions["compiler-dist"])
-        monkeypatch.setattr(jax, "__version__", versions["jax"])
-        real = ejkernel_core._plugins.metadata.version
-        monkeypatch.setattr(
-            ejkernel_core._plugins,
-            "metadata",
-            SimpleNamespace(version=lambda dist: versions["jaxlib"] if dist == "jaxlib" else real(dist)),
-        )
-        key = Registry().invocation("double", jnp.ones(3)).key
+        real = ejkernel_core._loading.version_of
+        monkeypatch.setattr(ejkernel_core._loading, "version_of", lambda dist: versions.get(dist) or real(dist))
+        software = Registry().kernel("double", "good").software
         monkeypatch.undo()
-        return key
+        return software
 
-    before, same = installed(), installed()
-    versions[name] += ".post1"
-    after = installed()
-    assert before == same
-    assert before != after
-    assert before.problem == after.problem
+    assert installed() == {
+        "jax": "0.1",
+        "jaxlib": "0.2",
+        "compiler-dist": "3.0",
+        "double.good": "good-dist 1.0",
+    }
+    versions[name] = "9.9"
+    changed = {"good-dist": "double.good"}.get(name, name)
+    assert installed()[changed].endswith("9.9")
 
 
 def test_a_kernel_registered_at_run_time_is_known_by_its_code() -> None:
-    def with_code(factor: int) -> Key:
+    def with_code(factor: int) -> Mapping[str, str]:
         registry = Listening()
 
         @hookimpl
@@ -255,7 +272,7 @@ def test_a_kernel_registered_at_run_time_is_known_by_its_code() -> None:
 
         run = run_backend if factor == 2 else another
         registry.register(SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run), "scale.code")
-        return registry.key(X)
+        return registry.kernel("scale", "code").software
 
     assert with_code(2) == with_code(2) != with_code(3)
 

@@ -806,17 +806,17 @@ def test_what_narrowed_configurations_found_says_nothing_about_the_rest(attentio
     assert ejkernel_core.plan("flash_attention", *attention, backend="xla").cfg.q_block == 16
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"schema": 1, "tuned": [3]}', '{"schema": 1, "tuned": [{"keys": []}]}'])
+@pytest.mark.parametrize("text", ["[]", "{}", '{"schema": 2, "tuned": [3]}', '{"schema": 2, "tuned": [{"keys": []}]}'])
 def test_what_is_no_result_is_told(text: str) -> None:
     with pytest.raises(ejkernel_core.RecordError):
         TuningResult.from_json(text)
 
 
-@pytest.mark.parametrize("name", ["op", "device", "problem", "software"])
+@pytest.mark.parametrize("name", ["op", "device", "problem"])
 @pytest.mark.parametrize("value", [["cpu"], 5, None])
 def test_a_result_whose_key_holds_no_text_is_told(name: str, value: Any) -> None:
-    key = {"op": "scale", "device": "cpu", "problem": "{}", "software": "{}", name: value}
-    text = json.dumps({"schema": 1, "tuned": [{"keys": [key], "records": []}]})
+    key = {"op": "scale", "device": "cpu", "problem": "{}", name: value}
+    text = json.dumps({"schema": 2, "tuned": [{"keys": [key], "records": []}]})
     with pytest.raises(ejkernel_core.RecordError, match=f"no tuning result: TypeError: Key: {name} takes text; got"):
         TuningResult.from_json(text)
 

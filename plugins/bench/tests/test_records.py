@@ -52,7 +52,8 @@ def test_what_was_measured_is_kept_in_the_folder_and_not_measured_again(monkeypa
     for problem in records.PROBLEMS:
         query = jax.ShapeDtypeStruct(problem.shape, problem.dtype)
         plan = fresh.plan("flash_attention", query, query, query, **problem.options)
-        assert plan.origin.startswith("packaged records") == (problem == TINY)  # the other is of the other part
+        assert plan.origin.startswith("packaged records")
+        assert (plan.choice.distance == 0) == (problem == TINY)  # the other is of the other part
 
 
 def test_what_could_not_be_measured_is_told(monkeypatch, tmp_path: Path) -> None:

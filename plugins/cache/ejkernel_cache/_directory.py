@@ -115,9 +115,13 @@ class Directory:
         """Where there are files."""
         for device in _folders(self.root):
             for op in _folders(self.root / device):
-                for backend in self.backends(device, op):
-                    for name in _names(self.root / device / op / backend):
-                        yield device, op, backend, name
+                yield from self.places_in(device, op)
+
+    def places_in(self, device: str, op: str) -> Iterator[Place]:
+        """Where there are files for one operation on one device."""
+        for backend in self.backends(device, op):
+            for name in _names(self.root / device / op / backend):
+                yield device, op, backend, name
 
     def backends(self, device: str, op: str) -> list[str]:
         """The folders of the backends."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote, unquote_to_bytes
 
 from ejkernel_core import Key
+from ejkernel_core._keys import short_hash
 
 #: Device, operation, backend, file.
 Place = tuple[str, str, str, str]
@@ -44,9 +46,22 @@ def written_out(part: str) -> str | None:
         return None
 
 
-def place_of(key: Key, backend: str | None) -> Place:
-    """Where the record of a key and a backend lies, below the cache's folder."""
-    return component(key.device), component(key.op), component(backend), f"{key.digest}.json"
+def place_of(key: Key, backend: str | None, software: Mapping[str, str] | None = None) -> Place:
+    """Where the record that was put last lies, below the cache's folder; or the one that these versions measured, where
+    it is not that one.
+    """
+    end = "" if software is None else f"-{short_hash(dict(software), 8)}"
+    return component(key.device), component(key.op), component(backend), f"{stem(key)}{end}.json"
+
+
+def stem(key: Key) -> str:
+    """What the names of a key's files begin with: first what they have in common with all keys of its kind."""
+    return f"{key.kind}-{key.digest}"
+
+
+def stem_of(name: str) -> str:
+    """The stem in the name of a file."""
+    return "-".join(name.removesuffix(".json").split("-")[:2])
 
 
 def below(root: Path, place: Place) -> Path:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ejkernel_core import Candidate, Key, Record, RecordError, as_record, fitting, record_to_json, type_name
+from ejkernel_core import Candidate, Key, Record, RecordError, as_record, fitting, record_to_json
 
 from ._directory import UNFINISHED, Content, Directory
-from ._documents import LIMIT, decoded, rebuilt_key, text_of
-from ._names import Place, below, component, place_of
+from ._documents import LIMIT, decoded, rebuilt_key, software_in, text_of
+from ._names import Place, below, component, place_of, stem_of
 
 if TYPE_CHECKING:
     from ._unfinished import Unfinished
@@ -30,12 +30,14 @@ class PersistentCache:
     """Configurations by ``Key``, in a folder: one file each, shared by all processes that use the folder.
 
     ``path`` is the folder; by default EJKERNEL_CACHE_DIR, or else a folder of the user's. It is decided on, and made,
-    when it is first needed. What a file names is never imported.
+    when it is first needed. Of what a file names, nothing is imported but a kernel that is installed under that name.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._given = path
+        #: Of what was put here: by kernels, and by their own names.
         self._types: dict[str, type] = {}
+        self._keys: dict[Place, Key | None] = {}
         self._has_warned = False
         #: Grows with every change that is made through this object.
         self.generation = 0
@@ -83,7 +85,8 @@ class PersistentCache:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def put(self, key: Key, value: Any) -> None:
-        """Remember a configuration, or a ``Record`` of one: in the place of what is there for the same backend.
+        """Remember a configuration, or a ``Record`` of one: in the place of what is there for the same backend, but for
+        what was measured with other versions.
 
         ``RecordError`` if it cannot be written down. A folder that cannot be written to is told once, and put up with.
         """
@@ -92,12 +95,24 @@ class PersistentCache:
         if len(data) > LIMIT:
             raise RecordError(f"a record of {len(data)} bytes is too large to be kept; {LIMIT} is the most")
         if record.cfg is not None:
-            self._types[type_name(type(record.cfg))] = type(record.cfg)
+            kind = type(record.cfg)
+            own_name = f"{kind.__module__}.{kind.__qualname__}"
+            self._types[own_name if record.backend is None else f"{key.op}.{record.backend}"] = kind
         self.generation += 1
         try:
+            self._keep_other_versions(key, record)
             self._files.write(place_of(key, record.backend), data)
         except OSError as fault:
             self._warn_once(fault)
+
+    def _keep_other_versions(self, key: Key, record: Record) -> None:
+        """What other versions have measured gets a place of its own before its own is taken: they may come back."""
+        software = record.provenance and record.provenance.software
+        with contextlib.suppress(OSError):
+            content = self._files.read(place_of(key, record.backend)) if software else None
+            before = content and software_in(content.data)
+            if content and before and before != software:
+                self._files.write(place_of(key, record.backend, before), content.data)
 
     def clear(self) -> None:
         """Remove every record. What was damaged and moved aside stays."""
@@ -120,9 +135,30 @@ class PersistentCache:
         found = self._found(place_of(_checked(key), backend), key, kind)
         return found and found[1]
 
+    def predecessor(self, key: Key, record: Record) -> Record | None:
+        """What this record would take the place of: there by hand, or measured with the same versions. ``RecordError``
+        with the reason.
+        """
+        software = record.provenance and record.provenance.software
+        found = self._found(place_of(key, record.backend), key, type(record.cfg))
+        if found and software and found[1].provenance and found[1].provenance.software != software:
+            found = self._found(place_of(key, record.backend, software), key, type(record.cfg))
+        return found and found[1]
+
+    def near(self, key: Key) -> list[Key]:
+        """The keys of the same ``kind``: they differ in axes that only count things."""
+        device, op = component(_checked(key).device), component(key.op)
+        places = [place for place in self._files.places_in(device, op) if place[3].startswith(f"{key.kind}-")]
+        for place in places:
+            if place not in self._keys:  # its name is its content's, so it stays what it is
+                self._keys[place] = self._key_at(place)
+        return list(dict.fromkeys(known for place in places if (known := self._keys[place])))
+
     def find(self, key: Key, candidate: Candidate) -> Record | None:
         """The record for this kernel, the one put last: what a store is asked by ``ejkernel_core.recall``."""
-        places = [place_of(_checked(key), backend) for backend in (candidate.backend, None)]
+        backends, versions = (candidate.backend, None), (None, candidate.software)
+        # Without looking at what is in the folder, which may be full.
+        places = [place_of(_checked(key), backend, software) for backend in backends for software in versions]
         records, faults = self._gathered(places, key, candidate.config_type)
         record = fitting(records, candidate)
         if record is None and faults:
@@ -132,12 +168,10 @@ class PersistentCache:
     def records(self, key: Key, kind: type | None = None) -> tuple[Record, ...]:
         """The records of every backend, the last one put first; with a ``kind``, those of this type.
 
-        Without one, the type is looked up by its name among what is imported. If there is nothing but what cannot be
-        read, a ``CacheWarning`` says why.
+        Without one, the type is that of the kernel's configurations. If there is nothing but what cannot be read, a
+        ``CacheWarning`` says why.
         """
-        device, op, _, name = place_of(_checked(key), None)
-        places = [(device, op, backend, name) for backend in self._files.backends(device, op)]
-        records, faults = self._gathered(places, key, kind)
+        records, faults = self._gathered(self._places(_checked(key)), key, kind)
         if faults and not records:
             _warn(_told(faults))
         return records
@@ -197,12 +231,16 @@ class PersistentCache:
 
     def __contains__(self, key: Key) -> bool:
         """Whether there is a file, be it readable or not."""
-        device, op, _, name = place_of(_checked(key), None)
-        return any(self._files.has((device, op, backend, name)) for backend in self._files.backends(device, op))
+        return any(map(self._files.has, self._places(_checked(key))))
+
+    def _places(self, key: Key) -> list[Place]:
+        """Where the records of a key lie that were put last, one for each backend that there is anything of."""
+        device, op, _, name = place_of(key, None)
+        return [(device, op, backend, name) for backend in self._files.backends(device, op)]
 
     def __len__(self) -> int:
         """The number of keys that there are files for."""
-        return len({(device, op, name) for device, op, _, name in self._files.places()})
+        return len({(device, op, stem_of(name)) for device, op, _, name in self._files.places()})
 
     def __iter__(self) -> Iterator[Key]:
         """The keys, as the files tell them."""

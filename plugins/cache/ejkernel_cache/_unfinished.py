@@ -16,7 +16,8 @@ from typing import Any
 
 import attrs
 
-from ejkernel_core import Key, RecordError, from_json, imported_type, to_json
+import ejkernel_core
+from ejkernel_core import Key, RecordError, from_json, to_json
 from ejkernel_core._measurement import Entry, Trial
 from ejkernel_core._records import DIED
 
@@ -91,7 +92,7 @@ class Unfinished:
         """What was found out by somebody who did not come to an end, and what took too many processes with it."""
         found = (*self._read(key, "json"), *(d for d in self._read(key, "died") if d.get("is_out")))
         # Nothing is lost but time where one cannot be read.
-        return tuple(entry for document in found if (entry := _understood(_entry, document)))
+        return tuple(entry for document in found if (entry := _understood(_entry, key, document)))
 
     def end(self, key: Key, entries: Sequence[Entry], is_interrupted: bool) -> None:
         """Nothing of this key is tried by this process any more."""
@@ -123,7 +124,7 @@ class Unfinished:
     def suspects(self, key: Key) -> tuple[Trial, ...]:
         """What was being tried when a process died, and may be tried again."""
         found = (document for document in self._read(key, "died") if not document.get("is_out"))
-        return tuple(trial for document in found if (trial := _understood(_trial, document)))
+        return tuple(trial for document in found if (trial := _understood(_trial, key, document)))
 
     def told(self, key: Key) -> str:
         """What is dangerous about measuring this, in words; "" for nothing."""
@@ -134,7 +135,7 @@ class Unfinished:
                 reason = f"{DIED} while it was {STEPS.get(step, step)}; it will be tried last, and alone"
                 documents.append({**note, "reason": reason})
         return "; ".join(
-            f"{d['backend']} {_understood(_config, d) or d['config']}: {d.get('reason', DIED)}" for d in documents
+            f"{d['backend']} {_understood(_config, key, d) or d['config']}: {d.get('reason', DIED)}" for d in documents
         )
 
     def _owner(self, key: Key) -> str:
@@ -245,25 +246,23 @@ def _identity(document: dict[str, Any]) -> tuple[str, str]:
     return document["backend"], document["config"]
 
 
-def _understood(read: Any, document: dict[str, Any]) -> Any:
+def _understood(read: Any, key: Key, document: dict[str, Any]) -> Any:
     try:
-        return read(document)
+        return read(key, document)
     except (ValueError, TypeError, LookupError, RecursionError, RecordError):
         return None
 
 
-def _entry(document: dict[str, Any]) -> Entry:
-    milliseconds, is_checked = document.get("milliseconds"), document.get("is_checked", False)
-    return Entry(document["backend"], _config(document), milliseconds, reason=document["reason"], is_checked=is_checked)
+def _entry(key: Key, document: dict[str, Any]) -> Entry:
+    cfg, milliseconds = _config(key, document), document.get("milliseconds")
+    is_checked = document.get("is_checked", False)
+    return Entry(document["backend"], cfg, milliseconds, reason=document["reason"], is_checked=is_checked)
 
 
-def _trial(document: dict[str, Any]) -> Trial:
-    return Trial(document["backend"], _config(document), document["step"])
+def _trial(key: Key, document: dict[str, Any]) -> Trial:
+    return Trial(document["backend"], _config(key, document), document["step"])
 
 
-def _config(document: dict[str, Any]) -> Any:
-    name = json.loads(document["config"])["type"]
-    kind = None if name is None else imported_type(name)
-    if name is not None and kind is None:
-        raise LookupError(f"nothing has imported {name}")
-    return from_json(document["config"], kind)  # type: ignore[arg-type]
+def _config(key: Key, document: dict[str, Any]) -> Any:
+    kind = ejkernel_core.config_type(f"{key.op}.{document['backend']}")
+    return from_json(document["config"], kind or type(None))

@@ -28,10 +28,10 @@ GRACE_S = 30.0
 
 
 @hookimpl
-def select_config(inv: Invocation, candidates: Sequence[Candidate]) -> Choice | None:
+def select_config(inv: Invocation, candidates: Sequence[Candidate], scope: Scope) -> Choice | None:
     """The fastest record on disk for this call, or for those like it."""
-    cache = default_cache()
-    choice = recall(inv, candidates, f"disk ({cache.path})", cache.find)
+    cache, others = default_cache(), scope.policy.other_versions
+    choice = recall(inv, candidates, f"disk ({cache.path})", cache.find, near=cache.near, other_versions=others)
     if choice is None and (dangers := cache.dangers(inv.tuning_keys[-1])):
         raise Unsupported(f"there is no record; {dangers}")
     return choice
@@ -72,7 +72,7 @@ def tuning_progress(inv: Invocation, progress: Progress) -> None:
 
 def _known(cache: PersistentCache, key: Key, record: Record) -> Record | None:
     try:
-        return cache.read(key, record.backend, type(record.cfg))
+        return cache.predecessor(key, record)
     except RecordError:  # what cannot be read may be replaced
         return None
 

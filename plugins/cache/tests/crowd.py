@@ -43,7 +43,7 @@ def config(writer: int, entry: int) -> Config:
 def key_of(writer: int, entry: int) -> Key:
     """One of its own, or one that all writers share."""
     number = f'["all",{entry % SHARED}]' if entry % SHARED_EVERY == 0 else f"[{writer},{entry}]"
-    return Key("scale", "cpu", f'{{"n":{number}}}', "{}")
+    return Key("scale", "cpu", f'{{"n":{number}}}')
 
 
 def check(cache: PersistentCache, writer: int, entry: int) -> None:

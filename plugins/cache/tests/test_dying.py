@@ -174,7 +174,7 @@ class Config:
     factor: int = 2
 
 
-KEY = Key("scale", "cpu", '{"a":1}', "{}")
+KEY = Key("scale", "cpu", '{"a":1}')
 
 
 def die(*factors: int, step: str = "compiling") -> Any:

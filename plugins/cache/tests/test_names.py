@@ -74,7 +74,7 @@ def test_a_component_is_read_back_unless_it_is_cut(name):
 @given(names, names, st.one_of(st.none(), names))
 def test_no_place_is_outside(op, device, backend):
     root = Path("/some/cache")
-    path = below(root, place_of(Key(op, device, "{}", "{}"), backend))
+    path = below(root, place_of(Key(op, device, "{}"), backend))
     assert os.path.normpath(path) == str(path)
     assert path.parents[3] == root
     assert path.suffix == ".json"
@@ -82,7 +82,7 @@ def test_no_place_is_outside(op, device, backend):
 
 @given(st.tuples(names, names, names), st.tuples(names, names, names))
 def test_no_two_places_are_one(one, other):
-    places = [place_of(Key(op, device, "{}", "{}"), backend) for op, device, backend in (one, other)]
+    places = [place_of(Key(op, device, "{}"), backend) for op, device, backend in (one, other)]
     assert (places[0] == places[1]) is (one == other)
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import attrs
 import jax.numpy as jnp
 import pytest
 
@@ -36,7 +37,13 @@ def test_what_was_measured_is_on_disk_for_the_call_and_for_those_like_it(scale_o
     assert scale_op.used() == 5
     cache, (exact, alike) = PersistentCache(folder), scale_op.keys()
     assert set(cache) == {exact, alike}
-    assert cache.records(exact) == cache.records(alike) == (scale_op.record(5, 0.25),)
+    (record,) = cache.records(exact)
+    assert cache.records(alike) == (record,)
+    # A tuner need not know the versions that it measured with.
+    software = record.provenance.software
+    assert software.keys() == {"jax", "jaxlib", "scale.two"}
+    without = attrs.evolve(record, provenance=attrs.evolve(record.provenance, software={}))
+    assert without == scale_op.record(5, 0.25)
     scale_op.fresh()
     assert scale_op.used() == 5
     assert scale_op.used(length=6) == 5  # 5 and 6 are alike
@@ -76,7 +83,7 @@ def test_a_bucket_that_cannot_be_read_is_written_anew(scale_op):
     cache, (_, alike) = default_cache(), scale_op.keys()
     cache.put(alike, scale_op.record(4, 0.001))
     file = cache.file(alike, "two")
-    file.write_text(file.read_text().replace('"schema": 1', '"schema": 2'))
+    file.write_text(file.read_text().replace('"schema": 2', '"schema": 3'))
     with pytest.raises(RecordError):
         cache.read(alike, "two")
     scale_op.tuner(5)
@@ -180,6 +187,13 @@ def test_the_next_process_finds_it_another_version_does_not_and_a_package_serves
     assert python(CALL, one) == f"5 disk ({folder})"
     assert python(CALL, two) == "2 heuristic"
     assert python(CALL, one, EJKERNEL_CACHE_DIR=str(folder / "other")) == "2 heuristic"
+
+    # A backend for another platform, with compilers of its own, loses nobody's record; in any of its versions.
+    kernel = KERNEL + '\n    PLATFORMS = {"tpu": 90}\n    COMPILERS = ("scale-tpu",)\n'
+    for version in ("1.0", "2.0"):
+        kernels = {"scale.tpu": "scale_tpu"}
+        elsewhere = distribution("scale-tpu", {"scale_tpu.py": kernel}, version, kernels=kernels)
+        assert python(CALL, one, elsewhere) == f"5 disk ({folder})"
 
     # What a cache holds becomes a package by copying it.
     package = distribution(

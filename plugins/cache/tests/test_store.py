@@ -31,7 +31,7 @@ class Tile:
 
 def key(op: str = "scale", device: str = "NVIDIA H200", number: int = 0) -> Key:
     problem = {"operation": [op, 1], "arguments": {"x": (number, 2.5)}, "device": ["gpu", device, (9, 0)]}
-    return Key(op, device, stable_json(problem), stable_json({"jax": "0.10"}))
+    return Key(op, device, stable_json(problem))
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -98,7 +98,7 @@ def test_a_key_with_any_name_is_rebuilt_and_stays_inside(tmp_path, folder, name)
 
 
 def test_a_key_whose_problem_says_nothing_is_rebuilt_from_the_folders(folder):
-    plain = Key("an op", "a device", '{"n":{"!tuple":[1]}}', "{}")
+    plain = Key("an op", "a device", '{"n":{"!tuple":[1]}}')
     PersistentCache(folder).put(plain, Block(1))
     assert list(PersistentCache(folder)) == [plain]
 
@@ -108,11 +108,13 @@ def test_the_layout(folder):
     cache.put(key(), Record(Block(16), "triton"))
     cache.put(key(), Block(8))
     files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*.json"))
-    assert files == [f"NVIDIA%20H200/scale/{backend}/{key().digest}.json" for backend in ("%any", "triton")]
-    assert cache.file(key(), "triton") == folder / "NVIDIA%20H200" / "scale" / "triton" / f"{key().digest}.json"
+    name = f"{key().kind}-{key().digest}.json"
+    assert files == [f"NVIDIA%20H200/scale/{backend}/{name}" for backend in ("%any", "triton")]
+    assert cache.file(key(), "triton") == folder / "NVIDIA%20H200" / "scale" / "triton" / name
     document = json.loads(cache.file(key(), "triton").read_text())
     assert document["problem"] == json.loads(key().problem)
-    assert document["config"] == {"type": f"{__name__}.Block", "fields": {"rows": 16, "dtype": {"!dtype": "float32"}}}
+    assert document["kernel"] == "scale.triton"
+    assert document["config"] == {"rows": 16, "dtype": {"!dtype": "float32"}}
     assert list((folder / ".tmp").iterdir()) == []
 
 
@@ -246,3 +248,26 @@ def test_the_folder_may_be_deleted_at_any_time(folder, monkeypatch, step):
 def test_jax_arrays_are_no_business_of_a_store(folder):
     with pytest.raises(RecordError):
         PersistentCache(folder).put(key(), Block(jnp.ones(3)))
+
+
+def test_what_other_versions_measured_stays_for_those_who_go_back(folder, scale_op):
+    cache, key = PersistentCache(folder), scale_op.keys()[0]
+
+    def measured(factor: int, jax_version: str) -> Record:
+        record = scale_op.record(factor)
+        return attrs.evolve(record, provenance=attrs.evolve(record.provenance, software={"jax": jax_version}))
+
+    def found(jax_version: str) -> Record | None:
+        return PersistentCache(folder).find(key, attrs.evolve(scale_op.candidate(), software={"jax": jax_version}))
+
+    for factor, jax_version in [(3, "1"), (4, "2"), (5, "1"), (6, "3")]:
+        cache.put(key, measured(factor, jax_version))
+    assert [found(version) for version in "123"] == [measured(5, "1"), measured(4, "2"), measured(6, "3")]
+    assert found("4") == measured(6, "3")  # of others the last one; who asks sees that it is another
+    assert cache.records(key) == (measured(6, "3"),)
+    assert cache.predecessor(key, measured(7, "1")) == measured(5, "1")
+    assert list(cache) == [key]
+    cache.put(key, Record(scale_op.Config(8), "two"))
+    assert {found(version) for version in "123"} == {Record(scale_op.Config(8), "two")}
+    cache.clear()
+    assert [found(version) for version in "123"] == [None] * 3

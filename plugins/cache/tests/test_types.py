@@ -18,7 +18,7 @@ class Block:
 
 
 def key() -> Key:
-    return Key("scale", "cpu", "{}", "{}")
+    return Key("scale", "cpu", "{}")
 
 
 def test_a_type_is_never_imported(folder, tmp_path, monkeypatch):
@@ -29,7 +29,7 @@ def test_a_type_is_never_imported(folder, tmp_path, monkeypatch):
     PersistentCache(folder).put(key(), some_configs.C(3))
     assert PersistentCache(folder).get(key()) == some_configs.C(3)
     monkeypatch.delitem(sys.modules, "some_configs")
-    with pytest.warns(CacheWarning, match=r"\$.config.type is some_configs.C, which nothing has imported; pass kind="):
+    with pytest.warns(CacheWarning, match=r"\$.type is some_configs.C, which nothing has imported; pass kind="):
         assert PersistentCache(folder).get(key(), "nothing") == "nothing"
     assert "some_configs" not in sys.modules
     assert PersistentCache(folder).get(key(), kind=some_configs.C) == some_configs.C(3)

@@ -16,6 +16,7 @@ import attrs
 import jax.numpy as jnp
 import pytest
 
+import ejkernel_core
 from ejkernel_cache import PersistentCache, default_cache, policy
 from ejkernel_cache._unfinished import _locked
 from ejkernel_core import Key
@@ -164,10 +165,11 @@ class Config:
 
 
 def key() -> Key:
-    return Key("scale", "cpu", '{"a":1}', "{}")
+    return Key("scale", "cpu", '{"a":1}')
 
 
-def test_what_is_kept_is_read_back() -> None:
+def test_what_is_kept_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ejkernel_core, "config_type", {"scale.two": Config}.get)
     unfinished = PersistentCache().unfinished
     entries = (
         Entry("two", Config(3), 1.5, is_checked=True),

@@ -85,7 +85,7 @@ KILLED_IN_A_WRITE = """
     from ejkernel_cache import PersistentCache
     from ejkernel_core import Key, Provenance
     os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
-    PersistentCache().put(Key("op", "cpu", "{}", "{}"), Provenance(when="", device="", milliseconds=1.0, backends=()))
+    PersistentCache().put(Key("op", "cpu", "{}"), Provenance(when="", device="", milliseconds=1.0, backends=()))
 """
 
 

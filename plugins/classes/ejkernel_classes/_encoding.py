@@ -17,7 +17,8 @@ import attrs
 import jax
 import numpy as np
 
-from ejkernel_core import RecordError, from_json, to_json, type_name
+from ejkernel_core import RecordError, from_json, to_json
+from ejkernel_core._records import type_name
 
 #: Stands before the word for what JSON has no word for.
 TAG = "!"
@@ -81,7 +82,7 @@ def classes_in(value: Any) -> dict[str, Any]:
 
 def _object(value: Any) -> Any:
     if is_structured(type(value)):
-        return {f"{TAG}object": json.loads(to_json(value))}
+        return {f"{TAG}object": [type_name(type(value)), json.loads(to_json(value))]}
     if isinstance(value, enum.Enum):
         return {f"{TAG}enum": [type_name(type(value)), value.name]}
     if _is_named_tuple(type(value)):
@@ -150,7 +151,8 @@ def _imported(name: str) -> Any:
 
 
 def _read_object(content: Any, classes: Classes) -> Any:
-    return from_json(json.dumps(content), _class(content["type"], classes))
+    name, fields = content
+    return from_json(json.dumps(fields), _class(name, classes))
 
 
 def _read_enum(content: Any, classes: Classes) -> Any:

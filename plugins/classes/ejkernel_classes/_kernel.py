@@ -228,9 +228,9 @@ class _Registries:
         self._seen: Any = None
 
     def of(self, way: Any, core: Registry) -> Registry | None:
-        # The core's registry starts new calls when a policy is registered there, or something new is remembered.
-        if self._seen is not core.calls:
-            self._made, self._seen = {}, core.calls
+        # A policy was registered in the core's registry, or something new is remembered there.
+        if self._seen != core.changes:
+            self._made, self._seen = {}, core.changes
         return self._made.get(way)
 
     def add(self, way: Any, registry: Registry) -> Registry:

@@ -39,7 +39,8 @@ class PersistentCache(ejkernel_cache.PersistentCache):
     def put(self, key: Hashable, value: Any) -> None:
         """Remember a configuration, or a ``Record`` of one: in the place of what is there for the same backend."""
         record = as_record(value)
-        if record.cfg is not None and not is_structured(type(record.cfg)):
+        # A kernel's key says of which type its configurations are; any other key says nothing.
+        if record.cfg is not None and not (isinstance(key, Key) and is_structured(type(record.cfg))):
             text = json.dumps(encoded(record.cfg))
             self._types.update(classes_in(record.cfg))
             record = attrs.evolve(record, cfg=Plain(text))
@@ -81,8 +82,7 @@ class PersistentCache(ejkernel_cache.PersistentCache):
         return key
 
     def _found(self, place: Place, key: Key, kind: type | None) -> tuple[int, Record] | None:
-        is_plain = kind is not None and not is_structured(kind)
-        found = super()._found(place, key, Plain if is_plain else kind)
+        found = self._found_as_written(place, key, kind)
         if found is None or not isinstance(found[1].cfg, Plain):
             return found
         when, record = found
@@ -91,6 +91,18 @@ class PersistentCache(ejkernel_cache.PersistentCache):
             raise RecordError(f"{place[3]} holds a {type(cfg).__qualname__}, no {kind.__qualname__}")
         return when, attrs.evolve(record, cfg=cfg)
 
+    def _found_as_written(self, place: Place, key: Key, kind: type | None) -> tuple[int, Record] | None:
+        if (key.op, key.device) == (ANY, ANY) or (kind is not None and not is_structured(kind)):
+            return super()._found(place, key, Plain)
+        try:
+            return super()._found(place, key, kind)
+        except RecordError as fault:
+            if kind is not None or fault.damaged:
+                raise
+            with contextlib.suppress(RecordError):  # it may be no object with fields
+                return super()._found(place, key, Plain)
+            raise
+
 
 def _as_key(key: Hashable) -> Key:
     if isinstance(key, Key):
@@ -98,4 +110,4 @@ def _as_key(key: Hashable) -> Key:
     hash(key)  # a TypeError, as in a ``ConfigCache``
     # As ``stable_json`` writes it, which would write the marks for what JSON has no word for down a second time.
     problem = json.dumps(encoded(key), sort_keys=True, separators=(",", ":"))
-    return Key(ANY, ANY, problem, "{}")
+    return Key(ANY, ANY, problem)

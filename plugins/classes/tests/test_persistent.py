@@ -47,7 +47,7 @@ HASHABLE = [
     frozenset({(1, "a"), None}),
 ]  # fmt: skip
 UNHASHABLE = [[1, (2, [3])], {"a": 1, 2: (3,)}, {"!tuple": [1]}, {1, 2}, {}, [], {"way": Way.FAST, "pair": [Pair(1)]}]
-KEY = Key("op", "device", "{}", "{}")
+KEY = Key("op", "device", "{}")
 
 
 @pytest.mark.parametrize("value", [*HASHABLE, *UNHASHABLE], ids=lambda value: type(value).__name__)
@@ -151,7 +151,7 @@ def test_damage_is_a_miss(tmp_path: Path) -> None:
         '{"!enum": ["json.Nothing", "A"]}',
         '{"a": 1, "b": 2}',
     ):
-        whole["config"]["fields"]["text"] = text
+        whole["config"]["text"] = text
         file.write_text(json.dumps(whole))
         with pytest.warns(RuntimeWarning, match="is nothing that was written here|nothing has imported"):
             assert PersistentCache(tmp_path).get("key") is None

@@ -122,13 +122,12 @@ def test_halves_along_every_factor_that_may_be_cut_give_the_whole(kv_heads: int)
 
 
 def test_what_counts() -> None:
-    places = AXES.places(arguments(), AXES.counts)
-    assert places == {
-        "query": (0, 1, 2),
-        "key": (0, 1, 2),
-        "value": (0, 1, 2),
-        "bias": (0, 1, 2, 3),
-        "q_segment_ids": (0, 1),
-        "kv_segment_ids": (0, 1),
-        "softmax_aux": (0,),
+    assert AXES.counted(arguments()) == {
+        "query": ("batch", "q_len", "heads", None),
+        "key": ("batch", "kv_len", "kv_heads", None),
+        "value": ("batch", "kv_len", "kv_heads", None),
+        "bias": (None, "heads", "q_len", "kv_len"),  # one for all of the batch
+        "q_segment_ids": ("batch", "q_len"),
+        "kv_segment_ids": ("batch", "kv_len"),
+        "softmax_aux": ("heads", None),
     }

@@ -14,6 +14,8 @@ from ejkernel_core import Invocation, hookimpl
 from ejkernel_pallas_tpu import _tuning
 from ejkernel_pallas_tpu._refusals import check, check_arguments
 
+#: Of the kernel and of its Config: what was measured with another one is measured again.
+VERSION = 1
 PLATFORMS = {"tpu": 50}
 COMPILERS = ("jaxlib",)
 

@@ -14,6 +14,8 @@ from ejkernel_triton import _jax_triton, _problem, _tuning
 from ejkernel_triton._cards import capability
 from ejkernel_triton._refusals import check
 
+#: Of the kernel and of its Config: what was measured with another one is measured again.
+VERSION = 1
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"gpu": 50}
 COMPILERS = ("triton", "jax-triton")

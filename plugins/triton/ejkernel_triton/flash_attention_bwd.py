@@ -17,6 +17,8 @@ from ejkernel_triton._cards import capability
 from ejkernel_triton._refusals import check
 from ejkernel_triton._rows import Rows, of_sinks
 
+#: Of the kernel and of its Config: what was measured with another one is measured again.
+VERSION = 1
 PLATFORMS = {"gpu": 50}
 COMPILERS = ("triton", "jax-triton")
 

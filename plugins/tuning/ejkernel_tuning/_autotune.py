@@ -17,6 +17,7 @@ from ejkernel_core._errors import Unsupported
 from ejkernel_core._invocation import Invocation
 from ejkernel_core._kernel import LoadedKernel
 from ejkernel_core._measurement import Entry, Progress, Trial
+from ejkernel_core._plan import changes
 from ejkernel_core._records import Provenance, Record, Shortfall
 
 from ._contest import Contest, Entrant
@@ -59,7 +60,7 @@ def tune(
     """
     started = time.monotonic()
     placed = _placed(inv, inputs)
-    past = Past(earlier, suspects, record if record and _is_of_here(record, inv) else None)
+    past = Past(earlier, suspects, record if record and _is_of_here(record, candidates) else None)
     field = Field(inv, candidates, judge, None if configs is None else list(configs), past, started + budget_s)
     entrants = field.first()
 
@@ -76,7 +77,8 @@ def tune(
     except BaseException:  # Ctrl-C, above all
         report(progress(interrupted=True))
         raise
-    return _outcome(contest, winner, field.notes, budget_s, started)
+    software = {name: version for candidate in candidates for name, version in candidate.kernel.software.items()}
+    return _outcome(contest, winner, software, field.notes, budget_s, started)
 
 
 def _placed(inv: Invocation, inputs: dict[str, jax.Array] | None) -> dict[str, jax.Array]:
@@ -95,18 +97,25 @@ def _placed(inv: Invocation, inputs: dict[str, jax.Array] | None) -> dict[str, j
     return placed
 
 
-def _outcome(contest: Contest, winner: Entrant | None, faults: Sequence[str], budget_s: float, started: float) -> Tuned:
+def _outcome(
+    contest: Contest,
+    winner: Entrant | None,
+    software: dict[str, str],
+    faults: Sequence[str],
+    budget_s: float,
+    started: float,
+) -> Tuned:
     inv, entries = contest.inv, _entries(contest.entrants, winner)
     shortfall = _shortfall(contest, entries, budget_s)
     checked = [f"checked against {contest.checked_against}"] if contest.checked_against else []
     notes = (*checked, *faults, *contest.notes, *([str(shortfall)] if shortfall else []))
-    records = () if winner is None else records_of(entries, _provenance(inv, entries, shortfall))
+    records = () if winner is None else records_of(entries, _provenance(inv, entries, software, shortfall))
     return Tuned(inv.tuning_keys, str(inv), entries, records, time.monotonic() - started, notes)
 
 
-def _is_of_here(record: Record, inv: Invocation) -> bool:
+def _is_of_here(record: Record, candidates: Sequence[Candidate]) -> bool:
     """Whether its times say something about those that are measured now."""
-    return record.provenance is not None and record.provenance.software == inv.software
+    return record.provenance is not None and not any(changes(record, candidate) for candidate in candidates)
 
 
 def _shortfall(contest: Contest, entries: Sequence[Entry], budget_s: float) -> Shortfall | None:
@@ -142,7 +151,7 @@ def _entries(entrants: Sequence[Entrant], winner: Entrant | None) -> tuple[Entry
 
 
 def _provenance(
-    inv: Invocation, entries: Sequence[Entry], shortfall: Shortfall | None
+    inv: Invocation, entries: Sequence[Entry], software: dict[str, str], shortfall: Shortfall | None
 ) -> Callable[[Entry], Provenance]:
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     device = device_fingerprint(jax.local_devices(backend=inv.platform)[0])
@@ -155,7 +164,7 @@ def _provenance(
             device=device,
             milliseconds=entry.milliseconds,
             backends=tuple(dict.fromkeys(entry.backend for entry in entries)),
-            software=dict(inv.software),
+            software=software,
             tried=tried,
             shortfall=shortfall,
         )

@@ -21,11 +21,11 @@ from ejkernel_core._errors import NoKernel, Unsupported
 from ejkernel_core._invocation import Invocation
 from ejkernel_core._keys import abstractify
 from ejkernel_core._plugins import Plugins
-from ejkernel_core._policies import recalled
+from ejkernel_core._policies import is_short, recalled
 from ejkernel_core._primitive import outputs
 from ejkernel_core._records import DIED, Record
 from ejkernel_core._scopes import AutotunePolicy
-from ejkernel_core._turns import check_tunable, is_short, learn_records, taking_turns
+from ejkernel_core._turns import check_tunable, learn_records, taking_turns
 
 from ._autotune import SEED, tune
 from ._progress import Announcer
@@ -184,7 +184,7 @@ def _contest(
             announcer.finish()
         if remember and tuned.records:
             learn_records(policies, inv, tuned.records, record)
-            plugins.choose_anew()
+            plugins.choose_anew(inv)
     return TuningResult((tuned,))
 
 
@@ -194,7 +194,7 @@ def _known(plugins: Plugins, inv: Invocation, budget_s: float) -> tuple[bool, Re
     if not candidates:
         return True, None  # nobody can do it: there is nothing to tune
     scope = _scopes.current()
-    choice, _ = recalled(inv, candidates, plugins.policies(scope), scope)
+    choice, *_ = recalled(inv, candidates, plugins.policies(scope), scope)
     if choice is None or choice.record is None:
         return False, None
     return not is_short(choice, AutotunePolicy("on_miss", budget_s)), choice.record

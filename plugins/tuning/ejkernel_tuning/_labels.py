@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ejkernel_core
-from ejkernel_core import Label, from_json, imported_type
+from ejkernel_core import Label, from_json
 
 
 def labels_to_configs(labels: Iterable[Label], types: Mapping[str, type] | None = None) -> dict[Label, Any]:
@@ -33,8 +32,4 @@ def _type_of(one: Label, types: Mapping[str, type]) -> Any:
     name = f"{one.name}.{one.backend}"
     if name in types:
         return types[name]
-    if one.backend in ejkernel_core.registry.backends(one.name):
-        return ejkernel_core.registry.kernel(one.name, one.backend).config_type
-    # A kernel of a script is not installed, but its class is there.
-    kind = json.loads(one.config or "{}").get("type")
-    return None if kind is None else imported_type(kind)
+    return ejkernel_core.config_type(name)

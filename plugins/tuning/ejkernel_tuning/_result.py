@@ -14,7 +14,7 @@ from ejkernel_core._display import counted, one_line
 from ejkernel_core._errors import RecordError
 from ejkernel_core._invocation import Key
 from ejkernel_core._measurement import Entry
-from ejkernel_core._records import SCHEMA, Provenance, Record, imported_type, record_from_json, record_to_json
+from ejkernel_core._records import SCHEMA, Provenance, Record, record_from_json, record_to_json
 from ejkernel_core._scopes import leave, overlay_cache
 
 
@@ -161,9 +161,8 @@ def _key(key: Key) -> dict[str, Any]:
 
 def _read(document: Any, kinds: Callable[[str, str], type | None]) -> Tuned:
     keys = tuple(Key(**key) for key in document["keys"])
-    pairs = [(json.dumps(record), record["backend"]) for record in document["records"]]
-    given = [kinds(keys[0].op, backend) or _type_in(text, keys[0].op, backend) for text, backend in pairs]
-    records = tuple(record_from_json(text, keys[0], kind) for (text, _), kind in zip(pairs, given, strict=True))
+    texts = [(json.dumps(record), str(record["kernel"])) for record in document["records"]]
+    records = tuple(record_from_json(text, keys[0], _type_of(kernel, kinds)) for text, kernel in texts)
     entries = tuple(
         Entry(record.backend or "", record.cfg, record.provenance.milliseconds if record.provenance else None)
         for record in records
@@ -171,14 +170,11 @@ def _read(document: Any, kinds: Callable[[str, str], type | None]) -> Tuned:
     return Tuned(keys, f"{keys[0]} on {keys[0].device}, read from JSON", entries, records)
 
 
-def _type_in(text: str, op: str, backend: str) -> type | None:
-    """The installed kernel's type; of a kernel that is not installed, the one that is imported by that name."""
+def _type_of(kernel: str, kinds: Callable[[str, str], type | None]) -> type | None:
     import ejkernel_core
 
-    if backend in ejkernel_core.registry.backends(op):
-        return ejkernel_core.registry.kernel(op, backend).config_type
-    name = json.loads(text)["config"]["type"]
-    return None if name is None else imported_type(name)
+    op, _, backend = kernel.rpartition(".")
+    return kinds(op, backend) or ejkernel_core.config_type(kernel)
 
 
 def records_of(entries: Iterable[Entry], provenance: Callable[[Entry], Provenance]) -> tuple[Record, ...]:

@@ -14,6 +14,8 @@ from ejkernel_ops.attention.symbolic import refuse_symbolic
 from ejkernel_xla import _blockwise_bwd, _cudnn
 from ejkernel_xla._blocks import blocks
 
+#: Of the kernel and of its Config: what was measured with another one is measured again.
+VERSION = 1
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"cpu": 10, "gpu": 10, "tpu": 10}
 

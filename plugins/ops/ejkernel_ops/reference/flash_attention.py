@@ -8,6 +8,8 @@ import jax
 from ejkernel_core import Invocation, hookimpl
 from ejkernel_ops.attention.dense import dense_attention
 
+#: Of the kernel and of its Config: what was measured with another one is measured again.
+VERSION = 1
 #: After everything else, on every platform.
 PLATFORMS = {"cpu": 0, "gpu": 0, "tpu": 0}
 

@@ -13,6 +13,8 @@ from ejkernel_triton._cards import capability
 from ejkernel_triton.gluon_sm90._launch import constants, tiled, width
 from ejkernel_triton.gluon_sm90._refusals import check
 
+#: Of the kernel and of its Config: what was measured with another one is measured again.
+VERSION = 1
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"gpu": 60}
 COMPILERS = ("triton", "jax-triton")

@@ -18,6 +18,8 @@ from ejkernel_triton.flash_attention_bwd import Pass, of_queries
 from ejkernel_triton.gluon_sm90._launch import constants, numbered, rows_of_threads, tiled, width
 from ejkernel_triton.gluon_sm90._refusals import check
 
+#: Of the kernel and of its Config: what was measured with another one is measured again.
+VERSION = 1
 PLATFORMS = {"gpu": 60}
 COMPILERS = ("triton", "jax-triton")
 #: Keys that a program keeps, by padded head dim.
