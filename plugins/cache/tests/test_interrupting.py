@@ -17,7 +17,6 @@ import pytest
 MODULE = """
     import os, sys, time
     from pathlib import Path
-    print("importing", flush=True)
     from types import SimpleNamespace
 
     import attrs
@@ -76,8 +75,11 @@ def start(folder: Path, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def interrupt(process: subprocess.Popen[str], delay: float, after: str = "importing") -> tuple[int, str, str]:
-    """Ctrl-C so many seconds after this line; the exit code, and what was printed and said about it from then on."""
+def interrupt(process: subprocess.Popen[str], delay: float, after: str = "measuring") -> tuple[int, str, str]:
+    """Ctrl-C so many seconds after this line; the exit code, and what was printed and said about it from then on.
+
+    What JAX's imports make of it is theirs.
+    """
     assert process.stdout is not None
     try:
         while process.stdout.readline().strip() not in (after, ""):
@@ -105,6 +107,9 @@ def check_end(code: int, out: str, err: str, folder: Path) -> None:
 
 def check_moments(tmp_path: Path, folder: Path, moments: int) -> None:
     whole = start(tmp_path)
+    assert whole.stdout is not None
+    while whole.stdout.readline().strip() != "measuring":
+        assert whole.poll() is None
     begun = time.monotonic()
     out, err = whole.communicate(timeout=120)
     assert out.endswith("done\n"), err

@@ -39,7 +39,6 @@ class TestFlashAttention(KernelProofs):
     registry = interpreted_registry(KERNELS)
     refuses = frozenset({"float64", "float16"})
     roundings = 1.5
-    pairs = "ring"
 
     def cases(self) -> Sequence[Case]:
         """Most of the grid, and what takes long, are for the long sweep."""

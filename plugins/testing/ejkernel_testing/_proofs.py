@@ -58,9 +58,9 @@ class KernelProofs:
     #: How many times the error of the reference, which rounds once, is allowed in float16 and bfloat16: above 1 for a
     #: kernel that rounds weights too, to multiply them on matrix units.
     roundings: float = 1.0
-    #: Which pairs of sets of differentiated arrays the long sweep tries in "programs": "all", or a "ring" of them where
-    #: compiling takes long.
-    pairs: str = "all"
+    #: Which pairs of sets of differentiated arrays the long sweep tries with each transformation in "programs": a
+    #: "share" of them, so that all are tried with one of them at least; or "all".
+    pairs: str = "share"
     registry: Registry = installed
 
     def cases(self) -> Sequence[Case]:

@@ -23,4 +23,3 @@ class TestFlashAttention(KernelProofs):
     )
     refuses = frozenset({"float64"})
     roundings = 1.5
-    pairs = "ring"
