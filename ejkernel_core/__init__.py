@@ -25,7 +25,6 @@ from ._errors import (
 from ._hookspecs import hookimpl
 from ._invocation import Invocation, Key
 from ._keys import stable_json
-from ._labels import Label, extract_labels_from_hlo_text, find_labels_in_lowered, label
 from ._loading import config_types
 from ._operation import Cost, Operation, gradient_signature
 from ._plan import Candidate, Choice, Explanation, Plan, Verdict, fitting
@@ -54,7 +53,6 @@ __all__ = [
     "Explanation",
     "Invocation",
     "Key",
-    "Label",
     "NoConfig",
     "NoKernel",
     "NotDifferentiable",
@@ -74,14 +72,11 @@ __all__ = [
     "call",
     "config_type",
     "explain",
-    "extract_labels_from_hlo_text",
-    "find_labels_in_lowered",
     "fitting",
     "from_json",
     "gradient_signature",
     "hookimpl",
     "invocation",
-    "label",
     "overlay_cache",
     "plan",
     "policy_override",

@@ -1,131 +1,96 @@
-"""Labels that survive compilation: what a compiled program calls, read out of its text.
+"""Labels that survive compilation: the kernel and its configuration, in the names of the instructions of a call.
 
-Every call leaves its operation, its kernel, its arguments' shapes and its configuration in the names of the
-instructions it becomes. XLA keeps these names; of the characters in them, it cuts at "@" and splits at "/".
+XLA keeps these names, and profilers show them. Of the characters in them, it cuts at "@" and splits at "/".
 """
 
 from __future__ import annotations
 
-import base64
-import functools
-import json
-import re
-import zlib
-from collections.abc import Callable
-from typing import Any, TypeVar
+import ast
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
 
 import attrs
-import jax
 
-from ._errors import RecordError
-from ._keys import abstractify, stable_json
-from ._plan import Plan
-from ._records import to_json
+from ._keys import short_hash
 
-#: What a label starts with; then what it is of, and what it says, all between these.
-MARK = "ejk~"
-_LABEL = re.compile(r"ejk~(call|label)~([\w.-]+)(?:~([\w=-]+))?")
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+#: A name stands in every instruction of a call.
+LONGEST = 100
 
 
-@attrs.frozen
-class Label:
-    """One label that was found. Of a call, it tells the operation, the kernel, the arguments and the configuration."""
+def call_label(kernel: str, cfg: Any) -> str:
+    """The label of a kernel and its configuration, of at most 100 characters.
 
-    name: str
-    #: None for a label that ``label`` made.
-    backend: str | None = None
-    #: The arguments that were given: "float32[2,128,8,64]" for an array, anything else as JSON.
-    arguments: tuple[tuple[str, Any], ...] = ()
-    #: The configuration as ``to_json`` writes it.
-    config: str | None = None
+    >>> Config = attrs.make_class("Config", {"q_block": attrs.field(type=int)}, frozen=True)
+    >>> call_label("flash_attention.xla", Config(256))
+    'flash_attention.xla(q_block=256)'
 
-    def __str__(self) -> str:
-        if self.backend is None:
-            return self.name
-        inside = ", ".join(f"{name}={value}" for name, value in self.arguments)
-        return f"{self.name}.{self.backend}({inside}) with {self.config}"
+    A configuration that has no short text, or one that cannot be read back, leaves a digest.
 
-
-def label(name: str) -> Callable[[Function], Function]:
-    """Mark everything that a function does, so that it is found in compiled code.
-
-    >>> @label("my_attention")
-    ... def double(x):
-    ...     return x * 2
-    >>> find_labels_in_lowered(jax.jit(double).lower(1.0))
-    [Label(name='my_attention', backend=None, arguments=(), config=None)]
+    >>> call_label("flash_attention.xla", Config({"no": "number"}))
+    'flash_attention.xla(99a6c73ce4a0)'
     """
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise ValueError(f"label: takes letters, digits, '_', '.' and '-', which survive compilation; got {name!r}")
-
-    def mark(function: Function) -> Function:
-        @functools.wraps(function)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            with jax.named_scope(f"{MARK}label~{name}"):
-                return function(*args, **kwargs)
-
-        return marked  # type: ignore[return-value]
-
-    return mark
+    op, _, backend = quote(kernel, safe="").rpartition(".")
+    for text in _config_texts(cfg):
+        if len(label := f"{op}.{backend}({text})") <= LONGEST:
+            return label
+    end = f".{backend}({short_hash(f'{kernel} {_document(cfg)}', 12)})"
+    return op[: LONGEST - len(end)] + end
 
 
-def label_of(plan: Plan) -> str:
-    """The label of a planned call."""
-    try:
-        content: dict[str, Any] = {"c": json.loads(to_json(plan.cfg))}
-    except RecordError:  # a configuration that cannot be written down leaves its name alone
-        content = {"c": str(plan.cfg)}
-    content["n"] = plan.kernel.name
-    content["a"] = {name: _plain(value) for name, value in plan.invocation.arguments.items() if value is not None}
-    packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 9)
-    return f"{MARK}call~{re.sub(r'[^A-Za-z0-9_.-]', '_', plan.kernel.name)}~{base64.urlsafe_b64encode(packed).decode()}"
+def _config_texts(cfg: Any) -> Iterator[str]:
+    """All fields; and, where this is too long, those that have not their default. None where one has no text."""
+    if attrs.has(type(cfg)):
+        fields: Any = attrs.fields(type(cfg))
+    elif dataclasses.is_dataclass(cfg):
+        fields = dataclasses.fields(cfg)
+    elif cfg is None:
+        fields = ()
+    else:
+        return
+    values = [(field, getattr(cfg, field.name)) for field in fields]
+    texts = {field.name: value_text(value) for field, value in values}
+    if None not in texts.values():
+        yield ",".join(f"{name}={text}" for name, text in texts.items())
+        yield ",".join(f"{field.name}={texts[field.name]}" for field, value in values if not _is_default(field, value))
 
 
-def _plain(value: Any) -> Any:
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    try:
-        return json.loads(stable_json(abstractify(value)))
-    except TypeError:
+def _is_default(field: Any, value: Any) -> bool:
+    return type(value) is type(field.default) and value == field.default
+
+
+def value_text(value: Any) -> str | None:
+    """What stands in a label for the value of a field; None where that has no short text."""
+    if value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value)):
         return str(value)
+    if type(value) is str:
+        return quote(repr(value) if _is_literal(value) else value, safe="")
+    if attrs.has(type(value)) and (sizes := attrs.astuple(value, recurse=False)):
+        # Blocks, as their readers write them: 128x64.
+        return "x".join(map(str, sizes)) + "x" * (len(sizes) == 1) if all(_is_size(size) for size in sizes) else None
+    return None
 
 
-def find_labels_in_lowered(lowered: Any) -> list[Label]:
-    """The labels of a ``jax.stages.Lowered`` or ``Compiled``, each once, in the order of the text.
-
-    >>> twice = jax.jit(label("twice")(lambda x: x * 2))
-    >>> [found.name for found in find_labels_in_lowered(twice.lower(1.0))]
-    ['twice']
-    """
-    if isinstance(lowered, jax.stages.Lowered):
-        return extract_labels_from_hlo_text(lowered.as_text(debug_info=True))
-    return extract_labels_from_hlo_text(lowered.as_text())
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
-def extract_labels_from_hlo_text(hlo_text: str) -> list[Label]:
-    """The labels of a text, StableHLO with locations or HLO, which another process may have written.
-
-    >>> extract_labels_from_hlo_text('op_name="jit(f)/ejk~label~my_attention/mul"')
-    [Label(name='my_attention', backend=None, arguments=(), config=None)]
-    """
-    return list(dict.fromkeys(_read(*found.groups()) for found in _LABEL.finditer(hlo_text)))
-
-
-def _read(kind: str, name: str, packed: str | None) -> Label:
-    if kind == "label" or packed is None:
-        return Label(name)
+def _is_literal(text: str) -> bool:
+    """Whether it would be read as another value than this text."""
     try:
-        content = json.loads(zlib.decompress(base64.urlsafe_b64decode(packed)))
-    except (ValueError, zlib.error):  # cut off, or nothing of ours
-        return Label(name)
-    op, _, backend = content["n"].rpartition(".")
-    arguments = tuple((name, _hashable(value)) for name, value in content["a"].items())
-    return Label(op, backend, arguments, json.dumps(content["c"], sort_keys=True))
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text[:1].isdigit() or not text
+    return True
 
 
-def _hashable(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, (dict, list)) else value
+def _document(cfg: Any) -> str:
+    from ._errors import RecordError
+    from ._records import to_json
+
+    try:
+        return to_json(cfg)
+    except RecordError:  # what cannot be written down has its own text
+        return str(cfg)

@@ -22,7 +22,7 @@ from ._errors import NoKernel, PluginError, Unsupported
 from ._fallback import warn_of_reference
 from ._jax_versions import Primitive, aval_like, lower_with_devices, vary_alike
 from ._keys import abstract
-from ._labels import label_of
+from ._labels import call_label
 from ._plan import Plan
 from ._request import Request
 
@@ -97,7 +97,7 @@ def _lower(context: Any, *operands: Any, request: Request, platform: str | None)
         plan = request.plan(avals, target(platform or context.module_context.platforms[0]))
 
     def run(*arrays: Any) -> tuple[Any, ...]:
-        with request.settings.entered(), jax.named_scope(label_of(plan)):
+        with request.settings.entered(), jax.named_scope(call_label(plan.kernel.name, plan.cfg)):
             return execute(request, plan, arrays, context.avals_out)
 
     return mlir.lower_fun(run, multiple_results=True)(context.replace(avals_in=avals), *operands)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -18,19 +20,16 @@ import numpy as np
 import pytest
 
 import ejkernel_core
-from ejkernel_core import (
-    Operation,
-    RecordError,
-    Registry,
-    extract_labels_from_hlo_text,
-    find_labels_in_lowered,
-    hookimpl,
-    label,
-)
+from ejkernel_core import Key, Operation, Record, RecordError, Registry, hookimpl
+from ejkernel_core._labels import call_label
 from ejkernel_tuning import (
+    Label,
     autotune_recorded,
     clear_invocations,
+    extract_labels_from_hlo_text,
+    find_labels_in_lowered,
     get_invocations,
+    label,
     labels_to_configs,
     record_invocation,
     recording,
@@ -179,11 +178,107 @@ def test_labels_tell_shapes_and_configurations() -> None:
     )
     (found,) = find_labels_in_lowered(program.lower(Q, K, V).compile())
     assert (found.name, found.backend) == ("flash_attention", "xla")
-    arguments = dict(found.arguments)
-    assert (arguments["query"], arguments["causal"]) == ("float32[2,48,2,8]", True)
-    assert "bias" not in arguments
+    assert str(found) == f"flash_attention.xla(implementation=blockwise,q_block=16,kv_block={cfg.kv_block})"
     assert labels_to_configs([found]) == {found: cfg}
-    assert str(found).startswith("flash_attention.xla(query=float32[2,48,2,8], ")
+
+
+@attrs.frozen
+class Blocks:
+    rows: int = 64
+    columns: int = 128
+
+
+@attrs.frozen
+class Nested:
+    keys: Blocks = Blocks()
+    bias: Blocks | None = None
+    name: str = "5"
+    scale: float = 0.5
+    deep: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class One:
+    number: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Two:
+    number: int = -1
+    pair: tuple[int, ...] = ()
+
+
+#: Configurations by what stands in their labels: all that can be read back, and a digest of the others.
+TEXTS = {
+    "keys=64x128,bias=None,name=%275%27,scale=0.5,deep=True": Nested(),
+    "keys=1x2,bias=3x4,name=two%20words,scale=1e-09,deep=False": Nested(
+        Blocks(1, 2), Blocks(3, 4), "two words", 1e-9, False
+    ),
+    "keys=64x128,bias=None,name=%2764x128%27,scale=0.5,deep=True": Nested(name="64x128"),
+    "keys=64x128,bias=None,name=%3D%2C%28%2F%40%29,scale=0.5,deep=True": Nested(name="=,(/@)"),
+    "keys=64x128,bias=None,name=%27%27,scale=0.5,deep=True": Nested(name=""),
+    "number=-1": One(),
+    f"name={'long' * 20}": Nested(name="long" * 20),
+    "": None,
+}
+DIGESTS = (
+    Two(pair=(1, 2)),
+    Two(),
+    Nested(keys=Blocks(-1)),
+    Nested(scale=float("inf")),
+    Nested(name="long" * 25),
+    {"no": "class"},
+    1j,
+)
+
+
+@pytest.mark.parametrize(("text", "cfg"), TEXTS.items())
+def test_a_label_can_be_read_by_a_person_and_back(text: str, cfg: Any) -> None:
+    written = call_label("double.mine", cfg)
+    assert written == f"double.mine({text})"
+    program = jax.jit(jax.named_scope(written)(jnp.sin)).lower(Q)
+    for stage in (program, program.compile()):
+        (found,) = find_labels_in_lowered(stage)
+        assert found == Label("double", "mine", text)
+        assert labels_to_configs([found], {"double.mine": type(cfg)}) == {found: cfg}
+
+
+@pytest.mark.parametrize("cfg", DIGESTS, ids=repr)
+def test_what_does_not_fit_is_a_digest_that_records_stand_for(cfg: Any) -> None:
+    written = call_label("double.mine", cfg)
+    assert re.fullmatch(r"double\.mine\([0-9a-f]{12}\)", written)
+    (found,) = find_labels_in_lowered(jax.jit(jax.named_scope(written)(jnp.sin)).lower(Q).compile())
+    with pytest.raises(RecordError, match="has a digest for its configuration, and none of the records has it"):
+        labels_to_configs([found])
+    key = Key("double", "cpu", problem="{}")
+    records = [(key, (Record(Blocks(), "mine"), Record(cfg, "other"), Record(cfg, "mine")))]
+    assert labels_to_configs([found], records=records) == {found: cfg}
+
+
+def test_two_configurations_have_two_labels() -> None:
+    labels = [call_label(f"{op}.mine", cfg) for op in ("a", "b") for cfg in (*TEXTS.values(), *DIGESTS)]
+    assert len({*labels}) == len(labels)
+
+
+def test_no_label_is_longer_than_a_line_of_a_profile() -> None:
+    written = call_label("operation" * 20 + ".mine", Nested())
+    assert len(written) == 100
+    (found,) = extract_labels_from_hlo_text(f'op_name="jit(f)/{written}/mul"')
+    assert (found.name, found.backend) == (("operation" * 20)[:81], "mine")
+
+
+#: All that the kernels here come with.
+KERNELS = ("xla", "triton", "gluon_sm90", "pallas_tpu", "reference")
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("op", ["flash_attention", "flash_attention_bwd"])
+def test_the_labels_of_all_installed_kernels_can_be_read(op: str, backend: str) -> None:
+    kind: Any = ejkernel_core.config_type(f"{op}.{backend}")
+    written = call_label(f"{op}.{backend}", kind())
+    (found,) = extract_labels_from_hlo_text(f'op_name="jit(f)/{written}/mul"')
+    assert labels_to_configs([found]) == {found: kind()}
+    assert "=" in written or not attrs.fields(kind)
 
 
 SCRIPT = """
@@ -217,7 +312,7 @@ def test_labels_of_ones_own() -> None:
         label("a@b")
 
 
-@pytest.mark.parametrize("name", ["my attention", "a/b", "a~b", "a@b", "größer"])
+@pytest.mark.parametrize("name", ["my attention", "a/b", "a~b", "a@b", "größer", "a.b", "f(x=1)"])
 def test_a_label_tells_any_name(name: str) -> None:
     registry = Registry(plugins="")
     registry.register(Operation(name=name, signature=lambda x: None, outputs=lambda a: (a["x"],)))
@@ -262,9 +357,14 @@ def test_what_cannot_be_tuned_does_not_stop_the_others() -> None:
 
 def test_what_is_no_label_is_no_label() -> None:
     assert extract_labels_from_hlo_text("") == []
-    assert extract_labels_from_hlo_text('op_name="jit(f)/ejk~else~x"') == []
-    (cut,) = extract_labels_from_hlo_text('op_name="jit(f)/ejk~call~flash_attention.xla~eJwr"')
-    assert (cut.name, cut.backend) == ("flash_attention.xla", None)
+    for text in (
+        "jit(f)",
+        "jit(main)/vmap(jit(np.sin))/mul",
+        "transpose(jvp(mod.f))/mul",
+        "mod.f(x)/mul",
+        "f(x=1)/mul",
+    ):
+        assert extract_labels_from_hlo_text(f'op_name="{text}"') == []
 
 
 def test_a_configuration_of_another_version_is_told() -> None:

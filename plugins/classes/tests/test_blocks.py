@@ -20,12 +20,13 @@ from ejkernel_classes import (
     Executor,
     FwdParams,
     Kernel,
+    find_labels_in_lowered,
     flash_attention,
     labels_to_configs,
     vmap_with_config,
 )
 from ejkernel_classes._blocks import configuration
-from ejkernel_core import NoKernel, Registry, UnknownBackend, Unsupported, find_labels_in_lowered
+from ejkernel_core import NoKernel, Registry, UnknownBackend, Unsupported
 
 pytest.importorskip("triton")
 

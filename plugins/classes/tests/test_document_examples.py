@@ -24,9 +24,9 @@ import ejkernel_classes
 import ejkernel_core
 from ejkernel_classes import ConfigCache, ConfigSelectorChain, Executor, Kernel
 from ejkernel_classes import Invocation as InvocationClass
-from ejkernel_core import Registry, find_labels_in_lowered, policy_override
+from ejkernel_core import Registry, policy_override
 from ejkernel_core._devices import device_name
-from ejkernel_tuning import clear_invocations
+from ejkernel_tuning import clear_invocations, find_labels_in_lowered
 
 #: Each example by the heading that it stands under.
 EXAMPLES = {

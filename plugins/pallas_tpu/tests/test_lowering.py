@@ -13,6 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import ejkernel_core as core
 from ejkernel_pallas_tpu import flash_attention, flash_attention_bwd
+from ejkernel_tuning import find_labels_in_lowered
 
 LENGTH = 1000
 FORWARD, BACKWARD = "flash_attention", "flash_attention_bwd"
@@ -143,5 +144,5 @@ def test_it_is_the_first_choice_on_a_tpu():
     made = CALLS["causal"]
     with use_abstract_mesh(mesh("TPU v5e")):
         low = jax.jit(lambda arrays: REGISTRY.call(FORWARD, **arrays, **made.options)).trace(made.arrays)
-        (label,) = core.find_labels_in_lowered(low.lower(lowering_platforms=("tpu",)))
+        (label,) = find_labels_in_lowered(low.lower(lowering_platforms=("tpu",)))
     assert label.backend == "pallas_tpu"

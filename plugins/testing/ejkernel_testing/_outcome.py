@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
+from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_core import Registry, Unsupported, find_labels_in_lowered
+from ejkernel_core import Registry, Unsupported
 from ejkernel_core._call import whole
 
 from ._case import Case
@@ -68,9 +69,11 @@ def backward_kernels(registry: Registry, backend: str, case: Case) -> tuple[str,
         arrays = inputs(registry, case)
         function = partial(called, registry, backend, case)
         program = jax.jit(partial(pulled, function, case.wrt)).lower(arrays, weights(case.name, function, arrays))
-        labels = find_labels_in_lowered(program)
+        text = program.as_text(debug_info=True)
     owner = registry.operation(case.op).backward
-    return tuple(dict.fromkeys(f"{label.name}.{label.backend}" for label in labels if label.name == owner))
+    names = [] if owner is None else [f"{owner}.{backend}" for backend in registry.backends(owner)]
+    # As they stand in the labels of its calls.
+    return tuple(name for name in names if f"{quote(name, safe='')}(" in text)
 
 
 def unit(dtype: Any) -> float:

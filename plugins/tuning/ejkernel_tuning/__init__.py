@@ -15,7 +15,7 @@ from ._calls import (
     record_invocation,
     recording,
 )
-from ._labels import labels_to_configs
+from ._labels import Label, extract_labels_from_hlo_text, find_labels_in_lowered, label, labels_to_configs
 from ._measuring import Elapsed, get_memory_usage, timer
 from ._result import Tuned, TuningResult
 from ._timing import Timing, benchmark
@@ -25,6 +25,7 @@ __all__ = [
     "Earlier",
     "Elapsed",
     "Entry",
+    "Label",
     "Progress",
     "Recorder",
     "Timing",
@@ -35,8 +36,11 @@ __all__ = [
     "autotune_recorded",
     "benchmark",
     "clear_invocations",
+    "extract_labels_from_hlo_text",
+    "find_labels_in_lowered",
     "get_invocations",
     "get_memory_usage",
+    "label",
     "labels_to_configs",
     "record_invocation",
     "recording",

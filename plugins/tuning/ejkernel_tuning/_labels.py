@@ -1,35 +1,163 @@
-"""From the labels of a compiled program to its configurations."""
+"""What a compiled program calls, read out of its text; and from these labels to configurations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import ast
+import dataclasses
+import functools
+import json
+import re
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+import attrs
+import jax
 
 import ejkernel_core
-from ejkernel_core import Label, from_json
+from ejkernel_core import Key, Record, RecordError, from_json
+from ejkernel_core._labels import call_label, value_text
+from ejkernel_core._records import SCHEMA
+
+#: Of a call, ``flash_attention.xla(q_block=256,kv_block=256)``, or of one's own, ``label(my_attention)``.
+_LABEL = re.compile(
+    r"(?<![\w.%~-])(?:label\(([\w.-]+)\)|([\w.%~-]+)\.([\w%~-]+)\(([0-9a-f]{12}|\w+=[\w.%~+=,-]*|)\))", re.ASCII
+)
+_SIZES = re.compile(r"\d+x(\d+(x\d+)*)?")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def labels_to_configs(labels: Iterable[Label], types: Mapping[str, type] | None = None) -> dict[Label, Any]:
+@attrs.frozen
+class Label:
+    """One label of a compiled program."""
+
+    #: Of the operation; or what was given to ``label``.
+    name: str
+    #: None for a label that ``label`` made.
+    backend: str | None = None
+    #: The fields of the configuration, "q_block=256,kv_block=256"; or a digest of it.
+    config: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.backend is None else f"{self.name}.{self.backend}({self.config})"
+
+
+def label(name: str) -> Callable[[Function], Function]:
+    """Mark everything that a function does, so that it is found in compiled code.
+
+    >>> @label("my_attention")
+    ... def double(x):
+    ...     return x * 2
+    >>> find_labels_in_lowered(jax.jit(double).lower(1.0))
+    [Label(name='my_attention', backend=None, config=None)]
+    """
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError(f"label: takes letters, digits, '_', '.' and '-', which survive compilation; got {name!r}")
+
+    def mark(function: Function) -> Function:
+        @functools.wraps(function)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            with jax.named_scope(f"label({name})"):
+                return function(*args, **kwargs)
+
+        return marked  # type: ignore[return-value]
+
+    return mark
+
+
+def find_labels_in_lowered(lowered: Any) -> list[Label]:
+    """The labels of a ``jax.stages.Lowered`` or ``Compiled``, each once, in the order of the text.
+
+    >>> twice = jax.jit(label("twice")(lambda x: x * 2))
+    >>> [label.name for label in find_labels_in_lowered(twice.lower(1.0))]
+    ['twice']
+    """
+    if isinstance(lowered, jax.stages.Lowered):
+        return extract_labels_from_hlo_text(lowered.as_text(debug_info=True))
+    return extract_labels_from_hlo_text(lowered.as_text())
+
+
+def extract_labels_from_hlo_text(hlo_text: str) -> list[Label]:
+    """The labels of a text, StableHLO with locations or HLO, which another process may have written.
+
+    >>> extract_labels_from_hlo_text('op_name="jit(f)/flash_attention.xla(q_block=256,kv_block=128)/mul"')
+    [Label(name='flash_attention', backend='xla', config='q_block=256,kv_block=128')]
+    """
+    return list(dict.fromkeys(_label(*match.groups()) for match in _LABEL.finditer(hlo_text)))
+
+
+def _label(own: str | None, name: str, backend: str, config: str) -> Label:
+    return Label(own) if own else Label(unquote(name), unquote(backend), config)
+
+
+def labels_to_configs(
+    labels: Iterable[Label],
+    types: Mapping[str, type] | None = None,
+    records: Iterable[tuple[Key, Iterable[Record]]] = (),
+) -> dict[Label, Any]:
     """The configuration of every call among the labels, by its label.
 
-    ``types`` gives the class by the name of a kernel, "flash_attention.xla". By default it is the installed kernel's,
-    or the one that is imported by that name. ``RecordError`` tells where a configuration does not fit it.
+    ``types`` gives the class by the name of a kernel, "flash_attention.xla". By default it is the installed kernel's.
+    ``RecordError`` tells where a configuration does not fit it.
 
-    >>> import attrs
     >>> Config = attrs.make_class("Config", {"block": attrs.field(type=int)}, frozen=True)
-    >>> made = Label("double", "xla", config=ejkernel_core.to_json(Config(block=64)))
+    >>> made = Label("double", "xla", "block=64")
     >>> labels_to_configs([made], {"double.xla": Config})[made].block
     64
+
+    ``records``, ``ejkernel_cache.default_cache().items()`` for example, has the configurations whose labels are
+    digests: those with too many fields, or fields that are no short text.
     """
-    found = {}
-    for one in labels:
-        if one.backend is not None and one.config is not None:
-            found[one] = from_json(one.config, _type_of(one, types or {}))
-    return found
+    calls = [label for label in labels if label.backend is not None]
+    remembered = _by_label(records) if any(_is_digest(label) for label in calls) else {}
+    return {label: _config(label, types or {}, remembered) for label in calls}
 
 
-def _type_of(one: Label, types: Mapping[str, type]) -> Any:
-    name = f"{one.name}.{one.backend}"
-    if name in types:
-        return types[name]
-    return ejkernel_core.config_type(name)
+def _by_label(records: Iterable[tuple[Key, Iterable[Record]]]) -> dict[str, Any]:
+    pairs = ((key, record) for key, kept in records for record in kept)
+    return {call_label(f"{key.op}.{record.backend}", record.cfg): record.cfg for key, record in pairs}
+
+
+def _is_digest(label: Label) -> bool:
+    return bool(label.config) and "=" not in str(label.config)
+
+
+def _config(label: Label, types: Mapping[str, type], remembered: Mapping[str, Any]) -> Any:
+    kernel = f"{label.name}.{label.backend}"
+    if _is_digest(label):
+        if str(label) not in remembered:
+            raise RecordError(f"{label} has a digest for its configuration, and none of the records has it")
+        return remembered[str(label)]
+    kind: Any = types[kernel] if kernel in types else ejkernel_core.config_type(kernel)
+    if kind in (None, type(None)):
+        return None
+    hints = typing.get_type_hints(kind)
+    given = dict(field.split("=", 1) for field in label.config.split(",")) if label.config else {}
+    fields = {**_defaults(kind), **given}
+    values = {name: _value(unquote(text), hints.get(name)) for name, text in fields.items()}
+    return from_json(json.dumps({"schema": SCHEMA, "fields": values}), kind)
+
+
+def _defaults(kind: Any) -> dict[str, str]:
+    """What would stand in a label for the fields that it may leave out."""
+    fields = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind)
+    texts = {field.name: value_text(field.default) for field in fields}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _value(text: str, hint: Any) -> Any:
+    """What stands in a record for the value of a field with this type."""
+    if _SIZES.fullmatch(text) and (nested := _nested(hint)):
+        names = [field.name for field in attrs.fields(nested)]
+        return dict(zip(names, map(int, filter(None, text.split("x"))), strict=False))
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _nested(hint: Any) -> Any:
+    """The attrs class in the type of a field, if there is one."""
+    return next((kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and attrs.has(kind)), None)
