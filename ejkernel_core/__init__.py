@@ -10,6 +10,7 @@ from typing import Any
 
 from ._axes import Axes
 from ._cache import ConfigCache
+from ._call import Registry
 from ._discovery import CORE, version_of
 from ._errors import (
     EjkernelError,
@@ -23,8 +24,8 @@ from ._errors import (
     Unsupported,
 )
 from ._hookspecs import hookimpl
-from ._invocation import Invocation, Key
-from ._keys import stable_json
+from ._kernel import Invocation
+from ._keys import Key, stable_json
 from ._loading import config_types
 from ._operation import Cost, Operation, gradient_signature
 from ._plan import Candidate, Choice, Explanation, Plan, Verdict, fitting
@@ -39,7 +40,6 @@ from ._records import (
     successor,
     to_json,
 )
-from ._registry import Registry
 from ._scopes import AutotunePolicy, Scope, overlay_cache, policy_override
 
 __all__ = [

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._layout import LEADING, Axis, Layout, layout, merged, parted
-from ._sizes import sizes
+from ._layout import LEADING, Axis, Layout, dimensions, layout, merged, padded_shapes, parted, result_shapes, sizes
 
 if TYPE_CHECKING:  # most programs cut nothing: what does is loaded by those that do
     from ._partitioning import Partitioning, Shardings
@@ -102,7 +101,7 @@ class Axes:
         """The arguments, checked; where leading axes of an array may be 1, those that were left out are there."""
         layouts = self.layouts(arguments)
         self.sizes(arguments)
-        shapes = {name: layouts[name].padded(array.shape) for name, array in self.given(arguments).items()}
+        shapes = padded_shapes(layouts, self.given(arguments))
         lower = {name: shape for name, shape in shapes.items() if len(shape) != len(arguments[name].shape)}
         return {**arguments, **{name: arguments[name].reshape(shape) for name, shape in lower.items()}}
 
@@ -118,19 +117,17 @@ class Axes:
         if self.of_gradients:
             return tuple(_like(arguments[name]) for name in arguments["wrt"])
         layouts, known = self.layouts(arguments), self.sizes(arguments)
-        absent = sorted({axis for name in self.results for axis in layouts[name].names} - {*known})
-        if absent:
-            raise ValueError(f"{', '.join(self.results)}: no array of the call tells how long {absent[0]} is")
+        shapes = result_shapes(layouts, self.results, known)
         cut = self._shardings(self.given(arguments), layouts)
         return tuple(
             jax.ShapeDtypeStruct(
-                own.shape(known), self._dtype(name, arguments), sharding=cut and cut.sharding(own, known)
+                shape, self._dtype(name, arguments), sharding=cut and cut.sharding(layouts[name], known)
             )
-            for name, own in ((name, layouts[name]) for name in self.results)
+            for name, shape in zip(self.results, shapes, strict=True)
         )
 
     def _shardings(self, given: Mapping[str, Any], layouts: Layouts) -> Shardings | None:
-        if not any(isinstance(getattr(array, "sharding", None), NamedSharding) for array in given.values()):
+        if not any(map(_is_on_a_mesh, given.values())):
             return None
         from ._partitioning import Shardings
 
@@ -157,16 +154,10 @@ class Axes:
 
     def bucket(self, arguments: Mapping[str, Any]) -> Arguments:
         """The arguments as far as they matter to tuning: sizes that only count are rounded up to a power of two."""
-        rounded = {
-            name: jax.ShapeDtypeStruct(
-                [
-                    _power_of_two(size) if axis.name in self.rounded else size
-                    for axis, size in zip(self._dimensions(name, arguments), array.shape, strict=True)
-                ],
-                array.dtype,
-            )
-            for name, array in self.given(arguments).items()
-        }
+        rounded = {}
+        for name, pairs in dimensions(self.layouts(arguments), self.given(arguments)).items():
+            shape = [_power_of_two(size) if axis.name in self.rounded else size for axis, size in pairs]
+            rounded[name] = jax.ShapeDtypeStruct(shape, arguments[name].dtype)
         return {**arguments, **rounded}
 
     def counted(self, arguments: Mapping[str, Any]) -> dict[str, tuple[str | None, ...]]:
@@ -180,15 +171,8 @@ class Axes:
                 return None
             return f"{LEADING}{place}" if axis.name == LEADING else axis.text.removeprefix("#")
 
-        return {
-            name: tuple(map(counter, range(array.ndim), self._dimensions(name, arguments), array.shape))
-            for name, array in self.given(arguments).items()
-        }
-
-    def _dimensions(self, name: str, arguments: Mapping[str, Any]) -> list[Axis]:
-        """The axis that each dimension of an array is."""
-        pairs = self.layouts(arguments)[name].lengths(arguments[name].shape)
-        return [axis for axis, length in pairs for _ in _each(length, axis)]
+        every = dimensions(self.layouts(arguments), self.given(arguments))
+        return {name: tuple(counter(place, *pair) for place, pair in enumerate(pairs)) for name, pairs in every.items()}
 
     def bytes(self, arguments: Mapping[str, Any]) -> int:
         """What the call moves at least: every array and every result once."""
@@ -307,23 +291,22 @@ def _check_names(where: str, names: Iterable[str], known: Iterable[str], otherwi
 # -- arrays --------------------------------------------------------------------------------------------------------
 
 
-def _like(array: Any) -> jax.ShapeDtypeStruct:
+def _is_on_a_mesh(array: Any) -> bool:
     sharding = getattr(array, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
+    return isinstance(sharding, NamedSharding) and not sharding.mesh.empty
+
+
+def _like(array: Any) -> jax.ShapeDtypeStruct:
+    if not _is_on_a_mesh(array):
         return jax.ShapeDtypeStruct(array.shape, array.dtype)
     from ._partitioning import spec_of
 
     spec = PartitionSpec(*spec_of(array))
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding.update(spec=spec))
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding.update(spec=spec))
 
 
 def _power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
-
-
-def _each(length: Any, axis: Axis) -> tuple[Any, ...]:
-    """What ``Layout.lengths`` has for an axis: several for the leading ones."""
-    return length if axis.name == LEADING else (length,)
 
 
 def _sample(like: jax.ShapeDtypeStruct, key: Any) -> jax.Array:

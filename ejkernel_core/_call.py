@@ -20,7 +20,7 @@ from . import _gradients, _scopes
 from ._choice import with_space_faults
 from ._devices import Target, current_platform, target
 from ._errors import NoConfig, NoKernel, PluginError, Unsupported
-from ._invocation import Invocation
+from ._kernel import Invocation
 from ._keys import content, sharding_fingerprint
 from ._operation import Operation, Restore
 from ._plan import Explanation, Plan
@@ -31,6 +31,30 @@ from ._validation import check_values
 
 #: How many compiled functions are kept for one way of writing a call: one for each set of options, the oldest go first.
 KEPT = 512
+
+
+class Registry(Plugins):
+    """Operations, kernels and policies, and the calls made with them.
+
+    A new registry knows what is installed (``plugins`` as in EJKERNEL_PLUGINS chooses among it) and what is registered
+    with it afterwards. One that takes the ``policies_of`` another, and what that one remembers, starts with these.
+    """
+
+    def call(self, op: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run an operation by the best kernel there is; see ``ejkernel_core.call``."""
+        return call(self, op, args, kwargs)
+
+    def plan(self, op: str, /, *args: Any, **kwargs: Any) -> Plan:
+        """The plan of that call; arrays may be abstract. Raises what the call would raise."""
+        return plan(self, op, args, kwargs)
+
+    def invocation(self, op: str, /, *args: Any, **kwargs: Any) -> Invocation:
+        """The abstract invocation of that call; its ``key`` is what configurations are remembered by."""
+        return invocation(self, op, args, kwargs)
+
+    def explain(self, op: str, /, *args: Any, **kwargs: Any) -> Explanation:
+        """The plan of that call and of its gradients, or why there is none."""
+        return explain(self, op, args, kwargs)
 
 
 @attrs.frozen(eq=False)
@@ -58,7 +82,7 @@ def call(registry: Plugins, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     scope = _scopes.current()
     cut = _cut(layout, arrays)
     try:
-        key = (*options, *map(content, options), backend, cfg, content(cfg), scope.digest, cut)
+        key = (*options, backend, cfg, content((*options, cfg)), scope.digest, cut)
         compiled = layout.compiled.get(key)
     except TypeError:
         raise _unhashable(layout, options, backend, cfg) from None

@@ -12,17 +12,17 @@ from typing import Any
 
 import attrs
 
-from ._configuration import changeable
 from ._discovery import Broken
 from ._errors import PASSING, NoConfig, NoKernel, PluginError, Unsupported, described
-from ._invocation import Invocation
-from ._kernel import LoadedKernel
+from ._kernel import Invocation, LoadedKernel, changeable
 from ._plan import Candidate, Choice, Plan, Verdict, of_here
 from ._policies import Policies, is_short, learn, recalled, tuner_name
 from ._scopes import Scope
 
 #: How many configurations of a space an explanation looks at: its faults mostly show there, and it may have no end.
 FEW = 16
+#: The rank of a kernel that does not say: it was installed to be used, so it goes before the general ones.
+DEFAULT_RANK = 50
 #: The origin of what the caller gave.
 EXPLICIT = "explicit cfg"
 
@@ -63,8 +63,9 @@ def able(
     if reason is not None:
         raise TypeError(f"{inv.op}: cfg takes a value that stays; {reason}")
     candidates, verdicts = [], []
-    for kernel in sorted(kernels, key=lambda kernel: -(kernel.rank(inv.platform) or 0)):
-        heuristic, verdict = _ask(kernel, inv, backend, cfg)
+    ranks = {kernel: _rank(kernel, inv.platform) for kernel in kernels}
+    for kernel in sorted(kernels, key=lambda kernel: -(ranks[kernel] or 0)):
+        heuristic, verdict = _ask(kernel, ranks[kernel] is not None, inv, backend, cfg)
         verdicts.append(verdict)
         if verdict.status == "able":
             candidates.append(Candidate(kernel, heuristic if cfg is None else cfg, cfg is not None))
@@ -72,7 +73,12 @@ def able(
     return [attrs.evolve(candidate, software=software) for candidate in candidates], verdicts
 
 
-def _ask(kernel: LoadedKernel, inv: Invocation, backend: str | None, cfg: Any) -> tuple[Any, Verdict]:
+def _rank(kernel: LoadedKernel, platform: str) -> int | None:
+    """How strongly it is preferred on this platform; None where it does not run."""
+    return DEFAULT_RANK if kernel.platforms is None else kernel.platforms.get(platform)
+
+
+def _ask(kernel: LoadedKernel, runs_here: bool, inv: Invocation, backend: str | None, cfg: Any) -> tuple[Any, Verdict]:
     def verdict(status: str, reason: str = "") -> Verdict:
         return Verdict(kernel.name, kernel.provider, status, reason)
 
@@ -83,7 +89,7 @@ def _ask(kernel: LoadedKernel, inv: Invocation, backend: str | None, cfg: Any) -
             "left out", f"the given cfg is a {type(cfg).__module__}.{type(cfg).__qualname__}, not its Config"
         )
     is_checked = cfg is not None and kernel.checks_cfg
-    if kernel.rank(inv.platform) is None and not is_checked:
+    if not runs_here and not is_checked:
         return None, verdict("refused", f"it runs on {', '.join(kernel.platforms or ())}; this is {inv.platform}")
     try:
         if is_checked:

@@ -30,9 +30,10 @@ class Entry:
     distribution: str
     version: str
     _point: Any = attrs.field(eq=False, repr=False)
+    provider: str = attrs.field(init=False, eq=False, repr=False)
 
-    @property
-    def provider(self) -> str:
+    @provider.default
+    def _provider(self) -> str:
         return f"{self.distribution} {self.version}".rstrip()
 
     @property

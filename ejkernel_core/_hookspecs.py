@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from ._discovery import Broken
-from ._invocation import Invocation
-from ._kernel import LoadedKernel
+from ._kernel import Invocation, LoadedKernel
 from ._plan import Candidate, Choice
 from ._records import Record
 from ._scopes import Scope

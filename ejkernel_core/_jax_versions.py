@@ -16,7 +16,7 @@ except ImportError:
 
 __all__ = [
     "Primitive",
-    "aval_like",
+    "avals_like",
     "explicit_spec",
     "is_sharded",
     "leading_over",
@@ -41,14 +41,17 @@ def vary_alike(arrays: Sequence[Any]) -> list[Any]:
     ]
 
 
-def aval_like(aval: Any, result: jax.ShapeDtypeStruct) -> Any:
-    """The abstract value of a result that varies over the mesh axes ``aval`` varies over.
+def avals_like(aval: Any, results: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+    """The abstract values of results that vary over the mesh axes ``aval`` varies over.
 
-    Under a mesh with explicit axes it is sharded as the result says; a result that does not say is replicated.
+    Under a mesh with explicit axes they are sharded as the results say; one that does not say is replicated.
     """
-    spec = result.sharding.spec if isinstance(result.sharding, NamedSharding) else (None,) * len(result.shape)
-    sharding = aval.sharding.update(spec=PartitionSpec(*spec))
-    return aval.update(shape=result.shape, dtype=result.dtype, weak_type=False, sharding=sharding)
+    every = []
+    for result in results:
+        spec = result.sharding.spec if isinstance(result.sharding, NamedSharding) else (None,) * len(result.shape)
+        sharding = aval.sharding.update(spec=PartitionSpec(*spec))
+        every.append(aval.update(shape=result.shape, dtype=result.dtype, weak_type=False, sharding=sharding))
+    return every
 
 
 def explicit_spec(array: Any) -> tuple[Any, ...]:

@@ -1,8 +1,9 @@
-"""A kernel, as the choice sees it."""
+"""One call, and a kernel that may run it."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -10,15 +11,144 @@ from typing import Any
 import attrs
 import pluggy
 
-from ._configuration import changeable
+from ._display import html_table, one_line
 from ._errors import PASSING, described
-from ._invocation import Invocation
-
-#: The rank of a kernel that does not say: it was installed to be used, so it goes before the general ones.
-DEFAULT_RANK = 50
+from ._keys import Key, key_of
+from ._operation import Operation
 
 #: More configurations than anybody measures: a space that goes on from here may have no end.
 MANY = 10_000
+
+
+@attrs.frozen(eq=False)
+class Invocation(Mapping[str, Any]):
+    """One call of an operation, as its kernels see it: a mapping of the prepared arguments by name.
+
+    Every parameter of the operation is there; an array that was not given is None. Arrays are abstract
+    (``jax.ShapeDtypeStruct``) while a configuration is chosen, and JAX values while the kernel runs.
+    """
+
+    op: str
+    arguments: Mapping[str, Any]
+    #: JAX's word: "cpu", "gpu", "tpu".
+    platform: str
+    #: The device's name: "NVIDIA H200", "AMD EPYC 9654 25-17, 16 cores" (JAX calls every processor "cpu"); None where
+    #: the device is not at hand (compiling for another machine).
+    device_kind: str | None = None
+    #: (9, 0) on a Hopper GPU; None where the device says none, or is not at hand.
+    compute_capability: tuple[int, int] | None = None
+    #: The arguments that are cut over several devices, and how: see ``sharding_fingerprint``.
+    sharding: tuple[tuple[str, str], ...] = ()
+    #: What is called.
+    operation: Operation | None = attrs.field(default=None, repr=False)
+
+    @functools.cached_property
+    def key(self) -> Key:
+        """What a configuration for exactly this call is remembered by."""
+        return self._key("arguments", self.arguments)
+
+    @functools.cached_property
+    def tuning_keys(self) -> tuple[Key, ...]:
+        """The key, and then that of all the calls that are alike as far as tuning goes."""
+        if self.operation is None or self.operation.tuning_key is None:
+            return (self.key,)
+        return self.key, self._key("bucket", self.operation.tuning_key(self.arguments))
+
+    def _key(self, what: str, arguments: Any) -> Key:
+        problem = {
+            "operation": [self.op, self.operation.version if self.operation else 1],
+            "device": [self.platform, self.device_kind],
+            **({"sharding": dict(self.sharding)} if self.sharding else {}),
+        }
+        return key_of(self.op, self.device_kind or self.platform, problem, what, arguments, self._counters)
+
+    @functools.cached_property
+    def _counters(self) -> Mapping[str, tuple[str | None, ...]]:
+        axes = self.operation.axes if self.operation else None
+        return {} if axes is None else axes.counted(self.arguments)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arguments)
+
+    def __len__(self) -> int:
+        return len(self.arguments)
+
+    def __str__(self) -> str:
+        arguments = ", ".join(f"{name}={text}" for name, text in _described(self.arguments))
+        return f"{self.op}({arguments}) on {self._where}"
+
+    def __repr__(self) -> str:
+        return f"Invocation({one_line(self)})"
+
+    def _repr_html_(self) -> str:
+        return html_table(f"{self.op} on {self._where}", _described(self.arguments))
+
+    @property
+    def _where(self) -> str:
+        return self.platform + (f" ({self.device_kind})" if self.device_kind else "")
+
+    def with_arrays(self, arrays: Mapping[str, Any]) -> Invocation:
+        """The same invocation on these arrays."""
+        return attrs.evolve(self, arguments={**self.arguments, **arrays})
+
+
+def _described(arguments: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The arguments that are given, by name, as short texts."""
+    return [(name, _short(value)) for name, value in arguments.items() if value is not None and value is not False]
+
+
+def _short(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return repr(value)
+
+
+# -- what a configuration may be: a value that stays what it was when it was chosen ----------------------------------
+#
+# A kernel that changes the one it is given would have another value measured and stored than it ever offered, and the
+# next call of the same process would run with it.
+
+
+@attrs.frozen
+class _Frozen:
+    """Has what attrs gives to every frozen class, and to no other."""
+
+
+def changeable_type(kind: Any) -> str | None:
+    """Why values of this type can be changed, in words; None where they cannot.
+
+    >>> changeable_type(tuple), changeable_type(list)
+    (None, 'a list has no hash')
+    """
+    name = f"a {kind.__qualname__}"
+    if attrs.has(kind):
+        return None if kind.__setattr__ is _Frozen.__setattr__ else f"{name} is not frozen: use attrs.frozen"
+    if hasattr(kind, "__dataclass_params__"):
+        return None if kind.__dataclass_params__.frozen else f"{name} is not frozen: use dataclass(frozen=True)"
+    if kind.__hash__ is None:
+        return f"{name} has no hash"
+    is_plain = kind.__hash__ is object.__hash__ and kind.__setattr__ is object.__setattr__
+    return f"{name} takes any attribute: use attrs.frozen" if is_plain and kind.__dictoffset__ else None
+
+
+def changeable(cfg: Any) -> str | None:
+    """The same of one value, with all that is in it.
+
+    >>> changeable((128, "fast", None)), changeable(((1, 2), [3]))
+    (None, 'a list has no hash')
+    """
+    if isinstance(cfg, tuple):
+        return next(filter(None, map(changeable, cfg)), None)
+    reason = changeable_type(type(cfg))
+    if reason is None:
+        try:
+            hash(cfg)
+        except Exception as fault:  # a frozen one that holds what is not
+            reason = f"a {type(cfg).__qualname__} has no hash: {fault}"
+    return reason
 
 
 @attrs.frozen(eq=False)
@@ -28,23 +158,20 @@ class LoadedKernel:
     op: str
     backend: str
     provider: str
-    #: Platform to rank: where it runs, and how strongly it is preferred there. None: everywhere, DEFAULT_RANK.
+    #: Platform to rank: where it runs, and how strongly it is preferred there. None: everywhere.
     platforms: Mapping[str, int] | None
     config_type: type | None
     #: The versions of the kernel, by its name, of JAX and of the compilers it names.
     software: Mapping[str, str] = attrs.field(repr=False)
     _hooks: pluggy.HookRelay = attrs.field(repr=False)
+    name: str = attrs.field(init=False)
 
-    @property
-    def name(self) -> str:
+    @name.default
+    def _name(self) -> str:
         return f"{self.op}.{self.backend}"
 
     def __repr__(self) -> str:
         return f"LoadedKernel({self.name}, {self.provider})"
-
-    def rank(self, platform: str) -> int | None:
-        """How strongly it is preferred on this platform; None where it does not run."""
-        return DEFAULT_RANK if self.platforms is None else self.platforms.get(platform)
 
     @contextlib.contextmanager
     def _noted(self, hook: str) -> Iterator[None]:

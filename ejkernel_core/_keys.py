@@ -286,3 +286,80 @@ def _path_of(value: Any) -> str:
 
 def _type_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+# -- what a configuration is remembered by ---------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Key:
+    """What a configuration is remembered by: content alone, so that it is the same in every process."""
+
+    op: str
+    #: The device's name.
+    device: str
+    #: What is computed, of what, and on what: JSON as ``stable_json`` writes it. Where it has ``sizes``, these are the
+    #: sizes of the axes that only count things, by the names that the shapes have in their place.
+    problem: str
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("op", "device", "problem"):
+            if not isinstance(value := getattr(self, name), str):
+                raise TypeError(f"Key: {name} takes text; got {type(value).__name__} {value!r:.60}")
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A short name for the key."""
+        return _key_digest(self.problem)
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """A short name that all keys share that differ in axes that only count things."""
+        content = self._content
+        return _key_digest(canonical_json({name: content[name] for name in content if name != "sizes"}))
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the axes that only count things, by name."""
+        sizes = self._content.get("sizes")
+        return sizes if isinstance(sizes, dict) and all(type(size) is int for size in sizes.values()) else {}
+
+    @property
+    def _content(self) -> dict[str, Any]:
+        """Of a key that somebody made of other text, that text."""
+        try:
+            content = json.loads(self.problem)
+        except (ValueError, RecursionError):
+            content = None
+        return content if isinstance(content, dict) else {"problem": self.problem}
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.digest}"
+
+
+def _key_digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def key_of(
+    op: str,
+    device: str,
+    problem: Mapping[str, Any],
+    what: str,
+    arguments: Any,
+    counters: Mapping[str, tuple[str | None, ...]],
+) -> Key:
+    """The key of a problem that is this beside the arguments, under ``what``: the names of axes that only count things
+    stand in the place of their sizes, which are beside them.
+    """
+    # An argument that is not given says nothing: one that an operation gets later leaves the old keys as they are.
+    if isinstance(arguments, Mapping):
+        arguments = {name: value for name, value in abstractify(arguments).items() if value is not None}
+    content, sizes = json.loads(stable_json({**problem, what: arguments})), dict[str, int]()
+    shapes = content[what] if isinstance(content[what], dict) else {}
+    for name, axes in counters.items():
+        array = shapes[name][f"{TAG}array"] if name in shapes else [""]
+        for place, (axis, size) in enumerate(zip(axes, array[1:], strict=False), 1):
+            if axis is not None and sizes.setdefault(axis, size) == size:
+                array[place] = axis
+    return Key(op, device, canonical_json({**content, "sizes": sizes} if sizes else content))

@@ -1,9 +1,9 @@
-"""What the axes of one array mean, read from a text such as ``"batch #heads ... 2*dim"``."""
+"""What the axes of one array mean, read from a text such as ``"batch #heads ... 2*dim"``; and how large they are."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import attrs
@@ -73,13 +73,19 @@ class Layout:
         may_be_missing = missing > 0 and all(axis.is_broadcast for axis in self.axes[:missing])
         return (1,) * missing + tuple(shape) if may_be_missing else tuple(shape)
 
-    def lengths(self, shape: tuple[Any, ...]) -> Iterator[tuple[Axis, Any]]:
+    def lengths(self, shape: tuple[Any, ...]) -> list[tuple[Axis, Any]]:
         """Each axis with its length; with those of all the leading axes, where it stands for them."""
-        place = 0
+        place, pairs = 0, []
         for axis in self.axes:
             count = len(shape) - len(self.axes) + 1 if axis.name == LEADING else 1
-            yield axis, tuple(shape[place : place + count]) if axis.name == LEADING else shape[place]
+            pairs.append((axis, tuple(shape[place : place + count]) if axis.name == LEADING else shape[place]))
             place += count
+        return pairs
+
+    def dimensions(self, shape: tuple[Any, ...]) -> list[Axis]:
+        """The axis that each dimension of an array of this shape is."""
+        pairs = self.lengths(shape)
+        return [axis for axis, length in pairs for _ in (length if axis.name == LEADING else (length,))]
 
     def place(self, name: str, rank: int) -> int | None:
         """Where the axis of this name is, in an array of this rank; where the leading ones begin."""
@@ -97,6 +103,29 @@ class Layout:
     def is_shared(self, name: str) -> bool:
         """Whether the array has no axis of this name that is always as long as the name says."""
         return not any(axis.name == name and axis.is_plain and not axis.is_broadcast for axis in self.axes)
+
+
+def padded_shapes(layouts: Mapping[str, Layout], arrays: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """The shapes of the arrays, with the leading axes that broadcasting supplies."""
+    return {name: layouts[name].padded(array.shape) for name, array in arrays.items()}
+
+
+def dimensions(layouts: Mapping[str, Layout], arrays: Mapping[str, Any]) -> dict[str, list[tuple[Axis, Any]]]:
+    """Every dimension of each array: its axis and its size."""
+    return {
+        name: list(zip(layouts[name].dimensions(array.shape), array.shape, strict=True))
+        for name, array in arrays.items()
+    }
+
+
+def result_shapes(
+    layouts: Mapping[str, Layout], results: Collection[str], known: Mapping[str, Any]
+) -> list[tuple[Any, ...]]:
+    """The shapes of results, by the sizes that the arrays of a call give."""
+    absent = sorted({axis for name in results for axis in layouts[name].names} - {*known})
+    if absent:
+        raise ValueError(f"{', '.join(results)}: no array of the call tells how long {absent[0]} is")
+    return [layouts[name].shape(known) for name in results]
 
 
 def layout(array: str, text: str) -> Layout:
@@ -119,6 +148,71 @@ def _axis(array: str, word: str) -> Axis:
         )
     factor, divisor, offset = int(match["factor"] or 1), int(match["divisor"] or 1), int(match["offset"] or 0)
     return Axis(word, match["name"], bool(match["broadcast"]), factor, divisor, offset)
+
+
+# -- the sizes that the arrays of a call give to names, or what is wrong with their shapes ----------------------------
+
+
+Shapes = Mapping[str, tuple[Any, ...]]
+
+
+def sizes(
+    layouts: Mapping[str, Layout], shapes: Shapes, positive: tuple[str, ...], multiples: Mapping[str, str]
+) -> dict[str, Any]:
+    """The size of each name. The first array that has an axis says how long it is, and is held against all others."""
+    found, owners = dict[str, Any](), dict[str, str]()
+    for name, shape in shapes.items():
+        for axis, length in _lengths(name, layouts[name], shape):
+            if axis.name and axis.divisor == 1 and not axis.is_broadcast:
+                _agree(name, axis, length, found, owners)
+    for name, shape in shapes.items():
+        _check_others(name, layouts[name], shape, found)
+    known = {name: size for name, size in found.items() if isinstance(size, int)}  # others are symbolic, or several
+    for name in positive:
+        if known.get(name, 1) < 1:
+            raise ValueError(f"{owners[name]}: takes a {name} of at least 1; got {known[name]}")
+    for many, one in multiples.items():
+        if known.get(many, 0) % max(known.get(one, 1), 1):
+            told = f"a multiple of the {owners[one]}'s {one} {known[one]}"
+            raise ValueError(f"{owners[many]}: takes {many} that are {told}; got {known[many]}")
+    return found
+
+
+def _lengths(name: str, own: Layout, shape: tuple[Any, ...]) -> list[tuple[Axis, Any]]:
+    """The axes and their lengths, of a shape that has the rank."""
+    padded = own.padded(shape)
+    if own.fits(len(padded)):
+        return own.lengths(padded)
+    if own.axes and all(axis.is_broadcast for axis in own.axes):
+        raise ValueError(f"{name}: takes what broadcasts to {own}; got {shape}")
+    raise ValueError(f"{name}: takes {own if own.axes else 'a single number'}; got shape {shape}")
+
+
+def _agree(name: str, axis: Axis, length: Any, found: dict[str, Any], owners: dict[str, str]) -> None:
+    size = length if axis.is_plain else axis.size(length)
+    if size is None:
+        raise ValueError(f"{name}: takes {axis.text} entries along an axis; got {length}")
+    wanted = found.setdefault(axis.name, size)
+    owner = owners.setdefault(axis.name, name)
+    if size == wanted:
+        return
+    if axis.is_plain:
+        word = "leading axes" if axis.name == LEADING else axis.name
+        raise ValueError(f"{name}: takes the {owner}'s {word} {wanted}; got {size}")
+    raise ValueError(
+        f"{name}: takes {axis.text} = {axis.length(wanted)}, with the {axis.name} of {owner}; got {length}"
+    )
+
+
+def _check_others(name: str, own: Layout, shape: tuple[Any, ...], found: Mapping[str, Any]) -> None:
+    """The axes that may be 1, and those that give their names no size."""
+    lengths = own.lengths(own.padded(shape))
+    full = tuple(axis.length(found.get(axis.name, length)) if axis.name else axis.offset for axis, length in lengths)
+    for (axis, length), wanted in zip(lengths, full, strict=True):
+        if axis.is_broadcast and length not in (1, wanted):
+            raise ValueError(f"{name}: takes what broadcasts to {own} = {full}; got {shape}")
+        if not axis.is_broadcast and length != wanted:
+            raise ValueError(f"{name}: takes {own} = {full}; got {shape}")
 
 
 # -- a mapped axis, and the axis that takes it in --------------------------------------------------------------------

@@ -11,11 +11,10 @@ from typing import Any
 
 import pluggy
 
-from ._configuration import changeable_type
 from ._discovery import KERNELS, POLICIES, Broken, Entry, duplicates, version_of
 from ._errors import PASSING, EjkernelError, PluginError, described
 from ._hookspecs import BUILT_IN_PREFIX, PROJECT, REQUIRED_HOOKS, KernelHooks, PolicyHooks, specifications
-from ._kernel import LoadedKernel
+from ._kernel import LoadedKernel, changeable_type
 from ._keys import code_fingerprint, short_hash
 from ._operation import Operation
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from ._invocation import Invocation
+from ._kernel import Invocation
 
 #: How the reasons begin that say nothing about the configuration.
 OUT_OF_TIME = "out of time"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import attrs
 
 from ._display import html_table, html_text, one_line
-from ._invocation import Invocation, Key
-from ._kernel import LoadedKernel
+from ._kernel import Invocation, LoadedKernel
+from ._keys import Key
 from ._records import Record
 
 
@@ -22,10 +23,8 @@ class Candidate:
     explicit: bool = False
     #: The versions of all that could change which candidate is best, and with which configuration.
     software: Mapping[str, str] = attrs.field(factory=dict, repr=False)
-
-    @property
-    def backend(self) -> str:
-        return self.kernel.backend
+    #: That of the kernel.
+    backend: str = attrs.field(init=False, repr=False, default=attrs.Factory(attrgetter("kernel.backend"), True))
 
     @property
     def config_type(self) -> type | None:

@@ -19,8 +19,8 @@ from ._discovery import KERNELS, OPERATIONS, POLICIES, Broken, Entry
 from ._display import counted
 from ._errors import NoKernel, PluginError, UnknownBackend, UnknownOperation
 from ._hookspecs import BUILT_IN_PREFIX
-from ._invocation import Invocation, Key
-from ._kernel import LoadedKernel
+from ._kernel import Invocation, LoadedKernel
+from ._keys import Key
 from ._loading import checked, load
 from ._operation import Operation
 from ._plan import Plan, Verdict

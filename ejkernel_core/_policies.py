@@ -10,11 +10,10 @@ from typing import Any
 import attrs
 import pluggy
 
-from ._configuration import changeable
 from ._errors import PASSING, RecordError, Unsupported, described
 from ._hookspecs import BUILT_IN_PREFIX, PROJECT, PolicyHooks, hookimpl
-from ._invocation import Invocation, Key
-from ._kernel import LoadedKernel
+from ._kernel import Invocation, LoadedKernel, changeable
+from ._keys import Key
 from ._plan import Candidate, Choice, Verdict, changes
 from ._records import Record, successor
 from ._scopes import AutotunePolicy, Scope
@@ -295,6 +294,8 @@ class Remembered:
 
     @hookimpl(tryfirst=True)
     def select_config(self, inv: Invocation, candidates: Sequence[Candidate], scope: Scope) -> Choice | None:
+        if getattr(self.store, "generation", None) == 0:  # nothing was ever put
+            return None
         near, others = getattr(self.store, "near", None), scope.policy.other_versions
         return recall(inv, candidates, self.origin, self.store.find, near=near, other_versions=others)
 

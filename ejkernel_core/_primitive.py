@@ -20,7 +20,7 @@ from . import _batching
 from ._devices import absent, current_platform, target
 from ._errors import NoKernel, PluginError, Unsupported
 from ._fallback import warn_of_reference
-from ._jax_versions import Primitive, aval_like, lower_with_devices, vary_alike
+from ._jax_versions import Primitive, avals_like, lower_with_devices, vary_alike
 from ._keys import abstract
 from ._labels import call_label
 from ._plan import Plan
@@ -82,7 +82,7 @@ def _types(results: Sequence[Any]) -> list[str]:
 
 def _abstract_eval(*avals: Any, request: Request) -> list[Any]:
     results = outputs(request, avals)
-    return [aval_like(avals[0], r) if avals else ShapedArray(r.shape, r.dtype) for r in results]
+    return avals_like(avals[0], results) if avals else [ShapedArray(r.shape, r.dtype) for r in results]
 
 
 def _run_eagerly(*arrays: Any, request: Request) -> tuple[Any, ...]:  # only under jax.disable_jit
@@ -97,7 +97,7 @@ def _lower(context: Any, *operands: Any, request: Request, platform: str | None)
         plan = request.plan(avals, target(platform or context.module_context.platforms[0]))
 
     def run(*arrays: Any) -> tuple[Any, ...]:
-        with request.settings.entered(), jax.named_scope(call_label(plan.kernel.name, plan.cfg)):
+        with request.settings.entered(), jax.named_scope(call_label(plan.kernel.name, plan.choice.cfg)):
             return execute(request, plan, arrays, context.avals_out)
 
     return mlir.lower_fun(run, multiple_results=True)(context.replace(avals_in=avals), *operands)

@@ -17,8 +17,7 @@ import jax
 import numpy as np
 
 from ._errors import RecordError
-from ._invocation import Key
-from ._keys import TAG, canonical_json, stable_json
+from ._keys import TAG, Key, canonical_json, stable_json
 
 SCHEMA = 2
 #: How the reason begins of a configuration that took a process with it: it is told wherever its record is.

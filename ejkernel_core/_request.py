@@ -7,15 +7,44 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import jax
 
 from ._devices import Target
-from ._invocation import Invocation
-from ._keys import abstract, content
+from ._kernel import Invocation
+from ._keys import content
 from ._operation import Arguments, Operation
 from ._plan import Plan
 from ._plugins import Plugins
 from ._scopes import NOTHING, Scope
-from ._settings import Settings
+
+
+@attrs.frozen
+class Settings:
+    """JAX's settings that change what a function computes.
+
+    They are a thread's own and hold while JAX traces. A kernel is traced when JAX lowers the call, which may be
+    elsewhere.
+    """
+
+    x64: bool
+    precision: Any
+    promotion: Any
+
+    @classmethod
+    def here(cls) -> Settings:
+        """As they are now."""
+        config: Any = jax.config
+        promotion = config.jax_numpy_dtype_promotion
+        precision = config.jax_default_matmul_precision
+        return cls(bool(config.jax_enable_x64), precision, getattr(promotion, "value", promotion))
+
+    def entered(self) -> contextlib.ExitStack:
+        """Have them hold, for a ``with`` block."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(jax.enable_x64(self.x64))
+            stack.enter_context(jax.default_matmul_precision(self.precision))
+            stack.enter_context(jax.numpy_dtype_promotion(self.promotion))
+            return stack.pop_all()
 
 
 @attrs.frozen(eq=False)
@@ -66,7 +95,7 @@ class Request:
 
     def invocation(self, values: Sequence[Any], target: Target) -> Invocation:
         """The abstract invocation of arrays like these."""
-        arguments = self.arguments([abstract(value) for value in values])
+        arguments = self.arguments([jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values])
         return Invocation(
             self.operation.name,
             arguments,
@@ -84,12 +113,13 @@ class Request:
         return self.registry.choose(inv, terms.backend, terms.cfg, terms.scope)
 
     def run(self, plan: Plan, values: Sequence[Any]) -> tuple[Any, ...]:
-        return plan.run(plan.invocation.with_arrays(dict(zip(self.arrays, values, strict=True))))
+        inv = plan.invocation.with_arrays(dict(zip(self.arrays, values, strict=True)))
+        return plan.kernel.run_backend(inv, plan.choice.cfg)
 
 
 def request(terms: Terms, operation: Operation, arguments: Mapping[str, Any]) -> tuple[Request, list[Any]]:
     """Part prepared arguments into what is asked and the arrays it is asked of."""
     given = tuple(name for name in operation.arrays if arguments[name] is not None)
     options = tuple((name, value) for name, value in arguments.items() if name not in operation.arrays)
-    static = (*(content(value) for _, value in options), content(terms.cfg))
+    static = content((*(value for _, value in options), terms.cfg))
     return Request(terms, operation, given, options, static), [arguments[name] for name in given]

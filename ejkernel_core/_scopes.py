@@ -19,8 +19,8 @@ from typing import Any
 import attrs
 import jax
 
-from ._invocation import Invocation, Key
-from ._keys import short_hash, stable_json
+from ._kernel import Invocation
+from ._keys import Key, short_hash, stable_json
 from ._plan import Candidate, fitting
 from ._records import Record, as_record
 

@@ -12,8 +12,7 @@ import attrs
 
 from ._discovery import Broken
 from ._errors import NoConfig, PluginError, Unsupported
-from ._invocation import Invocation
-from ._kernel import LoadedKernel
+from ._kernel import Invocation, LoadedKernel
 from ._measurement import Earlier, Progress
 from ._plan import Candidate, Choice, of_here
 from ._policies import Policies, is_short, learn, misfit, recalled, tell, tuner_name

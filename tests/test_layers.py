@@ -18,7 +18,6 @@ PACKAGE = Path(ejkernel_core.__file__).parent
 LAYERS = """
     __main__
     __init__
-    _registry
     _call
     _gradients
     _primitive
@@ -32,14 +31,13 @@ LAYERS = """
     _scopes _cache
     _plan _measurement
     _records _kernel
-    _invocation _validation
+    _validation
     _operation _discovery
     _axes
     _partitioning
-    _sizes
     _layout
-    _keys _configuration
-    _devices _errors _display _settings
+    _keys
+    _devices _errors _display
     _jax_versions
 """
 DEPTH = {module: depth for depth, line in enumerate(LAYERS.split("\n")) for module in line.split()}

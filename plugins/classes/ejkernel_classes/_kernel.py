@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar, get_args, get_origin
 
 import ejkernel_core
 from ejkernel_core import Explanation, NoKernel, Plan, Registry
-from ejkernel_core._configuration import changeable
+from ejkernel_core._kernel import changeable
 
 from ._bridge import Filled, Site, Written
 from ._invocation import Invocation

@@ -63,7 +63,8 @@ def record_invocation(kernel: Any, inv: Any) -> None:
     A function that was jitted by the caller and compiled before is heard of when it is compiled anew.
     ``stop_recording`` ends it.
 
-    >>> import jax
+    >>> import ejkernel_tuning, jax
+    >>> ejkernel_tuning.clear_invocations()
     >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
     >>> record_invocation("flash_attention", Invocation("flash_attention", (query, query, query)))
     >>> [inv.abstract_args[0].shape for inv in get_invocations()]

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import ejkernel_core
 from ejkernel_core import _call, _gradients, _scopes
 from ejkernel_core._choice import able
-from ejkernel_core._configuration import changeable
 from ejkernel_core._errors import NoKernel, Unsupported
-from ejkernel_core._invocation import Invocation
+from ejkernel_core._kernel import Invocation, changeable
 from ejkernel_core._keys import abstractify
 from ejkernel_core._plugins import Plugins
 from ejkernel_core._policies import is_short, recalled

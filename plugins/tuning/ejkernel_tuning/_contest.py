@@ -17,8 +17,7 @@ from typing import Any
 import attrs
 import jax
 
-from ejkernel_core._invocation import Invocation
-from ejkernel_core._kernel import LoadedKernel
+from ejkernel_core._kernel import Invocation, LoadedKernel
 from ejkernel_core._measurement import OUT_OF_TIME, Entry, Trial
 
 from . import _timing

@@ -11,8 +11,7 @@ import attrs
 from ejkernel_core import Candidate
 from ejkernel_core._discovery import Broken
 from ejkernel_core._errors import PASSING, Unsupported
-from ejkernel_core._invocation import Invocation
-from ejkernel_core._kernel import LoadedKernel
+from ejkernel_core._kernel import Invocation, LoadedKernel
 from ejkernel_core._keys import content
 from ejkernel_core._measurement import OUT_OF_TIME, Entry, Trial
 from ejkernel_core._records import DIED, Record

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from ejkernel_core._invocation import Invocation
+from ejkernel_core._kernel import Invocation
 from ejkernel_core._measurement import Entry, Progress
 
 logger = logging.getLogger("ejkernel.tuning")

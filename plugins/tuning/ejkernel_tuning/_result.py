@@ -12,7 +12,7 @@ import jax
 from ejkernel_core._devices import device_name, processor
 from ejkernel_core._display import counted, one_line
 from ejkernel_core._errors import RecordError
-from ejkernel_core._invocation import Key
+from ejkernel_core._keys import Key
 from ejkernel_core._measurement import Entry
 from ejkernel_core._records import SCHEMA, Provenance, Record, record_from_json, record_to_json
 from ejkernel_core._scopes import leave, overlay_cache
