@@ -20,8 +20,10 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q tests -m "not long and not gpu" -n 2 -x
 	$(BIN)/python -m pytest -q plugins -m "not long and not gpu" -n 2
 
+# XLA's own kernels are compiled as users do. The others run in interpreters here, where optimising shows nothing more.
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -q -m "long and not gpu" -n 2
+	EJKERNEL_TESTS=quick $(BIN)/python -m pytest -q tests plugins --ignore=plugins/xla -m "long and not gpu" -n 2
+	$(BIN)/python -m pytest -q plugins/xla -m "long and not gpu" -n 2
 
 # By the real compiler of TPUs, in an environment of its own: it is large, and comes under terms of its own.
 TPU := build/tpu

@@ -9,7 +9,7 @@ import pytest
 flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
 if os.environ.get("EJKERNEL_TESTS") == "quick":
     # What a test compiles it runs once, and compiling takes longest: without optimisation, half as long or less. The
-    # long sweep compiles as users do.
+    # long sweep compiles XLA's own kernels as users do.
     flags.append("--xla_backend_optimization_level=0")
     if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # later ones know no other way
         flags.append("--xla_cpu_use_fusion_emitters=false")
