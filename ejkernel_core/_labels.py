@@ -81,7 +81,7 @@ def _is_literal(text: str) -> bool:
     """Whether it would be read as another value than this text."""
     try:
         ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except Exception:  # whatever it is, it is not that value
         return text[:1].isdigit() or not text
     return True
 

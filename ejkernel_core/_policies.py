@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import pluggy
 
+from ._cache import ConfigCache
 from ._errors import PASSING, RecordError, Unsupported, described
 from ._hookspecs import BUILT_IN_PREFIX, PROJECT, PolicyHooks, hookimpl
 from ._kernel import Invocation, LoadedKernel, changeable
@@ -294,7 +295,7 @@ class Remembered:
 
     @hookimpl(tryfirst=True)
     def select_config(self, inv: Invocation, candidates: Sequence[Candidate], scope: Scope) -> Choice | None:
-        if getattr(self.store, "generation", None) == 0:  # nothing was ever put
+        if type(self.store) is ConfigCache and not self.store.generation:  # nothing was ever put
             return None
         near, others = getattr(self.store, "near", None), scope.policy.other_versions
         return recall(inv, candidates, self.origin, self.store.find, near=near, other_versions=others)

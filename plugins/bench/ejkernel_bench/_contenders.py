@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import jax
 
-from ejkernel_core import find_labels_in_lowered
+from ejkernel_tuning import find_labels_in_lowered
 
 from ._errors import error, faults
 from ._problem import GRADIENTS, Attention, with_gradients
