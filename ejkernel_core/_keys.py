@@ -115,8 +115,22 @@ def sharding_fingerprint(array: Any) -> str:
     sharding = _known_sharding(array)
     if sharding is None or sharding.num_devices <= 1:
         return ""
+    if AxisType.Manual in getattr(getattr(sharding, "mesh", None), "axis_types", ()):
+        return _fingerprint_of_a_part(array, sharding)
     pieces = [whole // max(own, 1) for whole, own in zip(array.shape, sharding.shard_shape(array.shape), strict=True)]
     return f"{'x'.join(map(str, pieces))} on {sharding.num_devices}"
+
+
+def _fingerprint_of_a_part(array: Any, sharding: Any) -> str:
+    """The same inside ``shard_map`` over some axes of a mesh: of the others. JAX has no ``shard_shape`` for it."""
+    mesh = sharding.mesh
+    sizes = dict(mesh.shape)
+    others = {n: sizes[n] for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
+    cuts: list[Any] = [(axes,) if isinstance(axes, str) else axes or () for axes in sharding.spec]
+    cuts += [()] * (array.ndim - len(cuts))
+    count = math.prod(others.values())
+    pieces = [math.prod(others.get(name, 1) for name in axes) for axes in cuts]
+    return f"{'x'.join(map(str, pieces))} on {count}" if count > 1 else ""
 
 
 def _known_sharding(array: Any) -> Any:

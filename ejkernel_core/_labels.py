@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import attrs
 
-from ._keys import short_hash
+from ._keys import content, short_hash
 
 #: A name stands in every instruction of a call.
 LONGEST = 100
@@ -58,7 +58,7 @@ def _config_texts(cfg: Any) -> Iterator[str]:
 
 
 def _is_default(field: Any, value: Any) -> bool:
-    return type(value) is type(field.default) and value == field.default
+    return bool(content(value) == content(field.default))
 
 
 def value_text(value: Any) -> str | None:
@@ -66,7 +66,7 @@ def value_text(value: Any) -> str | None:
     if value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value)):
         return str(value)
     if type(value) is str:
-        return quote(repr(value) if _is_literal(value) else value, safe="")
+        return quote(repr(value) if _is_literal(value) else value, safe="", errors="surrogatepass")
     if attrs.has(type(value)) and (sizes := attrs.astuple(value, recurse=False)):
         # Blocks, as their readers write them: 128x64.
         return "x".join(map(str, sizes)) + "x" * (len(sizes) == 1) if all(_is_size(size) for size in sizes) else None

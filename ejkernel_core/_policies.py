@@ -120,6 +120,10 @@ def misfit(choice: Any, candidates: Sequence[Candidate]) -> str | None:
         return None
     if not isinstance(choice, Choice):
         return f"select_config returned a {type(choice).__name__}, no Choice"
+    if not isinstance(choice.record, (Record, type(None))):
+        return f"{choice.origin} gives a {type(choice.record).__name__} for a record"
+    if type(choice.distance) not in (int, float) or not choice.distance >= 0:
+        return f"{choice.origin} gives {choice.distance!r} for a distance"
     if choice.measured and (choice.record is None or choice.record.provenance is None):
         return f"{choice.origin} measured, and gives no record with a provenance"
     chosen = next((c for c in candidates if c.backend == choice.backend), None)

@@ -208,6 +208,13 @@ class Two:
     pair: tuple[int, ...] = ()
 
 
+@attrs.frozen
+class Signed:
+    name: str = ""
+    zero: float = 0.0
+    padding: str = "-" * 20
+
+
 #: Configurations by what stands in their labels: all that can be read back, and a digest of the others.
 TEXTS = {
     "keys=64x128,bias=None,name=%275%27,scale=0.5,deep=True": Nested(),
@@ -217,6 +224,9 @@ TEXTS = {
     "keys=64x128,bias=None,name=%2764x128%27,scale=0.5,deep=True": Nested(name="64x128"),
     "keys=64x128,bias=None,name=%3D%2C%28%2F%40%29,scale=0.5,deep=True": Nested(name="=,(/@)"),
     "keys=64x128,bias=None,name=%27%27,scale=0.5,deep=True": Nested(name=""),
+    "keys=64x128,bias=None,name=%7B%7B%7D%7D,scale=0.5,deep=True": Nested(name="{{}}"),
+    f"name={'long' * 15},zero=-0.0": Signed("long" * 15, -0.0),
+    f"name={'long' * 15}": Signed("long" * 15, 0.0),
     "number=-1": One(),
     f"name={'long' * 20}": Nested(name="long" * 20),
     "": None,
@@ -227,6 +237,7 @@ DIGESTS = (
     Nested(keys=Blocks(-1)),
     Nested(scale=float("inf")),
     Nested(name="long" * 25),
+    Nested(name="-" * 20_000),
     {"no": "class"},
     1j,
 )

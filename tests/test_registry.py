@@ -416,6 +416,9 @@ def test_a_policys_configuration_has_to_be_the_kernels(registry: Registry) -> No
     candidate = Candidate(registry.kernel("scale", "two"), Config(2))
     assert "chose a dict for scale.two, not its Config" in str(misfit(Choice("two", {}, "p"), [candidate]))
     assert misfit(Choice("two", Config(9), "p"), [candidate]) is None
+    assert "p gives a str for a record" in str(misfit(Choice("two", Config(9), "p", record="?"), [candidate]))
+    for wrong in ("far", -1.0, float("nan")):
+        assert "for a distance" in str(misfit(Choice("two", Config(9), "p", distance=wrong), [candidate]))
 
 
 # -- what is equal and not the same -------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -94,3 +95,17 @@ def test_without_a_mesh_that_is_set(call: Any) -> None:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
     sharded = {name: cut(array, name, "heads", mesh) for name, array in arrays.items()}
     close(jax.jit(jax.grad(loss(call)))(sharded), jax.grad(loss(call))(arrays))
+
+
+@pytest.mark.parametrize("over", ["a", "b"])
+def test_shard_map_over_some_axes_of_a_mesh(call: Any, over: str) -> None:
+    arrays = {name: array for name, array in inputs(2, "none").items() if name != "softmax_aux"}
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit, AxisType.Explicit))
+    gradient = jax.grad(loss(call))
+    results, gradients = call(arrays), gradient(arrays)
+    with jax.set_mesh(mesh):
+        placed = {name: jax.device_put(array, NamedSharding(mesh, P(over))) for name, array in arrays.items()}
+        mapped = partial(jax.shard_map, mesh=mesh, in_specs=P(over), out_specs=P(over), axis_names={over})
+        close(mapped(call)(placed), results)
+        close(jax.jit(mapped(call))(placed), results)
+        close(jax.jit(mapped(gradient))(placed), gradients)

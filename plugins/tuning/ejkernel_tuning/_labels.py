@@ -154,7 +154,7 @@ def _value(text: str, hint: Any) -> Any:
         return dict(zip(names, map(int, filter(None, text.split("x"))), strict=False))
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except Exception:  # whatever it is, it is a text
         return text
 
 
