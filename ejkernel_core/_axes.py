@@ -259,10 +259,18 @@ def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
         _check_names(f"axes of {name}", each.names, known, "neither independent nor whole")
         if twice := {a.name for a in each.axes if [b.name for b in each.axes].count(a.name) > 1} & {*axes.independent}:
             raise ValueError(f"axes of {name}: {twice.pop()} is independent, and stands there twice")
+    if not axes.results:
+        raise ValueError("axes: takes at least one result")
+    if not axes.of_gradients and (twice := {*axes.arrays} & {*axes.results}):
+        raise ValueError(f"axes: {', '.join(sorted(twice))} cannot be an array and a result")
+    if rest := [name for name in axes.rounded if name not in axes.counts]:
+        raise ValueError(f"axes, rounded: takes axes that counts has; got {rest[0]!r}")
     in_arrays = {n for name, each in everywhere if name in axes.arrays for n in each.names}
     for name, each in everywhere:
         if name not in axes.arrays:
             _check_names(f"axes of {name}", each.names, in_arrays, "an axis of no array")
+            if broadcast := [axis.text for axis in each.axes if axis.is_broadcast]:
+                raise ValueError(f"axes of {name}: a result is as long as its axes say; got {broadcast[0]!r}")
     beside: dict[str, Sequence[str]] = {
         "multiples": (*axes.multiples, *axes.multiples.values()),
         "vmap": () if axes.vmap is None else (axes.vmap,),

@@ -22,6 +22,8 @@ class ConfigCache:
     """
 
     def __init__(self, maxsize: int | None = None) -> None:
+        if maxsize is not None and type(maxsize) is not int:
+            raise TypeError(f"maxsize: takes a whole number, or None for no bound; got {maxsize!r:.60}")
         if maxsize is not None and maxsize < 1:
             raise ValueError(f"maxsize: takes at least 1, or None for no bound; got {maxsize}")
         self.maxsize = maxsize

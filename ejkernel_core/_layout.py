@@ -130,6 +130,8 @@ def result_shapes(
 
 def layout(array: str, text: str) -> Layout:
     """Read it; ``array`` is who has it, for messages."""
+    if not isinstance(text, str):
+        raise TypeError(f"axes of {array}: takes a text such as 'batch dim'; got {type(text).__name__} {text!r:.60}")
     axes = tuple(_axis(array, word) for word in text.split())
     if sum(axis.name == LEADING for axis in axes) > 1:
         raise ValueError(f"axes of {array}: takes ... once; got {text!r}")
@@ -139,7 +141,7 @@ def layout(array: str, text: str) -> Layout:
 def _axis(array: str, word: str) -> Axis:
     if word == LEADING:
         return Axis(word, LEADING)
-    if word.isdecimal():
+    if word.isdecimal() and int(word) > 0:
         return Axis(word, factor=0, offset=int(word))
     match = _WORD.fullmatch(word)
     if match is None or match["factor"] == "0" or match["divisor"] == "0":
@@ -170,11 +172,11 @@ def sizes(
     known = {name: size for name, size in found.items() if isinstance(size, int)}  # others are symbolic, or several
     for name in positive:
         if known.get(name, 1) < 1:
-            raise ValueError(f"{owners[name]}: takes a {name} of at least 1; got {known[name]}")
+            raise ValueError(f"{owners[name]}: {name} must be at least 1; got {known[name]}")
     for many, one in multiples.items():
         if known.get(many, 0) % max(known.get(one, 1), 1):
-            told = f"a multiple of the {owners[one]}'s {one} {known[one]}"
-            raise ValueError(f"{owners[many]}: takes {many} that are {told}; got {known[many]}")
+            base = f"{one}, which is {known[one]} in {owners[one]}"
+            raise ValueError(f"{owners[many]}: {many} must be a multiple of {base}; got {known[many]}")
     return found
 
 
@@ -198,7 +200,7 @@ def _agree(name: str, axis: Axis, length: Any, found: dict[str, Any], owners: di
         return
     if axis.is_plain:
         word = "leading axes" if axis.name == LEADING else axis.name
-        raise ValueError(f"{name}: takes the {owner}'s {word} {wanted}; got {size}")
+        raise ValueError(f"{name}: {word} must be {wanted}, as in {owner}; got {size}")
     raise ValueError(
         f"{name}: takes {axis.text} = {axis.length(wanted)}, with the {axis.name} of {owner}; got {length}"
     )

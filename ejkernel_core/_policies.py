@@ -83,7 +83,10 @@ def recalled(
                 _kernel_of(choice, candidates).check_cfg(inv, choice.cfg)
         except Unsupported as reason:
             if choice is not None and choice.origin == OVERLAY:  # who lays something over everything means it
-                raise
+                kernel = _kernel_of(choice, candidates).name
+                raise Unsupported(
+                    f"the overlay has {choice.cfg} for {kernel}, which cannot run with it: {reason}"
+                ) from None
             status, wrong = "no answer", str(reason)
         except PASSING:
             raise

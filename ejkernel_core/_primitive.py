@@ -95,9 +95,10 @@ def _lower(context: Any, *operands: Any, request: Request, platform: str | None)
     avals = [ShapedArray(aval.shape, aval.dtype) for aval in context.avals_in]
     with request.settings.entered():
         plan = request.plan(avals, target(platform or context.module_context.platforms[0]))
+    label = call_label(plan.kernel.name, plan.choice.cfg, plan.kernel.config_type)
 
     def run(*arrays: Any) -> tuple[Any, ...]:
-        with request.settings.entered(), jax.named_scope(call_label(plan.kernel.name, plan.choice.cfg)):
+        with request.settings.entered(), jax.named_scope(label):
             return execute(request, plan, arrays, context.avals_out)
 
     return mlir.lower_fun(run, multiple_results=True)(context.replace(avals_in=avals), *operands)

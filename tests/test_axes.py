@@ -97,6 +97,11 @@ DECLARED: dict[str, tuple[dict[str, Any], str]] = {
     "statistics": ({"statistics": "lse"}, "axes, statistics: 'lse' is no result"),
     "dtypes": ({"dtypes": {"ou": "int32"}}, "axes, dtypes: 'ou' is no result; did you mean 'out'?"),
     "when": ({"when": {("flag", True): {"z": "dim"}}}, "axes, when: 'z' is no array or result"),
+    "no result": ({"results": {}}, "axes: takes at least one result"),
+    "one name for two": ({"results": {"x": "batch"}}, "axes: x cannot be an array and a result"),
+    "a result that broadcasts": ({"results": {"out": "#batch"}}, "axes of out: a result is as long as its axes say"),
+    "rounded": ({"counts": "batch", "rounded": "dim"}, "axes, rounded: takes axes that counts has; got 'dim'"),
+    "an empty axis": ({"arrays": {"x": "batch dim 0"}}, "axes of x: takes words like"),
     "a word in when": (
         {"when": {("flag", True): {"x": "dum batch"}}},
         "axes of x: 'dum' is neither independent nor whole",
@@ -113,6 +118,11 @@ def test_a_mistake_is_told_when_it_is_declared(what: str) -> None:
         Axes(**{**right, **fields})
 
 
+def test_axes_are_texts() -> None:
+    with pytest.raises(TypeError, match=re.escape("axes of x: takes a text such as 'batch dim'; got tuple ('batch',)")):
+        Axes({"x": ("batch",)}, {"out": "batch"}, independent="batch")  # type: ignore[dict-item]
+
+
 def test_an_operation_has_these_parameters() -> None:
     with pytest.raises(ValueError, match="axes of norm: 'weight' is no parameter; did you mean 'weights'?"):
         Operation(name="norm", signature=lambda x, weights=None: None, axes=NORM)
@@ -125,13 +135,13 @@ def test_an_operation_has_these_parameters() -> None:
 QUERY, KEY = struct(5, 2, 4, 8), struct(2, 7, 2, 8)
 WRONG: dict[str, tuple[Axes, dict[str, Any], str]] = {
     "rank": (SCORES, {"query": struct(2, 4, 8)}, "query: takes (q_len, batch, heads, dim); got shape (2, 4, 8)"),
-    "size": (SCORES, {"key": struct(3, 7, 2, 8)}, "key: takes the query's batch 2; got 3"),
+    "size": (SCORES, {"key": struct(3, 7, 2, 8)}, "key: batch must be 2, as in query; got 3"),
     "multiple": (
         SCORES,
         {"key": struct(2, 7, 3, 8)},
-        "query: takes heads that are a multiple of the key's kv_heads 3; got 4",
+        "query: heads must be a multiple of kv_heads, which is 3 in key; got 4",
     ),
-    "positive": (SCORES, {"key": struct(2, 7, 0, 8)}, "key: takes a kv_heads of at least 1; got 0"),
+    "positive": (SCORES, {"key": struct(2, 7, 0, 8)}, "key: kv_heads must be at least 1; got 0"),
     "broadcast": (
         SCORES,
         {"bias": struct(2, 7)},
@@ -147,7 +157,7 @@ WRONG: dict[str, tuple[Axes, dict[str, Any], str]] = {
     "leading": (
         attrs.evolve(NORM, arrays={"x": "... dim", "weight": "... dim"}),
         {"x": struct(4, 5, 8), "weight": struct(4, 6, 8)},
-        "weight: takes the x's leading axes (4, 5); got (4, 6)",
+        "weight: leading axes must be (4, 5), as in x; got (4, 6)",
     ),
     "no rank": (NORM, {"x": struct()}, "x: takes (..., dim); got shape ()"),
     "a scalar": (
@@ -173,7 +183,7 @@ WRONG: dict[str, tuple[Axes, dict[str, Any], str]] = {
     "an option": (
         GROUPED,
         {"lhs": struct(9, 4), "rhs": struct(3, 4, 6), "transposed": True},
-        "rhs: takes the lhs's k 4; got 6",
+        "rhs: k must be 4, as in lhs; got 6",
     ),
 }
 
@@ -242,7 +252,7 @@ def test_results_of_the_backward_are_like_what_they_belong_to() -> None:
     }
     assert tuple(backward.arrays) == ("x", "weight", "out", "rstd", "d_out", "d_rstd")
     assert shapes(backward.outputs({**arguments, "wrt": ("weight", "x")})) == [((8,), "float32"), ((2, 8), "bfloat16")]
-    with pytest.raises(ValueError, match="rstd: takes the x's leading axes"):
+    with pytest.raises(ValueError, match="rstd: leading axes must be"):
         backward.canonical({**arguments, "rstd": struct(3), "wrt": ("x",)})
 
 
@@ -457,7 +467,7 @@ def test_axes_are_all_that_an_operation_needs(norms: Any) -> None:
     close(registry.call("norm", x, epsilon=0.5), normalise(x, None, 0.5))
     gradient = jax.grad(lambda x, w: registry.call("norm", x, w)[0].sum(), (0, 1))(x, weight)
     close(gradient, jax.grad(lambda x, w: normalise(x, w, 1e-6)[0].sum(), (0, 1))(x, weight))
-    with pytest.raises(ValueError, match="weight: takes the x's dim 8; got 7"):
+    with pytest.raises(ValueError, match="weight: dim must be 8, as in x; got 7"):
         registry.call("norm", x, normal(1, 7))
     assert registry.plan("norm", x, weight).invocation.operation.results == ("out", "rstd")
 

@@ -189,6 +189,8 @@ def test_a_remembered_configuration_is_checked_too() -> None:
     assert (plan.cfg, plan.origin) == (2, "heuristic")
     assert [v.reason for v in plan.verdicts if v.status == "no answer"] == ["5 does not fit into 4"]
     np.testing.assert_allclose(registry.call("scale", X), X * 2)
+    with overlay_cache({key: 5}), pytest.raises(Unsupported, match=r"overlay has 5 for scale.small.*5 does not fit"):
+        registry.call("scale", X)
 
 
 # -- the order -------------------------------------------------------------------------------------------------------

@@ -266,6 +266,70 @@ def test_what_does_not_fit_is_a_digest_that_records_stand_for(cfg: Any) -> None:
     assert labels_to_configs([found], records=records) == {found: cfg}
 
 
+@attrs.frozen
+class Tiles:
+    q: int = 64
+    k: int = 128
+
+
+@attrs.frozen
+class Either:
+    block: Blocks | Tiles = Blocks()
+
+
+@attrs.frozen
+class Wider(Nested):
+    pass
+
+
+Accented = attrs.make_class("Accented", {"größe": attrs.field(type=int)}, frozen=True)
+
+
+def read_back(written: str, **given: Any) -> Any:
+    (found,) = extract_labels_from_hlo_text(f'op_name="jit(f)/{written}/mul"')
+    return labels_to_configs([found], **given)[found]
+
+
+def test_what_reads_alike_is_a_digest() -> None:
+    """Sizes of one class or of another; fields of the kernel's Config, or of a class that has it for a base."""
+    key = Key("double", "cpu", problem="{}")
+    for cfg, kind in ((Either(Blocks()), Either), (Either(Tiles()), Either), (Wider(), Nested)):
+        written = call_label("double.mine", cfg, kind)
+        assert re.fullmatch(r"double\.mine\([0-9a-f]{12}\)", written)
+        assert read_back(written, records=[(key, (Record(cfg, "mine"),))]) == cfg
+    assert call_label("double.mine", Wider(), Nested) != call_label("double.mine", Nested(Blocks(-1)), Nested)
+    assert len({call_label("double.mine", Either(block)) for block in (Blocks(), Tiles())}) == 2
+
+
+def test_any_text_names_an_operation_a_backend_and_a_field() -> None:
+    cfg, key = Accented(3), Key("größer" * 9, "cpu", problem="{}")
+    assert read_back(call_label("double.mine", cfg), types={"double.mine": Accented}) == cfg
+    backend = "größer" * 9
+    written = call_label(f"{key.op}.{backend}", cfg)
+    assert len(written) <= 100
+    assert read_back(written, records=[(key, (Record(cfg, backend),))]) == cfg
+
+
+class Unwritable:
+    pass
+
+
+def test_a_digest_has_no_address_in_it() -> None:
+    assert call_label("double.mine", One(Unwritable())) == call_label("double.mine", One(Unwritable()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["number=1,", "number=1,number=2", "number=1,2"])
+def test_a_damaged_label_is_told(text: str) -> None:
+    found = Label("double", "mine", text)
+    with pytest.raises(RecordError, match="its fields are damaged"):
+        labels_to_configs([found], {"double.mine": One})
+
+
+def test_a_kernel_that_is_not_here_cannot_be_read() -> None:
+    with pytest.raises(RecordError, match=r"nobodys\.kernel\(number=1\): no kernel .* is installed; give it in types"):
+        labels_to_configs([Label("nobodys", "kernel", "number=1")])
+
+
 def test_two_configurations_have_two_labels() -> None:
     labels = [call_label(f"{op}.mine", cfg) for op in ("a", "b") for cfg in (*TEXTS.values(), *DIGESTS)]
     assert len({*labels}) == len(labels)

@@ -57,16 +57,16 @@ WRONG = {
     "batch": (
         {"key": array(3, 9, 2, 8), "value": array(3, 9, 2, 5)},
         ValueError,
-        "key: takes the query's batch 2; got 3",
+        "key: batch must be 2, as in query; got 3",
     ),
     "heads": (
         {"key": array(2, 9, 3, 8), "value": array(2, 9, 3, 5)},
         ValueError,
-        "query: takes heads that are a multiple of the key's kv_heads 3; got 4",
+        "query: heads must be a multiple of kv_heads, which is 3 in key; got 4",
     ),
-    "head dim": ({"key": array(2, 9, 2, 16)}, ValueError, "key: takes the query's head_dim 8; got 16"),
-    "no head dim": ({"value": array(2, 9, 2, 0)}, ValueError, "value: takes a value_dim of at least 1; got 0"),
-    "value": ({"value": array(2, 8, 2, 5)}, ValueError, "value: takes the key's kv_len 9; got 8"),
+    "head dim": ({"key": array(2, 9, 2, 16)}, ValueError, "key: head_dim must be 8, as in query; got 16"),
+    "no head dim": ({"value": array(2, 9, 2, 0)}, ValueError, "value: value_dim must be at least 1; got 0"),
+    "value": ({"value": array(2, 8, 2, 5)}, ValueError, "value: kv_len must be 9, as in key; got 8"),
     "integer query": (
         {"query": array(2, 6, 4, 8, dtype=np.int32)},
         TypeError,
@@ -156,7 +156,7 @@ WRONG = {
     "segment shape": (
         {"q_segment_ids": IDS_Q, "kv_segment_ids": IDS_Q},
         ValueError,
-        "kv_segment_ids: takes the key's kv_len 9; got 6",
+        "kv_segment_ids: kv_len must be 9, as in key; got 6",
     ),
     "float segments": (
         {"q_segment_ids": IDS_Q.astype(np.float32), "kv_segment_ids": IDS_K},
@@ -166,7 +166,7 @@ WRONG = {
     "sinks of kv heads": (
         {"softmax_aux": array(2)},
         ValueError,
-        "softmax_aux: takes the query's heads 4; got 2",
+        "softmax_aux: heads must be 4, as in query; got 2",
     ),
     "integer sinks": ({"softmax_aux": array(4, dtype=np.int32)}, TypeError, "softmax_aux: takes floats; got int32"),
     "window of floats": (
@@ -262,7 +262,7 @@ def test_wrong_input_is_named_before_anything_is_chosen(call: Any, what: str) ->
 
 
 def test_the_front_door_tells_the_same() -> None:
-    with pytest.raises(ValueError, match="key: takes the query's batch 2; got 3"):
+    with pytest.raises(ValueError, match="key: batch must be 2, as in query; got 3"):
         flash_attention(Q, array(3, 9, 2, 8), array(3, 9, 2, 5))
 
 

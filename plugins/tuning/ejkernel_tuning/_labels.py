@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import json
 import re
-import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -17,12 +16,12 @@ import jax
 
 import ejkernel_core
 from ejkernel_core import Key, Record, RecordError, from_json
-from ejkernel_core._labels import call_label, value_text
+from ejkernel_core._labels import digest_label, field_types, nested_class, value_text
 from ejkernel_core._records import SCHEMA
 
 #: Of a call, ``flash_attention.xla(q_block=256,kv_block=256)``, or of one's own, ``label(my_attention)``.
 _LABEL = re.compile(
-    r"(?<![\w.%~-])(?:label\(([\w.-]+)\)|([\w.%~-]+)\.([\w%~-]+)\(([0-9a-f]{12}|\w+=[\w.%~+=,-]*|)\))", re.ASCII
+    r"(?<![\w.%~-])(?:label\(([\w.-]+)\)|([\w.%~-]+)\.([\w%~-]+)\(([0-9a-f]{12}|[\w%~]+=[\w.%~+=,-]*|)\))", re.ASCII
 )
 _SIZES = re.compile(r"\d+x(\d+(x\d+)*)?")
 
@@ -115,49 +114,57 @@ def labels_to_configs(
     return {label: _config(label, types or {}, remembered) for label in calls}
 
 
-def _by_label(records: Iterable[tuple[Key, Iterable[Record]]]) -> dict[str, Any]:
+def _by_label(records: Iterable[tuple[Key, Iterable[Record]]]) -> dict[Label, Any]:
     pairs = ((key, record) for key, kept in records for record in kept)
-    return {call_label(f"{key.op}.{record.backend}", record.cfg): record.cfg for key, record in pairs}
+    texts = ((digest_label(f"{key.op}.{record.backend}", record.cfg), record.cfg) for key, record in pairs)
+    return {extract_labels_from_hlo_text(text)[0]: cfg for text, cfg in texts}
 
 
 def _is_digest(label: Label) -> bool:
     return bool(label.config) and "=" not in str(label.config)
 
 
-def _config(label: Label, types: Mapping[str, type], remembered: Mapping[str, Any]) -> Any:
+def _config(label: Label, types: Mapping[str, type], remembered: Mapping[Label, Any]) -> Any:
     kernel = f"{label.name}.{label.backend}"
     if _is_digest(label):
-        if str(label) not in remembered:
+        if label not in remembered:
             raise RecordError(f"{label} has a digest for its configuration, and none of the records has it")
-        return remembered[str(label)]
+        return remembered[label]
     kind: Any = types[kernel] if kernel in types else ejkernel_core.config_type(kernel)
+    if kind is None and label.config:
+        raise RecordError(
+            f"{label}: no kernel {kernel} that says the type of its configurations is installed; give it in types"
+        )
     if kind in (None, type(None)):
         return None
-    hints = typing.get_type_hints(kind)
-    given = dict(field.split("=", 1) for field in label.config.split(",")) if label.config else {}
-    fields = {**_defaults(kind), **given}
+    hints = field_types(kind)
+    fields = {**_defaults(kind, hints), **_given(label)}
     values = {name: _value(unquote(text), hints.get(name)) for name, text in fields.items()}
     return from_json(json.dumps({"schema": SCHEMA, "fields": values}), kind)
 
 
-def _defaults(kind: Any) -> dict[str, str]:
+def _given(label: Label) -> dict[str, str]:
+    """The fields that are in the label, by name."""
+    pairs = [field.partition("=") for field in label.config.split(",")] if label.config else []
+    fields = {unquote(name): text for name, _, text in pairs}
+    if len(fields) < len(pairs) or not all(equals for _, equals, _ in pairs):
+        raise RecordError(f"{label}: its fields are damaged; they are written name=value, each once")
+    return fields
+
+
+def _defaults(kind: Any, hints: Mapping[str, Any]) -> dict[str, str]:
     """What would stand in a label for the fields that it may leave out."""
     fields = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind)
-    texts = {field.name: value_text(field.default) for field in fields}
+    texts = {field.name: value_text(field.default, hints.get(field.name)) for field in fields}
     return {name: text for name, text in texts.items() if text is not None}
 
 
 def _value(text: str, hint: Any) -> Any:
     """What stands in a record for the value of a field with this type."""
-    if _SIZES.fullmatch(text) and (nested := _nested(hint)):
+    if _SIZES.fullmatch(text) and (nested := nested_class(hint)):
         names = [field.name for field in attrs.fields(nested)]
         return dict(zip(names, map(int, filter(None, text.split("x"))), strict=False))
     try:
         return ast.literal_eval(text)
     except Exception:  # whatever it is, it is a text
         return text
-
-
-def _nested(hint: Any) -> Any:
-    """The attrs class in the type of a field, if there is one."""
-    return next((kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and attrs.has(kind)), None)
