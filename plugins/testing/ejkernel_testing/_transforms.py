@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -133,8 +133,8 @@ def by_scan(subject: Subject) -> None:
     first = subject.case.wrt[0]
 
     def layer(carry: Any, arrays: Arrays) -> tuple[Any, Any]:
-        out = subject.call({**arrays, first: arrays[first] + carry})[0]
-        return jnp.tanh(jnp.sum(out)), out
+        out = subject.call({**arrays, first: arrays[first] + carry.astype(arrays[first].dtype)})[0]
+        return jnp.tanh(jnp.sum(out)).astype(carry.dtype), out
 
     def scanned(arrays: Arrays) -> Results:
         return jax.lax.scan(layer, jnp.float32(0), arrays)
@@ -173,6 +173,11 @@ def by_shard_map(subject: Subject) -> None:
     cut, whole = PartitionSpec("batch"), PartitionSpec()
     ct = subject.weights(subject.call, arrays)
     batched = subject.case.batched or batched_by_axes(subject, arrays)
+    for name in batched:
+        assert not arrays[name].shape[0] % count, (
+            f"{subject.check}: {subject.case.name}: {name} has {arrays[name].shape[0]} along its first axis, which "
+            f"{count} devices cannot share: take a multiple of {count}, or leave the check out of the case"
+        )
     specs = {name: cut if name in batched else whole for name in arrays}
     outer = jax.shard_map(subject.call, mesh=mesh, in_specs=(specs,), out_specs=cut)
     inner = jax.shard_map(
@@ -206,9 +211,16 @@ def _forward_is_backward(subject: Subject) -> None:
     along = {name: along[name].astype(array.dtype) for name, array in moving.items()}
     results, tangents = jax.jvp(lambda m: subject.call({**arrays, **m}), (moving,), (along,))
     _, gradients = subject.pulled(arrays)
-    ahead = sum(np.vdot(w, t) for w, t in zip(subject.weights(subject.call, arrays), tangents, strict=True))
-    back = sum(np.vdot(gradients[name], along[name]) for name in moving)
-    subject.same((results, ahead), (subject.call(arrays), back))
+    ahead = _terms(zip(subject.weights(subject.call, arrays), tangents, strict=True))
+    back = _terms((gradients[name], along[name]) for name in moving)
+    # A sum whose terms cancel has no size that its error could be relative to: that of the terms is beside it.
+    size = np.linalg.norm(back)
+    subject.same((results, np.array([ahead.sum(), size])), (subject.call(arrays), np.array([back.sum(), size])))
+
+
+def _terms(pairs: Iterable[tuple[Any, Any]]) -> np.ndarray:
+    """The products of two times as many numbers, in float64."""
+    return np.concatenate([(np.asarray(a, np.float64) * np.asarray(b, np.float64)).ravel() for a, b in pairs])
 
 
 def _second(subject: Subject, derivative: Callable[..., Any], backend: str, precise: bool) -> Any:
