@@ -87,8 +87,12 @@ def extract_labels_from_hlo_text(hlo_text: str) -> list[Label]:
     return list(dict.fromkeys(_label(*match.groups()) for match in _LABEL.finditer(hlo_text)))
 
 
+def _unquoted(text: str) -> str:
+    return unquote(text, errors="surrogatepass")  # as they are written
+
+
 def _label(own: str | None, name: str, backend: str, config: str) -> Label:
-    return Label(own) if own else Label(unquote(name), unquote(backend), config)
+    return Label(own) if own else Label(_unquoted(name), _unquoted(backend), config)
 
 
 def labels_to_configs(
@@ -139,14 +143,14 @@ def _config(label: Label, types: Mapping[str, type], remembered: Mapping[Label, 
         return None
     hints = field_types(kind)
     fields = {**_defaults(kind, hints), **_given(label)}
-    values = {name: _value(unquote(text), hints.get(name)) for name, text in fields.items()}
+    values = {name: _value(_unquoted(text), hints.get(name)) for name, text in fields.items()}
     return from_json(json.dumps({"schema": SCHEMA, "fields": values}), kind)
 
 
 def _given(label: Label) -> dict[str, str]:
     """The fields that are in the label, by name."""
     pairs = [field.partition("=") for field in label.config.split(",")] if label.config else []
-    fields = {unquote(name): text for name, _, text in pairs}
+    fields = {_unquoted(name): text for name, _, text in pairs}
     if len(fields) < len(pairs) or not all(equals for _, equals, _ in pairs):
         raise RecordError(f"{label}: its fields are damaged; they are written name=value, each once")
     return fields
