@@ -1,8 +1,10 @@
 """Set before JAX starts: eight devices on any machine, for what is sharded; and how XLA compiles."""
 
 import os
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,19 @@ if os.environ.get("EJKERNEL_TESTS") == "quick":
     if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # later ones know no other way
         flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+
+
+@pytest.fixture
+def use_registry(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Have ``ejkernel_core`` use another registry for a test."""
+    import ejkernel_core
+
+    def use(registry: Any) -> None:
+        monkeypatch.setattr(ejkernel_core, "registry", registry)
+        for name in ("call", "invocation", "plan", "explain"):
+            monkeypatch.setattr(ejkernel_core, name, getattr(registry, name))
+
+    return use
 
 
 @pytest.fixture(autouse=True)

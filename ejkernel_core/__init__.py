@@ -24,11 +24,11 @@ from ._errors import (
     Unsupported,
 )
 from ._hookspecs import hookimpl
-from ._kernel import Invocation
+from ._kernel import Candidate, Invocation, fitting
 from ._keys import Key, stable_json
 from ._loading import config_types
 from ._operation import Cost, Operation, gradient_signature
-from ._plan import Candidate, Choice, Explanation, Plan, Verdict, fitting
+from ._plan import Choice, Explanation, Plan, Verdict
 from ._policies import recall
 from ._records import (
     Provenance,
@@ -93,56 +93,10 @@ __all__ = [
 registry = Registry()
 
 
-def call(op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any) -> Any:
-    """Run the operation ``op`` by the best installed kernel for the device at hand.
-
-    ``backend`` and ``cfg`` name a kernel or its configuration; they are obeyed, or refused with the reason. Everything
-    else is for the operation. The call can be jitted, differentiated, vmapped and sharded. With ``validate=True`` the
-    operation looks at the values of arrays first; where one is traced, it has none, and the call is refused.
-
-    >>> import jax.numpy as jnp
-    >>> query = jnp.ones((1, 4, 2, 8))
-    >>> call("flash_attention", query, query, query, causal=True).shape
-    (1, 4, 2, 8)
-    """
-    return registry.call(op, *args, backend=backend, cfg=cfg, **kwargs)
-
-
-def invocation(op: str, /, *args: Any, **kwargs: Any) -> Invocation:
-    """What kernels and policies are told of such a call; its ``key`` is what a configuration is remembered by.
-
-    >>> import jax
-    >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
-    >>> inv = invocation("flash_attention", query, query, query, causal=True)
-    >>> inv["causal"], inv["query"].shape
-    (True, (1, 4, 2, 8))
-    """
-    return registry.invocation(op, *args, **kwargs)
-
-
-def plan(op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any) -> Plan:
-    """What ``call`` would run, and why; arrays may be ``jax.ShapeDtypeStruct``. Raises what the call would raise.
-
-    Nothing is measured: where a call would measure, the plan says so.
-
-    >>> import jax
-    >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
-    >>> plan("flash_attention", query, query, query, backend="reference").kernel.name
-    'flash_attention.reference'
-    """
-    return registry.plan(op, *args, backend=backend, cfg=cfg, **kwargs)
-
-
-def explain(op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any) -> Explanation:
-    """The plan of a call and of its gradients, with every other kernel and its reason; print it.
-
-    >>> import jax
-    >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
-    >>> explanation = explain("flash_attention", query, query, query)
-    >>> explanation.op, explanation.backward.op
-    ('flash_attention', 'flash_attention_bwd')
-    """
-    return registry.explain(op, *args, backend=backend, cfg=cfg, **kwargs)
+call = registry.call
+invocation = registry.invocation
+plan = registry.plan
+explain = registry.explain
 
 
 def config_type(kernel: str) -> type | None:

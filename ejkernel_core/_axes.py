@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ._layout import LEADING, Axis, Layout, dimensions, layout, merged, padded_shapes, parted, result_shapes, sizes
@@ -87,7 +88,7 @@ class Axes:
         """The axes of every array and result, for a call with these options."""
         chosen = dict(self._usual)
         for (option, value), others in self._others.items():
-            if arguments.get(option) == value:
+            if _is_same_option(arguments.get(option), value):
                 chosen.update(others)
         return chosen
 
@@ -136,7 +137,7 @@ class Axes:
     def _dtype(self, result: str, arguments: Mapping[str, Any]) -> Any:
         first = next(iter(self.given(arguments).values())).dtype
         if result in self.statistics:
-            return jnp.promote_types(first, jnp.float32)
+            return np.promote_types(first, np.float32)  # JAX's own refuses where the user wants strict promotion
         dtype = self.dtypes.get(result, first)
         return dtype(arguments) if inspect.isfunction(dtype) else dtype
 
@@ -279,6 +280,8 @@ def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
         beside[field] = getattr(axes, field)
     for field, names in beside.items():
         _check_names(f"axes, {field}", names, in_arrays, "an axis of no array")
+    if both := {*axes.multiples} & {*axes.multiples.values()}:
+        raise ValueError(f"axes, multiples: {both.pop()!r} is a multiple and has one; name the smallest axis alone")
     if axes.vmap is not None and axes.vmap not in axes.independent:
         raise ValueError(f"axes, vmap: takes an independent axis; got {axes.vmap!r}")
     if twice := {*axes.independent} & {*axes.whole}:
@@ -297,6 +300,12 @@ def _check_names(where: str, names: Iterable[str], known: Iterable[str], otherwi
 
 
 # -- arrays --------------------------------------------------------------------------------------------------------
+
+
+def _is_same_option(given: Any, value: Any) -> bool:
+    """By type too, as calls are told apart: 1 is not True. A dtype may be written in several ways."""
+    same = given == value
+    return bool(same) and (isinstance(value, (np.dtype, type)) or type(given) is type(value))
 
 
 def _is_on_a_mesh(array: Any) -> bool:

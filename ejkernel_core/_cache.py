@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from ._display import counted
+from ._kernel import Candidate, fitting
 from ._keys import Key
-from ._plan import Candidate, fitting
 from ._records import Record, as_record
 
 

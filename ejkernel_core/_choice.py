@@ -13,9 +13,9 @@ from typing import Any
 import attrs
 
 from ._discovery import Broken
-from ._errors import PASSING, NoConfig, NoKernel, PluginError, Unsupported, described
-from ._kernel import Invocation, LoadedKernel, changeable
-from ._plan import Candidate, Choice, Plan, Verdict, of_here
+from ._errors import PASSING, NoConfig, NoKernel, PluginError, Unsupported, described, message
+from ._kernel import Candidate, Invocation, LoadedKernel, changeable, of_here
+from ._plan import Choice, Plan, Verdict
 from ._policies import Policies, is_short, learn, recalled, tuner_name
 from ._scopes import Scope
 
@@ -61,7 +61,7 @@ def able(
     """Those that can do the invocation, the best first, and the verdict on each."""
     reason = None if cfg is None else changeable(cfg)
     if reason is not None:
-        raise TypeError(f"{inv.op}: cfg takes a value that stays; {reason}")
+        raise TypeError(f"{inv.op}: cfg takes a value that cannot be changed; {reason}")
     candidates, verdicts = [], []
     ranks = {kernel: _rank(kernel, inv.platform) for kernel in kernels}
     for kernel in sorted(kernels, key=lambda kernel: -(ranks[kernel] or 0)):
@@ -85,9 +85,7 @@ def _ask(kernel: LoadedKernel, runs_here: bool, inv: Invocation, backend: str | 
     if backend is not None and kernel.backend != backend:
         return None, verdict("left out", f"backend={backend!r} was asked for")
     if cfg is not None and (kernel.config_type is None or not isinstance(cfg, kernel.config_type)):
-        return None, verdict(
-            "left out", f"the given cfg is a {type(cfg).__module__}.{type(cfg).__qualname__}, not its Config"
-        )
+        return None, verdict("left out", f"cfg is {_type_in_words(cfg)}, not its Config")
     is_checked = cfg is not None and kernel.checks_cfg
     if not runs_here and not is_checked:
         return None, verdict("refused", f"it runs on {', '.join(kernel.platforms or ())}; this is {inv.platform}")
@@ -101,7 +99,7 @@ def _ask(kernel: LoadedKernel, runs_here: bool, inv: Invocation, backend: str | 
             return None, verdict("broken", f"heuristic_cfg gives {unfit}")
         return heuristic, verdict("able")
     except Unsupported as refusal:
-        return None, verdict("refused", str(refusal))
+        return None, verdict("refused", message(refusal))
     except PASSING:
         raise
     except BaseException as fault:  # one broken plugin must not break the others' calls; every explanation names it
@@ -109,12 +107,18 @@ def _ask(kernel: LoadedKernel, runs_here: bool, inv: Invocation, backend: str | 
         return None, verdict("broken", f"{hook} raised {described(fault)}")
 
 
+def _type_in_words(cfg: Any) -> str:
+    kind = cfg if isinstance(cfg, type) else type(cfg)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    return f"the class {name} itself" if cfg is kind else f"of type {name}"
+
+
 def _nobody(inv: Invocation, verdicts: Sequence[Verdict], backend: str | None) -> Exception:
     broken = [v for v in verdicts if v.status == "broken" and v.name == f"{inv.op}.{backend}"]
     if broken:
         return PluginError(str(broken[0]))
     reasons = "\n".join(f"  {verdict}" for verdict in verdicts) or "  no kernel is installed"
-    return NoKernel(f"no kernel can do {inv}\n{reasons}")
+    return NoKernel(f"no kernel can do {inv}\n{reasons}", verdicts)
 
 
 def with_space_faults(plan: Plan, kernels: Iterable[LoadedKernel]) -> Plan:
@@ -162,19 +166,23 @@ def selected(
 
         tuner = tuner_name(policies)
         try:
-            return measured(inv, candidates, judge, policies, scope, choice.record if choice else None), passed
+            choice = measured(inv, candidates, judge, policies, scope, choice.record if choice else None)
+            policies.failures.pop((str(tuner), "measure"), None)
+            return choice, passed
         except Unsupported as reason:
-            passed.append(Verdict(str(tuner), policies.provider(str(tuner)), "no answer", str(reason)))
+            passed.append(Verdict(str(tuner), policies.provider(str(tuner)), "no answer", message(reason)))
         except (*PASSING, NoConfig):
             raise
         except BaseException as fault:  # as for kernels: one broken plugin must not break everybody's calls
-            told = f"measure raised {described(fault)}"
-            passed.append(Verdict(str(tuner), policies.provider(str(tuner)), "broken", told))
+            policies.failures[str(tuner), "measure"] = f"measure raised {described(fault)}"
     if choice is not None:
         return choice, passed
     if scope.policy.mode == "error_on_miss":
         reasons = "".join(f"\n  {v.name}: {v.status}, {v.reason}" for v in passed)
-        raise NoConfig(f"no configuration is remembered for {inv}{_keyed(inv)}; the policy is error_on_miss{reasons}")
+        raise NoConfig(
+            f"no configuration is remembered for {inv}{_keyed(inv)}, and the policy is error_on_miss: tune the call "
+            f"(ejkernel_tuning.autotune), or enter policy_override(mode='on_miss'){reasons}"
+        )
     return near or Choice(best.backend, best.cfg, "heuristic"), passed
 
 

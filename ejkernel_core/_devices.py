@@ -7,17 +7,15 @@ import itertools
 import os
 from collections.abc import Iterable
 from platform import machine
-from typing import Any
+from typing import Any, NamedTuple
 
-import attrs
 import jax
 
 #: The names XLA has for the platforms that JAX calls "gpu".
 _GPU = frozenset({"cuda", "rocm", "gpu"})
 
 
-@attrs.frozen
-class Target:
+class Target(NamedTuple):
     """What a kernel may know of the device it is compiled for."""
 
     platform: str

@@ -19,6 +19,16 @@ def one_line(value: Any, longest: int = LONGEST) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
+def brief(value: Any, longest: int = 60) -> str:
+    """The value as Python writes it, no longer than a message has room for.
+
+    >>> brief("abc"), brief("x" * 80, 8)
+    ("'abc'", "'xxxx...")
+    """
+    text = repr(value)
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
 def counted(number: int, noun: str, plural: str = "") -> str:
     """So many of something.
 

@@ -15,6 +15,9 @@ What a caller gave wrongly is Python's own ``TypeError`` or ``ValueError``, and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 #: What goes through wherever a plugin's faults are caught: the user's interrupt, and a generator that is closed. All
 #: else is caught, for not every fault is an ``Exception``: a panic in Rust is none, nor is an exit or a test's skip.
 PASSING = (KeyboardInterrupt, GeneratorExit)
@@ -26,9 +29,21 @@ def described(fault: BaseException) -> str:
     >>> described(ValueError("too long"))
     'ValueError: too long'
     """
+    text = message(fault)
+    return f"{type(fault).__name__}: {text}" if text else type(fault).__name__
+
+
+def message(fault: BaseException) -> str:
+    """The text of a fault, which may be a plugin's own class and as broken as the plugin: the class's name then.
+
+    >>> message(ValueError("too long"))
+    'too long'
+    """
     try:
-        return f"{type(fault).__name__}: {fault}"
-    except Exception:  # it is a plugin's own class, and may be as broken as the plugin
+        return str(fault)
+    except PASSING:
+        raise
+    except BaseException:
         return type(fault).__name__
 
 
@@ -49,7 +64,11 @@ class UnknownBackend(EjkernelError, LookupError):
 
 
 class NoKernel(EjkernelError):
-    """No installed kernel can do the invocation."""
+    """No installed kernel can do the invocation; ``verdicts`` has each with its reason."""
+
+    def __init__(self, message: str, verdicts: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.verdicts = tuple(verdicts)
 
 
 class NoConfig(EjkernelError, LookupError):

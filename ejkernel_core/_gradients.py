@@ -16,62 +16,39 @@ from typing import Any
 import attrs
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching, mlir
 
-from ._devices import current_platform, target
-from ._errors import NotDifferentiable
-from ._jax_versions import Primitive, sharded_like, vary_alike
+from ._errors import NotDifferentiable, PluginError, UnknownOperation
+from ._jax_versions import Primitive, sharded_like
 from ._kernel import LoadedKernel
-from ._primitive import CALLS, bind
-from ._request import Request, request
+from ._lowering import CALLS, Request, apply, as_request, named
+from ._operation import Operation, gradient_signature
 
 tangent_call = Primitive("ejkernel_tangents")
 tangent_call.multiple_results = True
 
 
-def apply(asked: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """The results of a call, differentiable as far as anything installed makes it."""
-    arrays = vary_alike(arrays)
-    if asked.terms.backend == asked.operation.reference:
-        return inlined(asked, arrays)
-    return bind(asked, arrays)
-
-
-def _has_reference(asked: Request) -> bool:
-    return asked.operation.reference in asked.registry.backends(asked.operation.name)
-
-
-def inlined(asked: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """A kernel of plain JAX, as the reference is, is not hidden in a primitive: JAX differentiates it in every mode."""
-    plan = asked.plan(arrays, target(current_platform(arrays)))
-    return tuple(_named(asked, asked.run(plan, arrays)))
+def _has_reference(request: Request) -> bool:
+    return request.operation.reference in request.registry.backends(request.operation.name)
 
 
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
 def _differentiated(primitive: Any, primals: Sequence[Any], tangents: Sequence[Any], *, request: Request) -> Any:
-    """The results, by the names that ``jax.checkpoint`` may save them by, and their tangents."""
+    """The results and their tangents."""
     wrt = tuple(name for name, tangent in zip(request.arrays, tangents, strict=True) if not _is_zero(tangent))
     _check_differentiable(request, wrt)
     # Named before the tangents use them: a saved result is then all that the backward needs of the forward kernel.
-    results = _named(request, primitive.bind(*primals, request=request))
+    results = named(request, primitive.bind(*primals, request=request))
     moving = [tangent for tangent in tangents if not _is_zero(tangent)]
-    found = iter(tangent_call.bind(*primals, *results, *moving, request=request, wrt=wrt))
-    return results, [next(found) if _is_inexact(result) else _no_tangent(result) for result in results]
+    computed = iter(tangent_call.bind(*primals, *results, *moving, request=request, wrt=wrt))
+    return results, [next(computed) if _is_inexact(result) else _no_tangent(result) for result in results]
 
 
-def _named(asked: Request, results: Sequence[Any]) -> list[Any]:
-    names = asked.operation.results
-    if len(names) != len(results):  # a backward operation: its results are the gradients that are wanted
-        names = tuple(f"d_{name}" for name in dict(asked.options)["wrt"])
-    return [checkpoint_name(r, f"{asked.operation.name}.{n}") for r, n in zip(results, names, strict=True)]
-
-
-def _check_differentiable(asked: Request, wrt: Sequence[str]) -> None:
-    operation = asked.operation
-    if operation.backward is None and not _has_reference(asked):
+def _check_differentiable(request: Request, wrt: Sequence[str]) -> None:
+    operation = request.operation
+    if operation.backward is None and not _has_reference(request):
         raise NotDifferentiable(
             f"{operation.name!r} has neither a backward operation nor a reference kernel to differentiate"
         )
@@ -96,9 +73,9 @@ def _is_inexact(array: Any) -> bool:
 Parts = tuple[Sequence[Any], Sequence[Any], Sequence[Any]]
 
 
-def _parts(asked: Request, wrt: Sequence[str], operands: Sequence[Any]) -> Parts:
+def _parts(request: Request, wrt: Sequence[str], operands: Sequence[Any]) -> Parts:
     """The arrays, the results and the tangents among the operands of ``tangent_call``."""
-    first, last = len(asked.arrays), len(operands) - len(wrt)
+    first, last = len(request.arrays), len(operands) - len(wrt)
     return operands[:first], operands[first:last], operands[last:]
 
 
@@ -149,44 +126,62 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, request: Request, wrt:
 
 
 def _gradients(
-    asked: Request, arrays: Sequence[Any], results: Sequence[Any], cotangents: Sequence[Any], wrt: tuple[str, ...]
+    request: Request, arrays: Sequence[Any], results: Sequence[Any], cotangents: Sequence[Any], wrt: tuple[str, ...]
 ) -> Mapping[str, Any]:
-    if asked.operation.backward is None:
-        return _reference_gradients(asked, arrays, cotangents, wrt)
-    backward, values = backward_request(asked, arrays, results, cotangents, wrt)
+    if request.operation.backward is None:
+        return _reference_gradients(request, arrays, cotangents, wrt)
+    backward, values = backward_request(request, arrays, results, cotangents, wrt)
     return dict(zip(wrt, apply(backward, values), strict=True))
 
 
 def backward_request(
-    asked: Request, arrays: Sequence[Any], results: Sequence[Any], cotangents: Sequence[Any], wrt: tuple[str, ...]
+    request: Request, arrays: Sequence[Any], results: Sequence[Any], cotangents: Sequence[Any], wrt: tuple[str, ...]
 ) -> tuple[Request, list[Any]]:
     """The call of the backward operation: ``gradient_signature`` says what it takes."""
-    operation, registry = asked.operation, asked.registry
-    assert operation.backward is not None
+    operation, registry = request.operation, request.registry
+    backward = _backward_operation(request)
     arguments = {
-        **asked.arguments(arrays),
+        **request.arguments(arrays),
         **dict(zip(operation.results, results, strict=True)),
         **{f"d_{name}": ct for name, ct in zip(operation.results, cotangents, strict=True)},
         "wrt": wrt,
     }
     # An explicit backend or cfg is obeyed in the backward too, where it has such a backend, or takes such a cfg.
-    backend = asked.terms.backend if asked.terms.backend in registry.backends(operation.backward) else None
-    cfg = _fitting_cfg(asked, registry.kernels(operation.backward)[0])
-    terms = attrs.evolve(asked.terms, backend=backend, cfg=cfg)
-    backward = registry.operation(operation.backward)
-    return request(terms, backward, backward.complete(arguments))
+    backend = request.terms.backend if request.terms.backend in registry.backends(backward.name) else None
+    cfg = _fitting_cfg(request, registry.kernels(backward.name)[0])
+    terms = attrs.evolve(request.terms, backend=backend, cfg=cfg)
+    return as_request(terms, backward, backward.complete(arguments))
 
 
-def _fitting_cfg(asked: Request, kernels: Iterable[LoadedKernel]) -> Any:
+def _backward_operation(request: Request) -> Operation:
+    name = request.operation.backward
+    assert name is not None
+    try:
+        backward = request.registry.operation(name)
+    except UnknownOperation as error:
+        raise NotDifferentiable(
+            f"{request.operation.name!r} has its gradients from the operation {name!r}, which no installed plugin "
+            "brings"
+        ) from error
+    expected = gradient_signature(request.operation.signature, request.operation.results)
+    if missing := [parameter for parameter in expected.parameters if parameter not in backward.signature.parameters]:
+        raise PluginError(
+            f"{name!r} cannot be the backward operation of {request.operation.name!r}: it has no {missing[0]!r} among "
+            f"its parameters. See gradient_signature"
+        )
+    return backward
+
+
+def _fitting_cfg(request: Request, kernels: Iterable[LoadedKernel]) -> Any:
     """The explicit cfg, if one of these kernels takes it."""
     types = tuple(kernel.config_type for kernel in kernels if kernel.config_type)
-    return asked.terms.cfg if isinstance(asked.terms.cfg, types) else None
+    return request.terms.cfg if isinstance(request.terms.cfg, types) else None
 
 
 def _reference_gradients(
-    asked: Request, arrays: Sequence[Any], cotangents: Sequence[Any], wrt: tuple[str, ...]
+    request: Request, arrays: Sequence[Any], cotangents: Sequence[Any], wrt: tuple[str, ...]
 ) -> Mapping[str, Any]:
-    function, moving = _by_reference(asked, arrays, wrt)
+    function, moving = _by_reference(request, arrays, wrt)
     results, pull_back = jax.vjp(function, moving)
     full = [jnp.zeros_like(result) if ct is None else ct for ct, result in zip(cotangents, results, strict=True)]
     (gradients,) = pull_back(tuple(full))
@@ -194,14 +189,14 @@ def _reference_gradients(
 
 
 def _by_reference(
-    asked: Request, arrays: Sequence[Any], wrt: tuple[str, ...]
+    request: Request, arrays: Sequence[Any], wrt: tuple[str, ...]
 ) -> tuple[Callable[[Mapping[str, Any]], tuple[Any, ...]], dict[str, Any]]:
     """The reference as a function of the arrays ``wrt``, and what these are."""
-    operation = asked.operation
-    cfg = _fitting_cfg(asked, [asked.registry.kernel(operation.name, operation.reference)])
-    terms = attrs.evolve(asked.terms, backend=operation.reference, cfg=cfg)
-    plain, _ = request(terms, operation, asked.arguments(arrays))
-    given = dict(zip(asked.arrays, arrays, strict=True))
+    operation = request.operation
+    cfg = _fitting_cfg(request, [request.registry.kernel(operation.name, operation.reference)])
+    terms = attrs.evolve(request.terms, backend=operation.reference, cfg=cfg)
+    plain, _ = as_request(terms, operation, request.arguments(arrays))
+    given = dict(zip(request.arrays, arrays, strict=True))
 
     def run(moving: Mapping[str, Any]) -> tuple[Any, ...]:
         return apply(plain, [*{**given, **moving}.values()])

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from ._discovery import Broken
-from ._kernel import Invocation, LoadedKernel
-from ._plan import Candidate, Choice
+from ._kernel import Candidate, Invocation, LoadedKernel
+from ._plan import Choice
 from ._records import Record
 from ._scopes import Scope
 

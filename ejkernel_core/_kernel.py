@@ -1,4 +1,4 @@
-"""One call, and a kernel that may run it."""
+"""One call, a kernel that may run it, and a candidate: a kernel that can, with a configuration."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from ._display import html_table, one_line
 from ._errors import PASSING, described
 from ._keys import Key, key_of
 from ._operation import Operation
+from ._records import Record
 
 #: More configurations than anybody measures: a space that goes on from here may have no end.
 MANY = 10_000
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class Invocation(Mapping[str, Any]):
     """One call of an operation, as its kernels see it: a mapping of the prepared arguments by name.
 
@@ -106,15 +107,14 @@ def _short(value: Any) -> str:
     return repr(value)
 
 
-# -- what a configuration may be: a value that stays what it was when it was chosen ----------------------------------
+# -- what a configuration may be: a value that cannot be changed ------------------------------------------------------
 #
 # A kernel that changes the one it is given would have another value measured and stored than it ever offered, and the
 # next call of the same process would run with it.
 
 
-@attrs.frozen
-class _Frozen:
-    """Has what attrs gives to every frozen class, and to no other."""
+#: What attrs gives to every frozen class, and to no other.
+_FROZEN = Key.__setattr__
 
 
 def changeable_type(kind: Any) -> str | None:
@@ -125,7 +125,7 @@ def changeable_type(kind: Any) -> str | None:
     """
     name = f"a {kind.__qualname__}"
     if attrs.has(kind):
-        return None if kind.__setattr__ is _Frozen.__setattr__ else f"{name} is not frozen: use attrs.frozen"
+        return None if kind.__setattr__ is _FROZEN else f"{name} is not frozen: use attrs.frozen"
     if hasattr(kind, "__dataclass_params__"):
         return None if kind.__dataclass_params__.frozen else f"{name} is not frozen: use dataclass(frozen=True)"
     if kind.__hash__ is None:
@@ -151,7 +151,7 @@ def changeable(cfg: Any) -> str | None:
     return reason
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class LoadedKernel:
     """One (operation, backend) pair. It has a plugin manager of its own, so no other plugin can answer for it."""
 
@@ -185,7 +185,7 @@ class LoadedKernel:
     def unfit(self, cfg: Any) -> str | None:
         """Why this value is no configuration of its own, in words that follow "gives"; None where it is one."""
         if self.config_type is not None and not isinstance(cfg, self.config_type):
-            return f"a {type(cfg).__qualname__}, not its Config"
+            return f"a value of type {type(cfg).__qualname__}, not its Config"
         reason = changeable(cfg)
         return None if reason is None else f"what can be changed: {reason}"
 
@@ -235,3 +235,56 @@ class LoadedKernel:
 
 def _unheard(fault: str) -> None:
     """Explanations tell it."""
+
+
+@attrs.frozen(eq=False)
+class Candidate:
+    """A kernel that can do the invocation, with its heuristic configuration, or the one that the caller gave."""
+
+    kernel: LoadedKernel
+    cfg: Any
+    explicit: bool = False
+    #: The versions of all that could change which candidate is best, and with which configuration.
+    software: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+    #: That of the kernel.
+    backend: str = attrs.field(init=False, repr=False)
+    #: The type of its configurations: as the kernel says, or as its heuristic does.
+    config_type: type | None = attrs.field(init=False, repr=False)
+
+    @backend.default
+    def _backend(self) -> str:
+        return self.kernel.backend
+
+    @config_type.default
+    def _config_type(self) -> type | None:
+        return self.kernel.config_type or (None if self.cfg is None else type(self.cfg))
+
+
+def fitting(records: Iterable[Record], candidate: Candidate) -> Record | None:
+    """The first that is for the candidate's kernel; one without a backend is for every kernel that takes its type.
+
+    What was measured with other versions comes after all that was not.
+
+    >>> from types import SimpleNamespace
+    >>> candidate = SimpleNamespace(backend="xla", config_type=int, software={})  # as far as is looked at here
+    >>> fitting([Record(64, "triton"), Record("no int"), Record(128)], candidate)
+    Record(cfg=128, backend=None, provenance=None)
+    """
+    kind = candidate.config_type or type(None)
+    ours = [r for r in records if r.backend in (None, candidate.backend) and isinstance(r.cfg, kind)]
+    return min(ours, key=lambda record: bool(changes(record, candidate)), default=None)
+
+
+def changes(record: Record, candidate: Candidate) -> str:
+    """Which versions are others than those that the record was measured with; "" for none."""
+    return record.provenance.changes(candidate.software) if record.provenance else ""
+
+
+def of_here(record: Record, candidates: Iterable[Candidate]) -> Record:
+    """The record of what was measured just now, with the versions that are here."""
+    if record.provenance is None:
+        return record
+    here = {name: version for candidate in candidates for name, version in candidate.software.items()}
+    return attrs.evolve(
+        record, provenance=attrs.evolve(record.provenance, software={**here, **record.provenance.software})
+    )

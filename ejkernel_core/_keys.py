@@ -294,7 +294,9 @@ def _path_of(value: Any) -> str:
     if isinstance(value, np.ufunc):
         return f"numpy.{value.__name__}"
     if not isinstance(value, types.BuiltinFunctionType) and not _is_found_by_name(value):
-        raise TypeError(f"stable_json: {value!r} cannot be found again by its name")
+        raise TypeError(
+            f"stable_json: {value!r} cannot be found again by its name; define it at the top level of a module"
+        )
     return f"{value.__module__}.{value.__qualname__}"
 
 

@@ -12,9 +12,7 @@ import jax.numpy as jnp
 #: The name of leading axes of any number, as in NumPy: all arrays that have them have the same.
 LEADING = "..."
 
-_WORD = re.compile(
-    r"(?P<broadcast>#?)(?:(?P<factor>\d+)\*)?(?P<name>[a-z]\w*)(?:/(?P<divisor>\d+))?(?:\+(?P<offset>\d+))?"
-)
+_WORD = r"(?P<broadcast>#?)(?:(?P<factor>\d+)\*)?(?P<name>[a-z]\w*)(?:/(?P<divisor>\d+))?(?:\+(?P<offset>\d+))?"
 
 
 @attrs.frozen
@@ -143,7 +141,7 @@ def _axis(array: str, word: str) -> Axis:
         return Axis(word, LEADING)
     if word.isdecimal() and int(word) > 0:
         return Axis(word, factor=0, offset=int(word))
-    match = _WORD.fullmatch(word)
+    match = re.fullmatch(_WORD, word)
     if match is None or match["factor"] == "0" or match["divisor"] == "0":
         raise ValueError(
             f"axes of {array}: takes words like batch, #batch, 2*heads, dim/128, sequences+1, 1 and ...; got {word!r}"

@@ -34,7 +34,7 @@ def load(entries: tuple[Entry, ...]) -> Any:
     except PASSING:
         raise
     except BaseException as fault:  # whatever its import raises, it is the plugin that is broken
-        return Broken(entry, f"{entry.name!r} of {entry.provider} ({entry.value}) does not load: {described(fault)}")
+        return Broken(entry, f"{entry.title} does not load: {described(fault)}")
 
 
 def checked(entry: Entry, plugin: Any) -> Any:
@@ -43,13 +43,11 @@ def checked(entry: Entry, plugin: Any) -> Any:
         return load_kernel(entry, plugin)
     if entry.group == POLICIES:
         if entry.name.startswith(BUILT_IN_PREFIX):
-            raise PluginError(f"policy {entry.name!r} of {entry.provider}: such names are the core's own")
+            raise PluginError(f"policy {entry.title}: such names are the core's own")
         hook_manager(entry, plugin, PolicyHooks)
         return plugin
     if not isinstance(plugin, Operation):
-        raise PluginError(
-            f"{entry.name!r} of {entry.provider} ({entry.value}) is a {type(plugin).__name__}, no Operation"
-        )
+        raise PluginError(f"{entry.title} is a {type(plugin).__name__}, no Operation")
     return plugin
 
 
@@ -57,7 +55,9 @@ def load_kernel(entry: Entry, plugin: Any) -> LoadedKernel:
     """The kernel that ``plugin``, a module or any object with the hooks as attributes, makes."""
     op, _, backend = entry.name.rpartition(".")
     if not (op and backend):
-        raise PluginError(f"kernel {entry.name!r} of {entry.provider}: a kernel is named <operation>.<backend>")
+        raise PluginError(
+            f"{entry.title}: a kernel is named <operation>.<backend>, and a policy has select_config or measure"
+        )
     manager = hook_manager(entry, plugin, KernelHooks)
     config_type = getattr(plugin, "Config", None)
     if config_type is not None:
@@ -94,15 +94,13 @@ def hook_manager(entry: Entry, plugin: Any, hooks: type) -> pluggy.PluginManager
     specs = specifications(hooks)
     faults = [*_wrong_names(plugin), *_missing(plugin, specs), *_misspelt(plugin, specs), *_malformed(plugin, specs)]
     if faults:
-        raise PluginError(
-            f"{entry.name!r} of {entry.provider} ({entry.value or type(plugin).__name__}): " + "; ".join(faults)
-        )
+        raise PluginError(f"{entry.title}: " + "; ".join(faults))
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hooks)
     try:
         manager.register(plugin, entry.name)
     except pluggy.PluginValidationError as fault:
-        raise PluginError(f"{entry.name!r} of {entry.provider}: {fault}") from fault
+        raise PluginError(f"{entry.title}: {fault}") from fault
     return manager
 
 
@@ -121,7 +119,7 @@ def _wrong_names(plugin: Any) -> Iterator[str]:
     if config is not None and not isinstance(config, type):
         yield f"Config is the type of the configurations; got {config!r}"
     elif config is not None and (reason := changeable_type(config)):
-        yield f"Config takes values that stay; {reason}"
+        yield f"Config takes values that cannot be changed; {reason}"
 
 
 def _missing(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:

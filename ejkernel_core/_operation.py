@@ -8,11 +8,18 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
+import numpy as np
 
 from ._axes import Axes
+from ._display import brief
 
 Arguments = dict[str, Any]
 Restore = Callable[[tuple[Any, ...]], Any]
+
+#: What every call takes beside the operation's parameters.
+CALL_OPTIONS = ("backend", "cfg", "validate")
+#: What is an array of no axes.
+NUMBERS = (bool, int, float, complex, np.generic)
 
 
 def _signature(value: inspect.Signature | Callable[..., Any]) -> inspect.Signature:
@@ -112,6 +119,17 @@ class Operation:
         return None if axes is None else lambda arguments: Cost(0.0, axes.bytes(arguments))
 
     def __attrs_post_init__(self) -> None:
+        if not isinstance(self.name, str) or self.name.splitlines() != [self.name]:
+            raise ValueError(f"Operation: takes a name, in one line; got {self.name!r}")
+        if type(self.version) is not int:
+            raise ValueError(f"{self.name}: version takes a whole number; got {self.version!r}")
+        for parameter in self.signature.parameters.values():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise ValueError(f"{self.name}: a signature names every parameter; got {parameter}")
+        if self.backward == self.name:
+            raise ValueError(f"{self.name}: backward names another operation, see gradient_signature")
+        if taken := [name for name in CALL_OPTIONS if name in self.signature.parameters]:
+            raise ValueError(f"{self.name}: {taken[0]!r} is an option of every call, and no parameter of an operation")
         if self.axes is not None:
             self._check_parameters([*self.axes.arrays, *(option for option, _ in self.axes.when)])
 
@@ -164,6 +182,14 @@ class Operation:
         if absent:
             raise ValueError(f"wrt: names {', '.join(absent)}, which the call does not have")
         return wrt
+
+    def check_arrays(self, arrays: Mapping[str, Any]) -> None:
+        """Raise where one of these is no array; None is, where it is the parameter's default."""
+        for name, value in arrays.items():
+            is_left_out = value is None and self.signature.parameters[name].default is None
+            is_array = hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.ma.MaskedArray)
+            if not (is_left_out or is_array or isinstance(value, NUMBERS)):
+                raise TypeError(f"{self.name}: {name} takes an array; got {type(value).__name__} {brief(value)}")
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """The given arguments by name, without the defaults."""

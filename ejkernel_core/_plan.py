@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -12,54 +10,6 @@ from ._display import html_table, html_text, one_line
 from ._kernel import Invocation, LoadedKernel
 from ._keys import Key
 from ._records import Record
-
-
-@attrs.frozen
-class Candidate:
-    """A kernel that can do the invocation, with its heuristic configuration, or the one that the caller gave."""
-
-    kernel: LoadedKernel
-    cfg: Any
-    explicit: bool = False
-    #: The versions of all that could change which candidate is best, and with which configuration.
-    software: Mapping[str, str] = attrs.field(factory=dict, repr=False)
-    #: That of the kernel.
-    backend: str = attrs.field(init=False, repr=False, default=attrs.Factory(attrgetter("kernel.backend"), True))
-
-    @property
-    def config_type(self) -> type | None:
-        """The type of its configurations: as the kernel says, or as its heuristic does."""
-        return self.kernel.config_type or (None if self.cfg is None else type(self.cfg))
-
-
-def fitting(records: Iterable[Record], candidate: Candidate) -> Record | None:
-    """The first that is for the candidate's kernel; one without a backend is for every kernel that takes its type.
-
-    What was measured with other versions comes after all that was not.
-
-    >>> from types import SimpleNamespace
-    >>> candidate = SimpleNamespace(backend="xla", config_type=int, software={})  # as far as is looked at here
-    >>> fitting([Record(64, "triton"), Record("no int"), Record(128)], candidate)
-    Record(cfg=128, backend=None, provenance=None)
-    """
-    kind = candidate.config_type
-    ours = [r for r in records if r.backend in (None, candidate.backend) and (kind is None or isinstance(r.cfg, kind))]
-    return min(ours, key=lambda record: bool(changes(record, candidate)), default=None)
-
-
-def changes(record: Record, candidate: Candidate) -> str:
-    """Which versions are others than those that the record was measured with; "" for none."""
-    return record.provenance.changes(candidate.software) if record.provenance else ""
-
-
-def of_here(record: Record, candidates: Iterable[Candidate]) -> Record:
-    """The record of what was measured just now, with the versions that are here."""
-    if record.provenance is None:
-        return record
-    here = {name: version for candidate in candidates for name, version in candidate.software.items()}
-    return attrs.evolve(
-        record, provenance=attrs.evolve(record.provenance, software={**here, **record.provenance.software})
-    )
 
 
 @attrs.frozen
@@ -103,7 +53,7 @@ class Verdict:
         return f"{self.name} ({self.provider}): {self.status}" + (f", {self.reason}" if self.reason else "")
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class Plan:
     """The outcome for one invocation: the kernel, its configuration, where they came from, and all the others."""
 
@@ -144,7 +94,7 @@ class Plan:
         return html_table(self.kernel.name, [*own, *others])
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class Explanation:
     """Why a call does what it does: its plan (or why it has none), and that of its backward operation."""
 
@@ -152,6 +102,8 @@ class Explanation:
     plan: Plan | None
     error: str | None
     backward: Explanation | None = None
+    #: What became of every installed kernel and policy, where there is a plan and where there is none.
+    verdicts: tuple[Verdict, ...] = ()
     note: str = "a function that JAX has already compiled keeps its choice until it is traced again"
 
     def __str__(self) -> str:

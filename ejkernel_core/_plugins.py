@@ -8,9 +8,7 @@ import os
 import threading
 from collections.abc import Hashable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
-
-import attrs
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from . import _discovery
 from ._cache import ConfigCache
@@ -28,8 +26,7 @@ from ._policies import Policies, Remembered, chain
 from ._scopes import Scope
 
 
-@attrs.frozen
-class _State:
+class _State(NamedTuple):
     """Everything known, replaced as a whole so that readers need no lock."""
 
     entries: Mapping[tuple[str, str], tuple[Entry, ...]]
@@ -49,6 +46,7 @@ class Plugins:
     """Operations, kernels and policies by name, and the choice among them; see ``Registry``."""
 
     def __init__(self, plugins: str | None = None, policies_of: Plugins | None = None) -> None:
+        self._is_selected_by_environment = plugins is None
         self.plugins = os.environ.get("EJKERNEL_PLUGINS") if plugins is None else plugins
         self._lock = threading.Lock()
         self._policies_of = policies_of
@@ -81,14 +79,14 @@ class Plugins:
             for part, what in plugin.as_plugins().items():
                 self.register(what, part)
         elif isinstance(plugin, Operation):
-            self._add(_discovery.local_entry(OPERATIONS, name or plugin.name), plugin)
+            self._add(Entry(OPERATIONS, name or plugin.name), plugin)
         elif name is None:
             raise TypeError(
                 "register(plugin, name): a kernel needs its name, '<operation>.<backend>', and a policy any"
             )
         else:
             is_policy = hasattr(plugin, "select_config") or hasattr(plugin, "measure")
-            entry = _discovery.local_entry(POLICIES if is_policy else KERNELS, name)
+            entry = Entry(POLICIES if is_policy else KERNELS, name)
             self._add(entry, checked(entry, plugin))
         return plugin
 
@@ -148,7 +146,7 @@ class Plugins:
         try:
             plan = choose(inv, kernels, broken, self.judge(inv), self.policies(scope), backend, cfg, scope)
         except NoKernel as refusal:
-            raise NoKernel(f"{refusal}\n{self.how_to_install()}") from None
+            raise NoKernel(f"{refusal}\n{self.how_to_install()}", refusal.verdicts) from None
         if plan.choice.measured:
             self.choose_anew(inv)
         return plan
@@ -181,7 +179,7 @@ class Plugins:
             chain(sound if own is None else own, memory),
             chain((name, policy) for name, policy in sound if hasattr(policy, "measure")),
             tuple(Verdict(one.entry.name, one.entry.provider, "broken", one.reason) for one in broken),
-            {name: self._state.entries[POLICIES, name][0].provider for name, _ in loaded},
+            {name: self._state.entries[POLICIES, name][0] for name, _ in loaded},
             self._failures,
         )
 
@@ -254,7 +252,8 @@ class Plugins:
 
     def how_to_look(self) -> str:
         """The sentence that tells how to see what is here."""
-        filtered = f" (EJKERNEL_PLUGINS={self.plugins!r} is set)" if self.plugins is not None else ""
+        cause = "EJKERNEL_PLUGINS is " if self._is_selected_by_environment else "this registry has plugins="
+        filtered = f" ({cause}{self.plugins!r})" if self.plugins is not None else ""
         return f"'python -m ejkernel_core' lists what is installed{filtered}"
 
     def how_to_install(self) -> str:
@@ -280,7 +279,7 @@ class Plugins:
             fresh = load(self._state.entries[key])
             with self._lock:
                 found = self._state.loaded.get(key, fresh)
-                self._state = attrs.evolve(self._state, loaded={**self._state.loaded, key: found})
+                self._state = self._state._replace(loaded={**self._state.loaded, key: found})
         return found
 
     def _no_operation(self, name: str) -> str:
@@ -309,7 +308,8 @@ class Plugins:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, [*known], 1)), None)
+    by_lower = {each.lower(): each for each in known}
+    return next((by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, 1)), None)
 
 
 def _by_name(entries: Iterable[Entry]) -> dict[tuple[str, str], tuple[Entry, ...]]:

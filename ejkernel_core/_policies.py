@@ -11,11 +11,13 @@ import attrs
 import pluggy
 
 from ._cache import ConfigCache
-from ._errors import PASSING, RecordError, Unsupported, described
+from ._discovery import Entry
+from ._errors import PASSING, PluginError, RecordError, Unsupported, described, message
 from ._hookspecs import BUILT_IN_PREFIX, PROJECT, PolicyHooks, hookimpl
-from ._kernel import Invocation, LoadedKernel, changeable
+from ._kernel import Candidate, Invocation, LoadedKernel, changeable, changes
 from ._keys import Key
-from ._plan import Candidate, Choice, Verdict, changes
+from ._layout import LEADING
+from ._plan import Choice, Verdict
 from ._records import Record, successor
 from ._scopes import AutotunePolicy, Scope
 
@@ -27,7 +29,7 @@ OVERLAY = "overlay"
 BUILT_IN_NAMES = ("override", "overlay", "memory", "heuristic")
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class Policies:
     """Whoever has a say in the choice, for one state of a registry and one scope."""
 
@@ -37,13 +39,14 @@ class Policies:
     tuners: pluggy.PluginManager
     #: Those that do not load.
     broken: tuple[Verdict, ...] = ()
-    providers: Mapping[str, str] = attrs.field(factory=dict)
+    #: Where each comes from.
+    entries: Mapping[str, Entry] = attrs.field(factory=dict)
     #: By policy and hook: what a policy failed at when it was last told of something. The registry's own.
     failures: dict[tuple[str, str], str] = attrs.field(factory=dict)
 
     def provider(self, name: str) -> str:
         """Who brings a policy."""
-        return self.providers.get(name, "built in")
+        return self.entries[name].provider if name in self.entries else "built in"
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -75,30 +78,44 @@ def recalled(
     given = {"inv": inv, "candidates": candidates, "scope": scope}
     passed: list[Verdict] = []
     for name, answer in _in_order(given, policies, scope):
-        status, wrong, choice = "broken", None, None
+        choice, status, reason = None, "broken", None
         try:
             choice = answer()
-            wrong = misfit(choice, candidates)
-            if choice is not None and not wrong:
-                _kernel_of(choice, candidates).check_cfg(inv, choice.cfg)
-        except Unsupported as reason:
-            if choice is not None and choice.origin == OVERLAY:  # who lays something over everything means it
-                kernel = _kernel_of(choice, candidates).name
-                raise Unsupported(
-                    f"the overlay has {choice.cfg} for {kernel}, which cannot run with it: {reason}"
-                ) from None
-            status, wrong = "no answer", str(reason)
+            reason = misfit(choice, candidates)
+        except Unsupported as refusal:
+            status, reason = "no answer", message(refusal)
         except PASSING:
             raise
         except BaseException as fault:
-            wrong = f"select_config raised {described(fault)}"
-        if wrong:
-            passed.append(Verdict(name, policies.provider(name), status, wrong))
+            reason = f"select_config raised {described(fault)}"
+        if reason is None and choice is not None:
+            status, reason = _checked(inv, choice, _kernel_of(choice, candidates))
+        if reason is not None:
+            passed.append(Verdict(name, policies.provider(name), status, reason))
         elif choice is not None and choice.distance > 0:
             nearest = min(nearest or choice, choice, key=lambda choice: choice.distance)
         elif choice is not None:
             return choice, None, passed
     return None, nearest, passed
+
+
+def _checked(inv: Invocation, choice: Choice, kernel: LoadedKernel) -> tuple[str, str | None]:
+    """Why the kernel cannot run with what was chosen, and whether the kernel is broken; for an overlay, which means
+    what it says, an error.
+    """
+    try:
+        kernel.check_cfg(inv, choice.cfg)
+        return "", None
+    except Unsupported as refusal:
+        status, reason = "no answer", message(refusal)
+    except PASSING:
+        raise
+    except BaseException as fault:
+        status, reason = "broken", f"check_cfg of {kernel.name} ({kernel.provider}) raised {described(fault)}"
+    if choice.origin != OVERLAY:
+        return status, reason
+    error = Unsupported if status == "no answer" else PluginError
+    raise error(f"the overlay has {choice.cfg} for {kernel.name}, which cannot run with it: {reason}")
 
 
 def _in_order(
@@ -134,7 +151,8 @@ def misfit(choice: Any, candidates: Sequence[Candidate]) -> str | None:
         return f"{choice.origin} chose backend {choice.backend!r}, which is not among the candidates"
     kind = chosen.kernel.config_type  # not the heuristic's type: a kernel that does not say may take several
     if kind is not None and not isinstance(choice.cfg, kind):
-        return f"{choice.origin} chose a {type(choice.cfg).__name__} for {chosen.kernel.name}, not its Config"
+        got = f"a value of type {type(choice.cfg).__name__}"
+        return f"{choice.origin} chose {got} for {chosen.kernel.name}, not its Config"
     reason = changeable(choice.cfg)
     return reason and f"{choice.origin} chose what can be changed for {chosen.kernel.name}: {reason}"
 
@@ -219,7 +237,7 @@ def recall(
     try:
         keys = inv.tuning_keys
     except TypeError as fault:  # an option that has no content to be remembered by
-        raise Unsupported(str(fault)) from fault
+        raise Unsupported(message(fault)) from fault
     reasons: list[str] = []
     for key in keys:
         found = _records(key, candidates, find, by_hand, by_hand or other_versions, reasons)
@@ -243,7 +261,7 @@ def _records(
         try:
             record = find(key, candidate)
         except RecordError as fault:
-            reasons.append(str(fault))
+            reasons.append(message(fault))
             continue
         # A race says nothing about a kernel that did not take part.
         if record is None or not (by_hand or record.provenance is None or backends <= {*record.provenance.backends}):
@@ -276,13 +294,17 @@ def _nearest(
         if found:
             candidate, best = min(found, key=lambda item: _milliseconds(item[1]))
             others = ", ".join(
-                f"{name} {key.sizes[name]} for {own.sizes[name]}"
+                f"{_axis_in_words(name)} {key.sizes[name]} for {own.sizes[name]}"
                 for name in own.sizes
                 if key.sizes[name] != own.sizes[name]
             )
             note = f"the nearest that is remembered: {others}"
             return Choice(candidate.backend, best.cfg, origin, key, best, distance=distances[key], note=note)
     return None
+
+
+def _axis_in_words(name: str) -> str:
+    return f"leading axis {name.removeprefix(LEADING)}:" if name.startswith(LEADING) else name
 
 
 def _distance(sizes: Mapping[str, int], others: Mapping[str, int]) -> float:

@@ -15,6 +15,7 @@ from typing import Any, get_origin
 import attrs
 import jax
 import numpy as np
+from attrs.validators import deep_iterable, instance_of
 
 from ._errors import RecordError
 from ._keys import TAG, Key, canonical_json, stable_json
@@ -37,18 +38,25 @@ class Shortfall:
         return f"{count} not reached in {self.budget_s:g} s, and a larger budget goes on there"
 
 
+def _is_duration(provenance: Any, field: Any, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{field.name}: takes a number; got {value!r:.60}")
+    if not value >= 0:
+        raise ValueError(f"{field.name}: takes a number of at least 0; got {value!r}")
+
+
 @attrs.frozen(kw_only=True)
 class Provenance:
     """How a configuration was found to be the best."""
 
     #: When it was measured, in UTC, as ISO 8601 writes it.
-    when: str
+    when: str = attrs.field(validator=instance_of(str))
     #: On what: see ``device_fingerprint``.
-    device: str
+    device: str = attrs.field(validator=instance_of(str))
     #: How long one call took, in milliseconds.
-    milliseconds: float
+    milliseconds: float = attrs.field(validator=_is_duration)
     #: The backends that took part. A measurement says nothing about the others.
-    backends: tuple[str, ...]
+    backends: tuple[str, ...] = attrs.field(validator=deep_iterable(instance_of(str), instance_of(tuple)))
     #: The versions of these backends' kernels ("flash_attention.xla"), of JAX and of the compilers.
     software: dict[str, str] = attrs.field(factory=dict)
     #: Every configuration that was tried, as text, with its milliseconds, or why it has none.

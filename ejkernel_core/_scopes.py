@@ -19,9 +19,9 @@ from typing import Any
 import attrs
 import jax
 
-from ._kernel import Invocation
+from ._errors import RecordError
+from ._kernel import Candidate, Invocation, fitting
 from ._keys import Key, short_hash, stable_json
-from ._plan import Candidate, fitting
 from ._records import Record, as_record
 
 MODES = ("off", "on_miss", "error_on_miss")
@@ -87,7 +87,12 @@ class Overlay:
 
     def find(self, key: Key, candidate: Candidate) -> Record | None:
         """The record for this kernel: what a store is asked by ``recall``."""
-        return fitting(self.records.get(key, ()), candidate)
+        records = self.records.get(key, ())
+        record = fitting(records, candidate)
+        for other in records if record is None else ():
+            if other.backend in (None, candidate.backend):
+                raise RecordError(f"it has {other.cfg!r:.80} for the call, no configuration of {candidate.kernel.name}")
+        return record
 
 
 @attrs.frozen
@@ -119,8 +124,9 @@ NOTHING = Scope()
 _current: ContextVar[Scope] = ContextVar("ejkernel_scope", default=NOTHING)
 #: The scopes that were left for it, the last one last.
 _outer: ContextVar[tuple[Scope, ...]] = ContextVar("ejkernel_outer_scopes", default=())
-#: The digest of the scope, for JAX: a part of every jit key. JAX keeps it for a thread, not for a task.
-_in_jit_key = jax.make_user_context("")
+#: The digest of the scope, for JAX: a part of every jit key. JAX keeps it for a thread, not for a task, so it is not
+#: that of the current scope where another task of this thread entered one.
+jit_key = jax.make_user_context("")
 
 current = _current.get
 
@@ -177,7 +183,7 @@ class entered(contextlib.AbstractContextManager[None]):  # noqa: N801  # it read
         scope = self._change(current())
         _outer.set((*_outer.get(), current()))
         _current.set(scope)
-        put_in_step()
+        _update_jit_key()
 
     def __exit__(self, *fault: Any) -> None:
         leave()
@@ -188,33 +194,30 @@ def leave() -> None:
     *others, scope = _outer.get()
     _outer.set(tuple(others))
     _current.set(scope)
-    put_in_step()
+    _update_jit_key()
 
 
-def in_step() -> bool:
-    """Whether JAX's key says what holds here. It does not where another task of this thread entered a scope."""
-    return bool(_in_jit_key.value == current().digest)
-
-
-def in_step_for_now() -> contextlib.AbstractContextManager[Any]:
-    """Have JAX's key say what holds here, for a ``with`` block: the thread may be another's afterwards."""
-    context: contextlib.AbstractContextManager[Any] = _in_jit_key(current().digest)
+def jit_key_of_scope() -> contextlib.AbstractContextManager[Any]:
+    """Have JAX's key hold the current scope for a ``with`` block: the thread may be another's afterwards."""
+    context: contextlib.AbstractContextManager[Any] = jit_key(current().digest)
     return context
 
 
-def put_in_step() -> None:
-    """Have JAX's key say what holds here."""
+def _update_jit_key() -> None:
     # Entered and never left: leaving would bring back what held when it was entered, and tasks that take turns do not
     # leave their scopes in the order in which they entered them.
-    _in_jit_key(current().digest).__enter__()
+    jit_key_of_scope().__enter__()
 
 
 def _overlay(cache: Any) -> Overlay:
     if not hasattr(cache, "items"):
         raise TypeError(f"overlay_cache: takes a ConfigCache, a store or a mapping; got {type(cache).__name__}")
     records = {key: tuple(map(as_record, _several(value))) for key, value in cache.items()}
-    content = sorted((list(item) for item in records.items()), key=stable_json)
-    return Overlay(short_hash(content), records)
+    try:
+        content = sorted((list(item) for item in records.items()), key=stable_json)
+        return Overlay(short_hash(content), records)
+    except TypeError as fault:
+        raise TypeError(f"overlay_cache: takes keys and configurations that have content; {fault}") from fault
 
 
 def _several(value: Any) -> tuple[Any, ...]:

@@ -11,10 +11,11 @@ from typing import Any
 import attrs
 
 from ._discovery import Broken
+from ._display import counted
 from ._errors import NoConfig, PluginError, Unsupported
-from ._kernel import Invocation, LoadedKernel
+from ._kernel import Candidate, Invocation, LoadedKernel, of_here
 from ._measurement import Earlier, Progress
-from ._plan import Candidate, Choice, of_here
+from ._plan import Choice
 from ._policies import Policies, is_short, learn, misfit, recalled, tell, tuner_name
 from ._records import Record
 from ._scopes import Scope
@@ -162,9 +163,8 @@ def _prospect(candidates: Sequence[Candidate], record: Record | None) -> str:
     """What a call would have done, for who only asks."""
     if record is not None and record.provenance is not None:
         return f"would be measured further: {record.provenance.shortfall}"
-    usual, *others = candidates
-    kernels = f"{len(candidates)} kernels" if others else "1 kernel"
-    return f"would be measured: {kernels}; until then the heuristic {usual.kernel.name} with {usual.cfg}"
+    kernels = counted(len(candidates), "kernel")
+    return f"would be measured: {kernels}; this is the plan until then"
 
 
 def learn_records(policies: Policies, inv: Invocation, records: Sequence[Record], before: Record | None) -> Choice:

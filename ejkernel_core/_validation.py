@@ -1,18 +1,71 @@
-"""``validate=True`` in a call: its operation looks at the values of arrays, where there are values to be seen."""
+"""The arguments of a call: what is wrong with them, in words; and ``validate=True``, which looks at their values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from ._display import brief
 from ._operation import Arguments, Operation
 
 
-def check_values(operation: Operation, given: Arguments, validate: Any, check_shapes: Callable[[], object]) -> None:
-    """Raise for a value that the operation does not take. It is asked once shapes and dtypes are known to be right."""
+def clearer_error(operation: Operation, arrays: Mapping[str, Any], error: Exception) -> Exception | None:
+    """What we can say better than the error that JAX raised."""
+    try:
+        operation.check_arrays(arrays)
+    except TypeError as clearer:
+        return clearer
+    return None if isinstance(error, TypeError) else _too_large(operation.name, arrays)
+
+
+def _too_large(op: str, arrays: Mapping[str, Any]) -> ValueError | None:
+    """A plain int takes the dtype that JAX has for ints, whatever the operation would make of it."""
+    bits = 8 * jax.dtypes.canonicalize_dtype(int).itemsize
+    for name, value in arrays.items():
+        if type(value) is int and not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
+            return ValueError(
+                f"{op}: {name} takes an int from -2**{bits - 1} to 2**{bits - 1} - 1, as JAX does, "
+                f"or a number with a dtype, as jnp.uint32 is; got one of {value.bit_length()} bits"
+            )
+    return None
+
+
+def not_static(op: str, name: str, value: Any) -> TypeError:
+    """The error for an array that is given for an option."""
+    traced = "a traced" if isinstance(value, jax.core.Tracer) else "an"
+    return TypeError(
+        f"{op}: {name} is a static option and takes a plain Python value, known while tracing; "
+        f"got {traced} array of shape {value.shape}"
+    )
+
+
+def unhashable(op: str, options: Mapping[str, Any]) -> TypeError:
+    """The error for options of which one has no hash."""
+    for name, value in options.items():
+        for leaf in jax.tree.leaves(value):
+            if isinstance(leaf, (jax.Array, np.ndarray)):
+                return not_static(op, name, leaf)
+        try:
+            hash(value)
+        except TypeError:
+            return TypeError(
+                f"{op}: {name} is a static option and has to be hashable; "
+                f"got {type(value).__name__} {brief(value)}" + _way_out(name, value)
+            )
+    return TypeError(f"{op}: an option is not hashable")
+
+
+def _way_out(name: str, value: Any) -> str:
+    if name == "cfg":
+        return " (give a frozen Config of the kernel)"
+    return " (give a tuple)" if isinstance(value, list) and name != "backend" else ""
+
+
+def check_values(operation: Operation, arguments: Arguments, validate: Any, check_shapes: Callable[[], object]) -> None:
+    """Raise for a value that the operation does not take, once shapes and dtypes are known to be right."""
     if not isinstance(validate, (bool, np.bool_)):
         raise TypeError(f"{operation.name}: validate takes True or False; got {type(validate).__name__}")
     if not validate:
@@ -22,13 +75,13 @@ def check_values(operation: Operation, given: Arguments, validate: Any, check_sh
             f"{operation.name}: validate=True has nothing to check, for the operation says nothing of values"
         )
     for name in operation.arrays:
-        if isinstance(given.get(name), (jax.core.Tracer, jax.ShapeDtypeStruct)):
+        if isinstance(arguments.get(name), (jax.core.Tracer, jax.ShapeDtypeStruct)):
             raise TypeError(
                 f"{operation.name}: validate=True looks at values, and {name} has none while it is traced (jit, grad, "
                 "vmap, scan): leave it out there, and make such a call once with it outside"
             )
     check_shapes()
     try:
-        operation.validate(operation.complete(given))
+        operation.validate(operation.complete(arguments))
     except ValueError as error:
         raise ValueError(f"{operation.name}: {error}") from error

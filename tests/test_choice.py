@@ -275,7 +275,7 @@ def test_a_policy_may_be_called_as_a_built_in_one(registry: Registry) -> None:
     for name in ("memory", "overlay", "override", "heuristic"):
         registry.register(policy(f"my {name}", None), name)
     assert used(registry) == 2
-    with pytest.raises(ejkernel_core.PluginError, match="'built-in memory' of registered at run time: such names are"):
+    with pytest.raises(ejkernel_core.PluginError, match="'built-in memory', registered at run time: such names are"):
         registry.register(policy("mine", None), "built-in memory")
     assert used(registry) == 2
 

@@ -168,7 +168,7 @@ def test_a_config_that_can_be_changed_is_refused_where_it_is_loaded(registry: Re
     cfg, told = CHANGEABLE[kind]
     with pytest.raises(PluginError) as caught:
         registry.register(kernel(cfg, Config=kind), "double.bad")
-    assert f"'double.bad' of registered at run time (SimpleNamespace): Config takes values that stay; {told}" in str(
+    assert f"'double.bad', registered at run time: Config takes values that cannot be changed; {told}" in str(
         caught.value
     )
 
@@ -208,9 +208,9 @@ def test_a_cfg_that_can_be_changed_is_refused(registry: Registry, kind: type) ->
     for ask in (registry.plan, registry.explain):
         with pytest.raises(TypeError) as caught:
             ask("double", X, cfg=cfg)
-        assert str(caught.value) == f"double: cfg takes a value that stays; {told}"
+        assert str(caught.value) == f"double: cfg takes a value that cannot be changed; {told}"
     with pytest.raises(
-        TypeError, match=r"double: cfg (takes a value that stays|is a static option and has to be hash)"
+        TypeError, match=r"double: cfg (takes a value that cannot be changed|is a static option and has to be hash)"
     ):
         registry.call("double", X, cfg=cfg)
 
@@ -237,10 +237,11 @@ def test_a_kernel_class_takes_no_configurations_that_can_be_changed() -> None:
             return x * 2
 
     with pytest.raises(
-        PluginError, match=r"'Doubled.run' of .*: Config takes values that stay; a Hashable is not frozen"
+        PluginError,
+        match=r"'Doubled.run', registered .*: Config takes values that cannot be changed; a Hashable is not frozen",
     ):
         Doubled()(jnp.asarray(X))
-    with pytest.raises(TypeError, match="Doubled: cfg takes a value that stays; a Hashable is not frozen"):
+    with pytest.raises(TypeError, match="Doubled: cfg takes a value that cannot be changed; a Hashable is not frozen"):
         Doubled()(jnp.asarray(X), cfg=Hashable())
 
 
@@ -256,7 +257,7 @@ def test_an_untyped_kernel_class_takes_none_either() -> None:
         NoKernel, match="Doubled.run .*broken, heuristic_cfg gives what can be changed: a Hashable is not"
     ):
         Doubled()(jnp.asarray(X))
-    with pytest.raises(TypeError, match="Doubled: cfg takes a value that stays; a Hashable is not frozen"):
+    with pytest.raises(TypeError, match="Doubled: cfg takes a value that cannot be changed; a Hashable is not frozen"):
         Doubled()(jnp.asarray(X), cfg=Hashable())
     np.testing.assert_array_equal(Doubled()(jnp.asarray(X), cfg=3), 2 * X)
 
@@ -298,8 +299,16 @@ NO_SPACE = {
     "raises halfway": (halfway, [Config(4)], "config_space raised ZeroDivisionError: blocks of 0"),
     "returns None": (lambda: None, [], "config_space raised TypeError: 'NoneType' object is not iterable"),
     "returns one": (Config, [], "config_space raised TypeError: 'Config' object is not iterable"),
-    "gives None": (lambda: [Config(4), None], [Config(4)], "config_space gives a NoneType, not its Config"),
-    "gives another type": (lambda: [4, Config(4)], [Config(4)], "config_space gives a int, not its Config"),
+    "gives None": (
+        lambda: [Config(4), None],
+        [Config(4)],
+        "config_space gives a value of type NoneType, not its Config",
+    ),
+    "gives another type": (
+        lambda: [4, Config(4)],
+        [Config(4)],
+        "config_space gives a value of type int, not its Config",
+    ),
     "holds a list": (
         lambda: [Config([4]), Config(4)],
         [Config(4)],
@@ -338,12 +347,12 @@ def test_of_a_large_space_an_explanation_looks_at_the_first_few(registry: Regist
     assert "double.large (registered at run time): chosen\n" in str(registry.explain("double", X))
     assert 0 < len(given) < 100
     registry.register(kernel(Config(), Config=Config, config_space=spaced(endless)), "double.large")
-    assert "chosen, config_space gives a str, not its Config\n" in str(registry.explain("double", X))
+    assert "chosen, config_space gives a value of type str, not its Config\n" in str(registry.explain("double", X))
     large, inv = registry.kernel("double", "large"), registry.plan("double", X).invocation
     assert not large.offers(inv, Config())
     faults: set[str] = set()
     assert list(large.configurations(inv, faults.add)) == []
-    assert faults == {"config_space gives a str, not its Config"}
+    assert faults == {"config_space gives a value of type str, not its Config"}
 
 
 def test_a_kernel_that_was_not_asked_is_not_asked_for_its_space(registry: Registry) -> None:
@@ -373,9 +382,12 @@ def test_without_a_space_there_is_the_heuristics_configuration(registry: Registr
     ("make", "told"),
     [
         (halfway, "configurations: double.bad on ones: config_space raised ZeroDivisionError: blocks of 0"),
-        (lambda: ["fast"], "configurations: double.bad on ones: config_space gives a str, not its Config"),
+        (
+            lambda: ["fast"],
+            "configurations: double.bad on ones: config_space gives a value of type str, not its Config",
+        ),
         (lambda: [Config(4), Config(5), Config(4)], "configurations: double.bad on ones: gives Config(n=4) twice"),
-        (itertools.count, "configurations: double.bad on ones: config_space gives a int, not its Config"),
+        (itertools.count, "configurations: double.bad on ones: config_space gives a value of type int, not its Config"),
         (lambda: map(Config, itertools.count()), "configurations: double.bad on ones: there are more than"),
     ],
 )

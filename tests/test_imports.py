@@ -103,7 +103,7 @@ def imported_by(tree: ast.AST) -> set[str]:
 
 def test_the_core_names_no_plugin_in_an_import():
     files = sorted(Path(ejkernel_core.__file__).parent.rglob("*.py"))
-    assert len(files) > 30
+    assert len(files) > 20
     plugins = {f"{path.name}: {name}" for path in files for name in imported_by(ast.parse(path.read_text()))}
     assert sorted(line for line in plugins if ": ejkernel_" in line and not line.endswith(": ejkernel_core")) == []
     assert imported_by(ast.parse("def call():\n    from ejkernel_ops.attention import x")) == {"ejkernel_ops"}
@@ -155,7 +155,7 @@ def test_the_core_alone_says_what_to_install(tmp_path):
     said = python(NOTHING_INSTALLED, tmp_path, EJKERNEL_PLUGINS="", PYTHONPATH=path)
     assert "'flash_attention'" in said
     assert 'pip install "ejkernel-core[cpu]"' in said
-    assert "EJKERNEL_PLUGINS=''" in said
+    assert "EJKERNEL_PLUGINS is ''" in said
 
 
 def core_metadata(home: Path) -> Path:

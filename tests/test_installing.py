@@ -98,14 +98,14 @@ def test_who_is_installed_is_not_to_be_installed(extras: None, distribution: Mak
     assert told.startswith("no backend 'sun' of 'double' is installed. Known: good. ")
     left_out = message(UnknownBackend, Registry(plugins="good-dist"), "double", backend="sun")
     assert "'pip install ejkernel-sun' brings that backend" in left_out
-    assert left_out.endswith("(EJKERNEL_PLUGINS='good-dist' is set)")
+    assert left_out.endswith("(this registry has plugins='good-dist')")
 
 
 def test_an_operation_of_nobody_is_not_said_to_be_anywhere(extras: None, double: None) -> None:
     told = message(UnknownOperation, Registry(plugins="good-dist"), "duoble")
     assert told == (
         "no operation 'duoble' is installed; did you mean 'double'? Known: double. 'python -m ejkernel_core' lists "
-        "what is installed (EJKERNEL_PLUGINS='good-dist' is set)"
+        "what is installed (this registry has plugins='good-dist')"
     )
 
 
@@ -116,7 +116,7 @@ def test_where_no_operation_is_installed_the_standard_ones_are_named(extras: Non
     told = message(UnknownOperation, Registry(plugins=""), "double")
     assert told == (
         f"no operation 'double' is installed. Known: none. {STANDARD}; 'python -m ejkernel_core' lists what is "
-        "installed (EJKERNEL_PLUGINS='' is set)"
+        "installed (this registry has plugins='')"
     )
 
 

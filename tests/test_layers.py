@@ -20,17 +20,16 @@ LAYERS = """
     __init__
     _call
     _gradients
-    _primitive
-    _batching _fallback _labels
-    _request
+    _lowering
+    _fallback _labels
     _plugins
     _choice
     _turns
     _loading _policies
     _hookspecs
-    _scopes _cache
-    _plan _measurement
-    _records _kernel
+    _scopes _cache _plan _measurement
+    _kernel
+    _records
     _validation
     _operation _discovery
     _axes
@@ -86,7 +85,7 @@ def test_imports_go_down(module: str) -> None:
         "from ejkernel_core import Registry",
         "import ejkernel_core._call",
         "def f():\n    from ._plugins import Plugins",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ._request import Request",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ._lowering import Request",
         "from ._plan import Plan",  # of its own layer
     ],
 )

@@ -45,7 +45,10 @@ def typed(old: str = "", new: str = "", space: str = "") -> str:
 #: What is found where the kernel is loaded, and by whom it is claimed.
 LOADED = {
     **BROKEN,
-    "config is not frozen": (typed("@attrs.frozen", "@attrs.define"), "Config takes values that stay; a Config is not"),
+    "config is not frozen": (
+        typed("@attrs.frozen", "@attrs.define"),
+        "Config takes values that cannot be changed; a Config is not",
+    ),
     "platforms": (KERNEL + "\n    PLATFORMS = ['cpu']\n", "PLATFORMS takes {platform: rank} with whole numbers"),
 }
 #: What is found where the kernel is asked.
@@ -59,7 +62,7 @@ ASKED = {
         typed("@hookimpl", PANIC + "@hookimpl").replace("return Config()", "raise PanicException('index')"),
         "heuristic_cfg raised PanicException: index",
     ),
-    "another type": (typed("return Config()", "return 3"), "heuristic_cfg gives a int, not its Config"),
+    "another type": (typed("return Config()", "return 3"), "heuristic_cfg gives a value of type int, not its Config"),
     "holding a list": (
         typed("return Config()", "return Config([1])"),
         "heuristic_cfg gives what can be changed: a Config",
@@ -72,8 +75,11 @@ ASKED = {
 #: What is found where the kernel is asked for its space, and breaks no call.
 SPACED = {
     "space raising": (typed(space="raise ValueError('no blocks')"), "config_space raised ValueError: no blocks"),
-    "space of others": (typed(space="return [Config(1), 3]"), "config_space gives a int, not its Config"),
-    "space without end": (typed(space="while True: yield None"), "config_space gives a NoneType, not its Config"),
+    "space of others": (typed(space="return [Config(1), 3]"), "config_space gives a value of type int, not its Config"),
+    "space without end": (
+        typed(space="while True: yield None"),
+        "config_space gives a value of type NoneType, not its Config",
+    ),
     "no space": (typed(space="return None"), "config_space raised TypeError: 'NoneType' object is not iterable"),
 }
 

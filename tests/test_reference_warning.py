@@ -66,7 +66,7 @@ def test_the_reference_alone_is_told_of_once(reference: None) -> None:
     (warning,) = told(registry)
     assert warning == (
         START + "no other kernel of it is installed. 'pip install \"ejkernel-core[cpu]\"' brings the standard ones; "
-        "'python -m ejkernel_core' lists what is installed (EJKERNEL_PLUGINS='meaning-dist' is set). Or pass "
+        "'python -m ejkernel_core' lists what is installed (this registry has plugins='meaning-dist'). Or pass "
         "backend='reference', and nothing is said"
     )
     assert told(registry) == told(Registry(plugins="meaning-dist")) == []

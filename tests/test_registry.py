@@ -125,7 +125,7 @@ def test_an_explicit_cfg_is_obeyed_once_and_not_remembered(registry: Registry) -
 
 
 def test_a_cfg_of_nobody_is_refused(registry: Registry) -> None:
-    with pytest.raises(NoKernel, match="the given cfg is a builtins.int, not its Config"):
+    with pytest.raises(NoKernel, match="cfg is of type int, not its Config"):
         registry.call("scale", X, cfg=3)
 
 
@@ -277,7 +277,7 @@ def test_register_says_what_it_needs(registry: Registry) -> None:
 
 @pytest.mark.parametrize("name", ["scale.", ".xla", "."])
 def test_a_kernel_has_a_whole_name(registry: Registry, name: str) -> None:
-    with pytest.raises(PluginError, match=rf"kernel '{name}' of .*: a kernel is named <operation>.<backend>"):
+    with pytest.raises(PluginError, match=rf"'{name}', registered .*: a kernel is named <operation>.<backend>"):
         registry.register(kernel(), name)
 
 
@@ -293,7 +293,8 @@ def test_an_entry_point_without_a_whole_name_is_broken(distribution: MakeDistrib
     np.testing.assert_array_equal(fresh.call("double", X), 2 * X)
     told = {entry.name: broken.reason for entry, broken in fresh.inspect() if broken}
     assert told == {
-        name: f"kernel {name!r} of half-dist 1.0: a kernel is named <operation>.<backend>"
+        name: f"{name!r} of half-dist 1.0 (half): a kernel is named <operation>.<backend>, and a policy has select_config "
+        "or measure"
         for name in ("double.", ".xla")
     }
     with pytest.raises(UnknownBackend, match=r"double: backend='' is no name\. Known: good\."):
@@ -414,7 +415,9 @@ def test_a_policy_that_does_not_load_is_named_in_the_plan(distribution: MakeDist
 
 def test_a_policys_configuration_has_to_be_the_kernels(registry: Registry) -> None:
     candidate = Candidate(registry.kernel("scale", "two"), Config(2))
-    assert "chose a dict for scale.two, not its Config" in str(misfit(Choice("two", {}, "p"), [candidate]))
+    assert "chose a value of type dict for scale.two, not its Config" in str(
+        misfit(Choice("two", {}, "p"), [candidate])
+    )
     assert misfit(Choice("two", Config(9), "p"), [candidate]) is None
     assert "p gives a str for a record" in str(misfit(Choice("two", Config(9), "p", record="?"), [candidate]))
     for wrong in ("far", -1.0, float("nan")):
@@ -467,7 +470,7 @@ def test_a_heuristic_of_another_type_is_a_broken_kernel(registry: Registry) -> N
     registry.register(wrong, "scale.wrong")
     np.testing.assert_array_equal(registry.call("scale", X), 2 * X)
     (verdict,) = (v for v in registry.plan("scale", X).verdicts if v.name == "scale.wrong")
-    assert (verdict.status, verdict.reason) == ("broken", "heuristic_cfg gives a Config, not its Config")
+    assert (verdict.status, verdict.reason) == ("broken", "heuristic_cfg gives a value of type Config, not its Config")
 
 
 def test_a_reference_that_refuses_to_say_what_is_returned_is_named() -> None:

@@ -201,7 +201,7 @@ def test_an_exception_leaves_the_scope(times: Counted) -> None:
     with pytest.raises(ZeroDivisionError), times.overlay(5), policy_override(mode="on_miss"):
         1 / 0  # noqa: B018
     assert _scopes.current() == _scopes.NOTHING
-    assert _scopes.in_step()
+    assert _scopes.jit_key.value == _scopes.current().digest
     np.testing.assert_allclose(times(X), X * 2)
 
 
@@ -260,7 +260,7 @@ def test_tasks_that_take_turns_see_their_own(times: Counted) -> None:
     assert (seen[0], seen[1]) == (3.0, 4.0)
     assert seen[0, "jitted"] in (3.0, True)
     assert seen[1, "jitted"] in (4.0, True)
-    assert _scopes.in_step()
+    assert _scopes.jit_key.value == _scopes.current().digest
     np.testing.assert_allclose(function(X), X * 2)
 
 

@@ -126,7 +126,7 @@ class PersistentCache:
     def _warn_once(self, fault: OSError) -> None:
         if not self._has_warned:
             self._has_warned = True
-            _warn(f"{self.path} cannot be written to ({fault}); set {VARIABLE} to a folder that can")
+            _warn(f"{self.path} cannot be written to ({fault}); set {VARIABLE} to a folder that can be")
 
     # -- reading -----------------------------------------------------------------------------------------------------
 

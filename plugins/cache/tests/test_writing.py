@@ -41,7 +41,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_once(scale_op, folder, monke
         default_cache().put(scale_op.keys()[0], scale_op.Config(3))
     assert len(told) == 1
     assert f"{folder} cannot be written to ([Errno {number}]" in str(told[0].message)
-    assert "set EJKERNEL_CACHE_DIR to a folder that can" in str(told[0].message)
+    assert "set EJKERNEL_CACHE_DIR to a folder that can be" in str(told[0].message)
     if name != "mkdir":
         assert os.listdir(folder / ".tmp") == []
         assert default_cache().get(scale_op.keys(20)[0], kind=scale_op.Config) == scale_op.Config(7)

@@ -96,8 +96,10 @@ def _changed(known: Any, params: FwdParams | BwdParams) -> Any:
         return known
     others = [field for field in given if field not in fitting]
     if others:
-        takes = f"takes {', '.join(fitting)}" if fitting else "takes none of these parameters"
-        raise Unsupported(f"{takes}, and not {', '.join(others)}")
+        takes = (
+            f"takes {', '.join(fitting)}, and not {', '.join(others)}" if fitting else "takes none of these parameters"
+        )
+        raise Unsupported(takes)
     changes: dict[str, Any] = {fitting[field]: value for field, value in given.items()}
     if "implementation" in own:  # cuDNN chooses its own blocks
         changes["implementation"] = "blockwise"

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from ejkernel_core import AutotunePolicy, ConfigCache, Scope
-from ejkernel_core._discovery import POLICIES, local_entry
+from ejkernel_core._discovery import POLICIES, Entry
 from ejkernel_core._hookspecs import BUILT_IN_PREFIX, PolicyHooks
 from ejkernel_core._loading import hook_manager
 from ejkernel_core._policies import Remembered
@@ -76,7 +76,7 @@ class ConfigSelectorChain:
 
 def _checked(policies: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     for name, policy in policies.items():
-        hook_manager(local_entry(POLICIES, name), policy, PolicyHooks)
+        hook_manager(Entry(POLICIES, name), policy, PolicyHooks)
         yield name, policy
 
 

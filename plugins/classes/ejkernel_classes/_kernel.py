@@ -131,7 +131,7 @@ class Kernel(Generic[Cfg, Out]):
     ) -> Any:
         reason = None if cfg is None else changeable(cfg)
         if reason is not None:
-            raise TypeError(f"{self.name}: cfg takes a value that stays; {reason}")
+            raise TypeError(f"{self.name}: cfg takes a value that cannot be changed; {reason}")
         way, arrays = Written.of(args, kwargs)
         # A class that does not say which configurations it takes is given any; see ``Site.config_type``.
         takes = type(cfg) if cfg is not None and self.config_type is None else self.config_type

@@ -284,11 +284,11 @@ Run = Callable[..., types.ModuleType]
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_registry: Any) -> Path:
     """A home of the test's own, and a registry of the core without plugins."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(ejkernel_core, "registry", Registry(plugins=""))
+    use_registry(Registry(plugins=""))
     return tmp_path / "home"
 
 
@@ -631,8 +631,8 @@ def test_labeling_operations(run: Run) -> None:
     assert [found.name for found in find_labels_in_lowered(lowered)] == ["my_attention"]
 
 
-def test_the_module_api(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ejkernel_core, "registry", Registry())
+def test_the_module_api(run: Run, use_registry: Any) -> None:
+    use_registry(Registry())
     q, k, v = jax.random.normal(jax.random.key(3), (3, 1, 24, 2, 8))
     module = run("Use the Module API for Common Operations", q=q, k=k, v=v)
     wanted = ejkernel_core.call("flash_attention", q, k, v, causal=True, backend="reference")

@@ -211,10 +211,10 @@ def test_what_was_heard_is_tuned() -> None:
     assert kernel.plan(X).origin == "memory"
 
 
-def test_a_registered_kernel_is_tuned_where_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_kernel_is_tuned_where_it_is_registered(use_registry: Any) -> None:
     """Though a kernel object has a registry of its own for each way of calling it."""
     registry = Registry(plugins="")
-    monkeypatch.setattr("ejkernel_core.registry", registry)
+    use_registry(registry)
     kernel = Scale()
     registry.register(kernel)
     started(kernel)

@@ -119,8 +119,8 @@ def pulled(function: Function, wrt: Sequence[str], arrays: Arrays, ct: Results) 
 
 def _whole(registry: Registry, backend: str, case: Case, arrays: Arrays) -> tuple[Results, Results]:
     """What ``called`` gives, and every result of the kernel: the backward works with those that no caller sees, too."""
-    given = {**arrays, **options(registry, case), "backend": backend}
-    results, restore = whole(registry, case.op, (), given, inlined=_is_judge_alone(registry, backend, case))
+    arguments, by_jax = {**arrays, **options(registry, case)}, _is_judge_alone(registry, backend, case)
+    results, restore = whole(registry, case.op, arguments, backend, by_jax=by_jax)
     return tuple(jax.tree.leaves(restore(results))), results
 
 

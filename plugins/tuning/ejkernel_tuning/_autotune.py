@@ -14,9 +14,8 @@ from ejkernel_core import Candidate
 from ejkernel_core._devices import device_fingerprint
 from ejkernel_core._discovery import Broken
 from ejkernel_core._errors import Unsupported
-from ejkernel_core._kernel import Invocation, LoadedKernel
+from ejkernel_core._kernel import Invocation, LoadedKernel, changes
 from ejkernel_core._measurement import Entry, Progress, Trial
-from ejkernel_core._plan import changes
 from ejkernel_core._records import Provenance, Record, Shortfall
 
 from ._contest import Contest, Entrant

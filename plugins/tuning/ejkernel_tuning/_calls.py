@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 
 import ejkernel_core
-from ejkernel_core import _call, _gradients, _scopes
+from ejkernel_core import _scopes
+from ejkernel_core._call import Question, ask
 from ejkernel_core._choice import able
 from ejkernel_core._errors import NoKernel, Unsupported
 from ejkernel_core._kernel import Invocation, changeable
 from ejkernel_core._keys import abstractify
 from ejkernel_core._plugins import Plugins
 from ejkernel_core._policies import is_short, recalled
-from ejkernel_core._primitive import outputs
 from ejkernel_core._records import DIED, Record
 from ejkernel_core._scopes import AutotunePolicy
 from ejkernel_core._turns import check_tunable, learn_records, taking_turns
@@ -64,7 +64,7 @@ def autotune(
         raise ValueError(f"budget_s: takes seconds above 0; got {budget_s!r}")
     given = None if configs is None else list(configs)
     for reason in filter(None, map(changeable, given or ())):
-        raise TypeError(f"configs: takes values that stay; {reason}")
+        raise TypeError(f"configs: takes values that cannot be changed; {reason}")
     question = functools.partial(_tuned, direction, given, budget_s, remember, (num_warmup, num_iters))
     if isinstance(kernel, str):
         return question(ejkernel_core.registry, kernel, *args, backend=backend, **kwargs)
@@ -100,26 +100,26 @@ def _tuned(
     calls: tuple[int, int],
     registry: Plugins,
     op: str,
+    /,
     *args: Any,
     backend: str | None,
     **kwargs: Any,
 ) -> TuningResult:
     # Arrays that are there are prepared in a thread: under a trace, preparing would give tracers.
-    given = {**kwargs, "backend": backend}
-    asked, values, avals, where, restore = (
-        in_thread(lambda: _call.asked_for(registry, op, args, given, concrete=True), None, Settings.here())
-        if not _has_tracers(args, kwargs)
-        else _call.asked_for(registry, op, args, given)
-    )
-    if direction != "forward" and asked.operation.backward is None:
+    has_tracers, cfg = _has_tracers(args, kwargs), kwargs.pop("cfg", None)
+    prepare = functools.partial(ask, registry, op, args, kwargs, backend, cfg, concrete=not has_tracers)
+    question = prepare() if has_tracers else in_thread(prepare, None, Settings.here())
+    if direction != "forward" and question.request.operation.backward is None:
         raise ValueError(f"{op} has no backward operation to tune")
     share = budget_s / 2 if direction == "both" else budget_s
     result = TuningResult()
     if direction != "backward":
-        inputs = None if values is None else dict(zip(asked.arrays, values, strict=True))
-        result |= _contest(registry, asked.invocation(avals, where), backend, configs, share, remember, inputs, calls)
+        request, values = question.request, question.values
+        inv = request.invocation(question.avals, question.target)
+        inputs = None if values is None else dict(zip(request.arrays, values, strict=True))
+        result |= _contest(registry, inv, backend, configs, share, remember, inputs, calls)
     if direction != "forward":
-        inv, inputs = _backward(asked, values, avals, where, restore)
+        inv, inputs = _backward(question)
         result |= _contest(registry, inv, backend, configs, share, remember, inputs, calls)
     return result
 
@@ -128,27 +128,17 @@ def _has_tracers(*values: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
 
-def _backward(
-    asked: Any, values: Sequence[Any] | None, avals: Sequence[Any], where: Any, restore: Any
-) -> tuple[Invocation, dict[str, Any] | None]:
+def _backward(question: Question) -> tuple[Invocation, dict[str, Any] | None]:
     """The backward's invocation, and inputs for it where the forward has some: its results, and random cotangents."""
-    results = outputs(asked, avals)
-    used = _call.used(restore, results)
-    wrt = _call.floating(asked, avals)
-
-    def request(arrays: Sequence[Any], results: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, list[Any]]:
-        some = [ct if yes else None for ct, yes in zip(cotangents, used, strict=True)]
-        return _gradients.backward_request(asked, arrays, results, some, wrt)
-
-    backward, shapes = request(avals, results, results)
-    inv = backward.invocation(shapes, where)
-    if values is None:
+    backward, avals = question.backward()
+    inv = backward.invocation(avals, question.target)
+    if question.values is None:
         return inv, None
-    plan = asked.plan(avals, where)
-    concrete = jax.jit(lambda *arrays: asked.run(plan, arrays))(*values)
-    keys = jax.random.split(jax.random.key(SEED), len(concrete))
-    random = [jax.random.normal(k, r.shape, jnp.float32).astype(r.dtype) for k, r in zip(keys, concrete, strict=True)]
-    _, arrays = request(values, concrete, random)
+    request, plan = question.request, question.request.plan(question.avals, question.target)
+    results = jax.jit(lambda *arrays: request.run(plan, arrays))(*question.values)
+    keys = jax.random.split(jax.random.key(SEED), len(results))
+    random = [jax.random.normal(k, r.shape, jnp.float32).astype(r.dtype) for k, r in zip(keys, results, strict=True)]
+    _, arrays = question.gradients(question.values, results, random)
     return inv, dict(zip(backward.arrays, arrays, strict=True))
 
 

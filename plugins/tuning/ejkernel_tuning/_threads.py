@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import jax
 
-from ejkernel_core import _request
+from ejkernel_core import _lowering
 from ejkernel_core._kernel import Invocation
 
 
@@ -32,7 +32,7 @@ class StillRunningError(Exception):
 class Settings:
     """JAX's settings that are a thread's own, and the device to run on."""
 
-    numerics: _request.Settings
+    numerics: _lowering.Settings
     device: Any
 
     @classmethod
@@ -44,7 +44,7 @@ class Settings:
     def here(cls) -> Settings:
         """As they are, without a device of its own."""
         config: Any = jax.config
-        return cls(_request.Settings.here(), config.jax_default_device)
+        return cls(_lowering.Settings.here(), config.jax_default_device)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

@@ -44,7 +44,7 @@ def measure(
         if not tuned.records:
             # What was found out is nothing to go on from.
             if record is None:
-                _warn_of_nothing(tuned, candidates[0], scope)
+                _warn_of_nothing(tuned, scope)
             raise Unsupported(f"nothing could be measured:\n{tuned}")
         announcer.finish(tuned.entries, tuned.seconds)
     finally:
@@ -52,13 +52,13 @@ def measure(
     return tuned.records
 
 
-def _warn_of_nothing(tuned: Tuned, usual: Candidate, scope: Scope) -> None:
+def _warn_of_nothing(tuned: Tuned, scope: Scope) -> None:
     reason = next((e.reason for e in tuned.entries if e.is_usual and e.reason), "")
     why = next((note for note in tuned.notes if "nobody wins" in note), reason)
     warnings.warn(
-        f"{tuned.description}: nothing could be measured within {scope.policy.budget_s:g} s ({why}), so the heuristic "
-        f"is used, {usual.kernel.name} with {usual.cfg}. Give it more time, policy_override(budget_s=...), or look "
-        "what is wrong: print(ejkernel_tuning.autotune(...))",
+        f"{tuned.description}: nothing could be measured within {scope.policy.budget_s:g} s ({why}), so it runs as it "
+        "would without tuning, which explain shows. Give it more time, policy_override(budget_s=...), or see what is "
+        "wrong: print(ejkernel_tuning.autotune(...))",
         RuntimeWarning,
         stacklevel=2,
     )

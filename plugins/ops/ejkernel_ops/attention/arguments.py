@@ -131,9 +131,9 @@ def _number(name: str, value: Any) -> float | None:
 def _held(name: str, value: Any, dtype: Any) -> float | None:
     """A number that logits are computed with: finite in their dtype."""
     number = _number(name, value)
-    wide = jnp.promote_types(dtype, jnp.float32)
-    if number is not None and abs(number) > float(jnp.finfo(wide).max):
-        raise ValueError(f"{name}: takes a number that {wide} holds; got {_brief(value)}")
+    wide = jnp.finfo(np.promote_types(dtype, np.float32))
+    if number is not None and (abs(number) > float(wide.max) or 0 < abs(number) < float(wide.tiny)):
+        raise ValueError(f"{name}: takes a number that {wide.dtype} holds; got {_brief(value)}")
     return number
 
 
@@ -141,9 +141,6 @@ def _soft_cap(value: Any, dtype: Any) -> float | None:
     cap = _held("logits_soft_cap", value, dtype)
     if cap is not None and cap <= 0:
         raise ValueError(f"logits_soft_cap: takes a number above 0, or None; got {_brief(value)}")
-    wide = jnp.promote_types(dtype, jnp.float32)
-    if cap is not None and cap < float(jnp.finfo(wide).tiny):  # it is divided by, and would be 0
-        raise ValueError(f"logits_soft_cap: takes a number that {wide} holds; got {_brief(value)}")
     return cap
 
 
@@ -154,15 +151,21 @@ def _probability(value: Any) -> float:
     return probability
 
 
+#: How to write what -1 and None mean elsewhere.
+_OPEN_SIDE = " (a side that is open takes the length of the sequence)"
+
+
 def _window(value: Any) -> tuple[int, int] | None:
     if value is None:
         return None
     sides = (value, value) if not isinstance(value, tuple) else value
     if len(sides) != 2 or any(isinstance(s, (bool, np.bool_)) or not isinstance(s, numbers.Integral) for s in sides):
-        raise TypeError(f"sliding_window: takes an int, a pair (left, right) of ints, or None; got {_shown(value)}")
+        raise TypeError(
+            f"sliding_window: takes an int, a pair (left, right) of ints, or None; got {_shown(value)}{_OPEN_SIDE}"
+        )
     left, right = (int(side) for side in sides)
     if left < 0 or right < 0:
-        raise ValueError(f"sliding_window: takes sizes of at least 0; got {_brief(value)}")
+        raise ValueError(f"sliding_window: takes sizes of at least 0; got {_brief(value)}{_OPEN_SIDE}")
     return left, right
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .dropout import keep_mask
@@ -37,7 +38,7 @@ def dense_attention(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
 
 def statistics_dtype(arguments: Arguments) -> Any:
     """Statistics and sums are float32, and float64 for float64 inputs."""
-    return jnp.promote_types(arguments["query"].dtype, jnp.float32)
+    return np.promote_types(arguments["query"].dtype, np.float32)
 
 
 def _explicit_mesh(arrays: Iterable[jax.Array]) -> Any:

@@ -1,0 +1,300 @@
+"""What an explanation or an error says of faults that change nothing else: of plugins, of overlays, of declarations."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel_core import (
+    Axes,
+    NoKernel,
+    NotDifferentiable,
+    Operation,
+    PluginError,
+    Provenance,
+    Registry,
+    Unsupported,
+    hookimpl,
+    overlay_cache,
+    policy_override,
+)
+
+X = jnp.arange(1.0, 6.0)
+AXES = Axes({"x": "length"}, {"out": "length"}, independent="length", counts="length")
+
+
+@attrs.frozen
+class Config:
+    factor: int = 2
+
+
+def scale(x, *, shift=0.0): ...
+
+
+def kernel(cfg: Any = Config(), refusal: str = "") -> SimpleNamespace:
+    @hookimpl
+    def heuristic_cfg(inv):
+        if refusal:
+            raise Unsupported(refusal)
+        return cfg
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        return inv["x"] * (3 if cfg is None else cfg.factor) + inv["shift"]
+
+    return SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend, **({"Config": Config} if cfg else {}))
+
+
+@pytest.fixture
+def registry() -> Registry:
+    registry = Registry(plugins="")
+    registry.register(Operation(name="scale", signature=scale, axes=AXES))
+    registry.register(kernel(), "scale.two")
+    return registry
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (lambda: 1 / 0, "measure raised ZeroDivisionError"),
+        (tuple, "measure raised PluginError: it gives no record"),
+        (lambda: None, "measure raised PluginError: it gives no record"),
+    ],
+)
+def test_a_tuner_that_failed_is_in_every_explanation_until_it_succeeds(registry, answer, reason):
+    @hookimpl
+    def measure(inv):
+        return answer()
+
+    registry.register(SimpleNamespace(measure=measure), "tuner")
+    assert "tuner" not in str(registry.explain("scale", X))
+    with policy_override(autotune=True):
+        assert registry.call("scale", X).tolist() == (2 * X).tolist()
+    (verdict,) = [v for v in registry.explain("scale", X).verdicts if v.name == "tuner"]
+    assert (verdict.status, verdict.reason.startswith(reason)) == ("broken", True), verdict
+
+
+def test_an_explanation_without_a_plan_has_the_verdicts(registry):
+    registry.register(kernel(refusal="it is Tuesday"), "scale.two")
+    explanation = registry.explain("scale", X)
+    assert explanation.plan is None
+    assert [(v.name, v.status, v.reason) for v in explanation.verdicts] == [("scale.two", "refused", "it is Tuesday")]
+    registry.register(kernel(), "scale.two")
+    assert [v.status for v in registry.explain("scale", X).verdicts] == ["chosen"]
+
+
+def test_a_backward_operation_that_is_not_installed_is_named_with_who_wants_it(registry):
+    registry.register(Operation(name="scale", signature=scale, axes=AXES, backward="scale_bwd"))
+    explanation = registry.explain("scale", X)
+    assert explanation.plan is not None
+    reason = "'scale' has its gradients from the operation 'scale_bwd', which no installed plugin brings"
+    assert (explanation.backward.op, explanation.backward.error) == ("scale_bwd", reason)
+    with pytest.raises(NotDifferentiable, match=reason):
+        jax.grad(lambda x: registry.call("scale", x).sum())(X)
+
+
+@pytest.mark.parametrize("wrong", [3, {"factor": 3}, SimpleNamespace])
+def test_an_overlay_with_a_value_of_another_type_is_not_passed_over_in_silence(registry, wrong):
+    with overlay_cache({registry.invocation("scale", X).key: wrong}):
+        plan = registry.plan("scale", X)
+    assert plan.origin == "heuristic"
+    (verdict,) = [v for v in plan.verdicts if v.name == "built-in overlay"]
+    assert "no configuration of scale.two" in verdict.reason
+
+
+def test_a_kernel_without_configurations_is_not_given_any(registry):
+    registry.register(kernel(None), "scale.two")
+    registry.remember(registry.invocation("scale", X).key, "junk")
+    assert registry.call("scale", X).tolist() == (3 * X).tolist()
+
+
+@pytest.mark.parametrize("name", ["backend", "cfg", "validate"])
+def test_an_operation_has_no_parameter_that_every_call_has(name):
+    namespace: dict[str, Any] = {}
+    exec(f"def f(x, *, {name}=None): ...", namespace)
+    with pytest.raises(ValueError, match=f"f: '{name}' is an option of every call"):
+        Operation(name="f", signature=namespace["f"])
+
+
+def test_an_operation_has_a_name():
+    with pytest.raises(ValueError, match="takes a name"):
+        Operation(name="", signature=scale)
+
+
+def test_an_operation_that_nothing_says_the_results_of_says_what_to_declare():
+    registry = Registry(plugins="")
+    registry.register(Operation(name="scale", signature=scale))
+    registry.register(kernel(), "scale.two")
+    with pytest.raises(PluginError, match=r"scale: nothing says what it returns. .* or a kernel scale.reference"):
+        registry.call("scale", X)
+
+
+def test_a_class_in_the_place_of_its_value_is_told_from_it(registry):
+    with pytest.raises(NoKernel, match="cfg is the class .*Other itself, not its Config"):
+        registry.call("scale", X, cfg=attrs.make_class("Other", ["factor"]))
+
+
+def test_a_traced_number_inside_of_an_option_is_told_as_one(registry):
+    with pytest.raises(TypeError, match="shift is a static option and takes a plain Python value.* got a traced array"):
+        jax.jit(lambda s: registry.call("scale", X, shift=(s, 1)))(1.0)
+
+
+def test_until_a_call_is_measured_its_plan_is_the_nearest_record(registry):
+    long, short = jnp.ones(64), jnp.ones(8)
+    registry.remember(registry.invocation("scale", long).tuning_keys[-1], Config(7))
+
+    @hookimpl
+    def measure(inv):
+        raise Unsupported("no time")
+
+    registry.register(SimpleNamespace(measure=measure), "tuner")
+    with policy_override(autotune=True):
+        plan = registry.plan("scale", short)
+        assert (plan.cfg, "would be measured: 1 kernel; this is the plan until then" in str(plan)) == (Config(7), True)
+        assert registry.call("scale", short).tolist() == [7.0] * 8
+
+
+class Silent(Unsupported):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Leaving(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("out")
+
+
+@pytest.mark.parametrize("fault", [Silent(), Leaving()])
+def test_a_fault_without_words_breaks_nobody_elses_call(registry, fault):
+    @hookimpl
+    def heuristic_cfg(inv):
+        raise fault
+
+    @hookimpl
+    def select_config(inv):
+        raise fault
+
+    bad = SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=kernel().run_backend, PLATFORMS={"cpu": 99})
+    registry.register(bad, "scale.bad")
+    registry.register(SimpleNamespace(select_config=select_config), "store")
+    assert registry.call("scale", X).tolist() == (2 * X).tolist()
+    reasons = [v.reason for v in registry.explain("scale", X).verdicts if v.name in ("scale.bad", "store")]
+    assert len(reasons) == 2
+    assert all(type(fault).__name__ in reason for reason in reasons)
+
+
+def checked() -> SimpleNamespace:
+    @hookimpl
+    def check_cfg(inv, cfg):
+        if cfg.factor == 99:
+            raise ZeroDivisionError("by 0")
+
+    return SimpleNamespace(**vars(kernel()), check_cfg=check_cfg)
+
+
+def test_a_fault_in_check_cfg_is_the_kernels(registry):
+    registry.register(checked(), "scale.two")
+    reason = r"check_cfg of scale.two \(registered at run time\) raised ZeroDivisionError: by 0"
+    with overlay_cache({registry.invocation("scale", X).key: Config(99)}), pytest.raises(PluginError, match=reason):
+        registry.call("scale", X)
+    registry.remember(registry.invocation("scale", X).key, Config(99))
+    (verdict,) = [v for v in registry.explain("scale", X).verdicts if v.name == "built-in memory"]
+    assert (verdict.status, "check_cfg of scale.two" in verdict.reason) == ("broken", True)
+    assert registry.call("scale", X).tolist() == (2 * X).tolist()
+
+
+@pytest.mark.parametrize("options", [{"jit": False}, {"jit": True}])
+def test_strict_promotion_is_the_callers_own(options):
+    registry = Registry()
+    query = jax.random.normal(jax.random.key(0), (1, 9, 2, 8)).astype("bfloat16")
+
+    def loss(query, backend):
+        return (
+            registry.call("flash_attention", query, query, query, causal=True, backend=backend).astype("float32").sum()
+        )
+
+    for backend in ("xla", "reference"):
+        gradient = jax.grad(lambda q, backend=backend: loss(q, backend))
+        gradient = jax.jit(gradient) if options["jit"] else gradient
+        plain = gradient(query)
+        with jax.numpy_dtype_promotion("strict"):
+            assert jnp.array_equal(gradient(query), plain)
+            registry.plan("flash_attention", query, query, query)
+
+
+def test_a_backward_operation_takes_what_the_forward_hands_on(registry):
+    registry.register(Operation(name="scale", signature=scale, axes=AXES, backward="other"))
+    registry.register(Operation(name="other", signature=scale, axes=AXES))
+    registry.register(kernel(), "other.two")
+    with pytest.raises(PluginError, match="'other' cannot be the backward operation of 'scale': it has no 'out'"):
+        jax.grad(lambda x: registry.call("scale", x).sum())(X)
+    with pytest.raises(ValueError, match="backward names another operation"):
+        Operation(name="scale", signature=scale, axes=AXES, backward="scale")
+
+
+def test_what_a_kernel_promises_instead_of_computing_it_is_refused(registry):
+    @hookimpl
+    def run_backend(inv, cfg):
+        return jax.ShapeDtypeStruct(inv["x"].shape, inv["x"].dtype)
+
+    registry.register(SimpleNamespace(**{**vars(kernel()), "run_backend": run_backend}), "scale.two")
+    with pytest.raises(PluginError, match=r"scale.two .* returned \(ShapeDtypeStruct\)"):
+        registry.call("scale", X)
+
+
+def test_a_masked_array_is_told_by_its_name(registry):
+    import numpy as np
+
+    with pytest.raises(TypeError, match="scale: x takes an array; got MaskedArray"):
+        registry.call("scale", np.ma.array([1.0, 2.0], mask=[0, 1]))
+
+
+def test_a_case_of_axes_holds_for_its_own_type():
+    axes = Axes({"x": "n k"}, {"out": "n"}, whole="n k", when={("wide", True): {"out": "n k"}})
+    x = jax.ShapeDtypeStruct((2, 3), "float32")
+    assert [axes.outputs({"x": x, "wide": wide})[0].shape for wide in (True, 1, False)] == [(2, 3), (2,), (2,)]
+    typed = Axes({"x": "n k"}, {"out": "n"}, whole="n k", when={("dtype", jnp.dtype("int8")): {"out": "n k"}})
+    assert typed.outputs({"x": x, "dtype": jnp.int8})[0].shape == (2, 3)
+
+
+@pytest.mark.parametrize("multiples", [{"n": "n"}, {"n": "k", "k": "n"}])
+def test_multiples_go_one_way(multiples):
+    with pytest.raises(ValueError, match="is a multiple and has one"):
+        Axes({"x": "n k"}, {"out": "n"}, whole="n k", multiples=multiples)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"when": 5}, TypeError),
+        ({"milliseconds": "x"}, TypeError),
+        ({"milliseconds": None}, TypeError),
+        ({"milliseconds": float("nan")}, ValueError),
+        ({"backends": "good"}, TypeError),
+        ({"backends": (1,)}, TypeError),
+    ],
+)
+def test_a_provenance_holds_what_explanations_show(fields, error):
+    with pytest.raises(error):
+        Provenance(**{"when": "", "device": "", "milliseconds": 1.0, "backends": ("two",), **fields})
+
+
+def test_a_label_with_half_of_a_character_is_read_back():
+    from ejkernel_core._labels import call_label
+    from ejkernel_tuning import extract_labels_from_hlo_text, labels_to_configs
+
+    Words = attrs.make_class("Words", {"text": attrs.field(type=str)}, frozen=True)
+    (label,) = extract_labels_from_hlo_text(f'op_name="jit(f)/{call_label("double.xla", Words(chr(0xD800)))}/mul"')
+    assert labels_to_configs([label], {"double.xla": Words})[label] == Words(chr(0xD800))
+
+
+@pytest.mark.parametrize("scale", [1e-300, -1e-300, 1e300])
+def test_a_scale_that_float32_cannot_hold_is_refused(scale):
+    query = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(ValueError, match="softmax_scale: takes a number that float32 holds"):
+        Registry().call("flash_attention", query, query, query, softmax_scale=scale)
