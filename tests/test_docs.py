@@ -156,8 +156,8 @@ def test_lines_are_not_too_long(page):
 # -- docstrings ---------------------------------------------------------------------------------------------------
 
 DOCUMENTED = [
-    "ejkernel_ops._flash_attention",
-    "ejkernel_ops.attention.tokens",
+    "ejkernel_ops.flash_attention",
+    "ejkernel_ops.flash_attention.tokens",
 ]
 
 

@@ -21,6 +21,7 @@ FORBIDDEN = ("triton", "jax_triton", "pallas", "cattrs", "platformdirs", "pytest
 OURS = (
     "ejkernel_ops",
     "ejkernel_xla",
+    "ejkernel_cudnn",
     "ejkernel_cache",
     "ejkernel_packed",
     "ejkernel_bench",
@@ -106,7 +107,7 @@ def test_the_core_names_no_plugin_in_an_import():
     assert len(files) > 20
     plugins = {f"{path.name}: {name}" for path in files for name in imported_by(ast.parse(path.read_text()))}
     assert sorted(line for line in plugins if ": ejkernel_" in line and not line.endswith(": ejkernel_core")) == []
-    assert imported_by(ast.parse("def call():\n    from ejkernel_ops.attention import x")) == {"ejkernel_ops"}
+    assert imported_by(ast.parse("def call():\n    from ejkernel_ops.flash_attention import x")) == {"ejkernel_ops"}
 
 
 def test_there_are_plugins_to_leave_out():
@@ -145,7 +146,7 @@ def test_no_device_is_started(tmp_path):
 def test_a_call_loads_the_plugins_of_its_operation_alone(tmp_path):
     program = f"import sys\n{NOTHING_INSTALLED}\nprint(*sorted(sys.modules))"
     modules = python(program, tmp_path).split()
-    assert within(modules, "ejkernel_ops.reference.flash_attention")
+    assert within(modules, "ejkernel_ops.flash_attention.reference")
     assert within(modules, "ejkernel_bench") == []
     assert within(modules, "ejkernel_testing") == []
 

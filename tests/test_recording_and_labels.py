@@ -178,7 +178,7 @@ def test_labels_tell_shapes_and_configurations() -> None:
     )
     (found,) = find_labels_in_lowered(program.lower(Q, K, V).compile())
     assert (found.name, found.backend) == ("flash_attention", "xla")
-    assert str(found) == f"flash_attention.xla(implementation=blockwise,q_block=16,kv_block={cfg.kv_block})"
+    assert str(found) == f"flash_attention.xla(q_block=16,kv_block={cfg.kv_block})"
     assert labels_to_configs([found]) == {found: cfg}
 
 
@@ -448,7 +448,7 @@ def test_a_configuration_of_another_version_is_told() -> None:
         other: int = 1
 
     (found,) = find_labels_in_lowered(jax.jit(attention).lower(Q, K, V))
-    with pytest.raises(RecordError, match=r"extra fields found \(implementation, kv_block, q_block\)"):
+    with pytest.raises(RecordError, match=r"extra fields found \(kv_block, q_block\)"):
         labels_to_configs([found], {"flash_attention.xla": Config})
 
 

@@ -21,11 +21,13 @@ from ejkernel_core import (
     Operation,
     Record,
     Registry,
+    Unsupported,
     _scopes,
     hookimpl,
     overlay_cache,
     policy_override,
 )
+from ejkernel_xla.flash_attention import backward as xla_backward
 
 X = jnp.arange(1.0, 6.0)
 
@@ -182,13 +184,20 @@ def test_the_backward_pass_has_the_scope_of_its_forward() -> None:
 
 def test_an_overlay_with_the_key_that_explain_tells_decides_the_backward() -> None:
     arrays = [jax.random.normal(k, (1, 24, 2, 8)) for k in jax.random.split(jax.random.key(0), 3)]
-    backward = ejkernel_core.explain("flash_attention", *arrays).backward.plan
-    impossible = attrs.evolve(backward.cfg, implementation="cudnn")
-    loss = jax.grad(lambda *a: ejkernel_core.call("flash_attention", *a).sum(), (0, 1, 2))
-    with overlay_cache({backward.invocation.key: impossible}):
-        with pytest.raises(ejkernel_core.Unsupported, match="cuDNN"):
+
+    @hookimpl
+    def check_cfg(inv, cfg):
+        if cfg.q_block == 7:
+            raise Unsupported("seven is no block")
+
+    fresh = Registry()
+    fresh.register(SimpleNamespace(**{**vars(xla_backward), "check_cfg": check_cfg}), "flash_attention_bwd.xla")
+    backward = fresh.explain("flash_attention", *arrays).backward.plan
+    loss = jax.grad(lambda *a: fresh.call("flash_attention", *a).sum(), (0, 1, 2))
+    with overlay_cache({backward.invocation.key: attrs.evolve(backward.cfg, q_block=7)}):
+        with pytest.raises(Unsupported, match="seven is no block"):
             loss(*arrays)
-        assert "cuDNN" in str(ejkernel_core.explain("flash_attention", *arrays).backward.error)
+        assert "seven is no block" in str(fresh.explain("flash_attention", *arrays).backward.error)
 
 
 def test_a_call_under_vmap_is_inside_the_scope(times: Counted) -> None:

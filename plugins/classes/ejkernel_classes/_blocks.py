@@ -81,7 +81,7 @@ def configuration(params: FwdParams | BwdParams, known: Any) -> Any:
 
     >>> from ejkernel_xla.flash_attention import Config
     >>> configuration(FwdParams(q_blocksize=64), Config(kv_block=128))
-    Config(implementation='blockwise', q_block=64, kv_block=128)
+    Config(q_block=64, kv_block=128)
     """
     passes = {name: getattr(known, name, None) for name in PASSES}
     changed = {name: _changed(one, params) for name, one in passes.items() if attrs.has(type(one))}
@@ -101,8 +101,6 @@ def _changed(known: Any, params: FwdParams | BwdParams) -> Any:
         )
         raise Unsupported(takes)
     changes: dict[str, Any] = {fitting[field]: value for field, value in given.items()}
-    if "implementation" in own:  # cuDNN chooses its own blocks
-        changes["implementation"] = "blockwise"
     try:
         return attrs.evolve(known, **changes)
     except (ValueError, TypeError) as fault:

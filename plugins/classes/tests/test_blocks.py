@@ -13,7 +13,7 @@ import pytest
 
 import ejkernel_pallas_tpu.flash_attention_bwd
 import ejkernel_xla.flash_attention
-import ejkernel_xla.flash_attention_bwd
+import ejkernel_xla.flash_attention.backward
 from ejkernel_classes import (
     BwdParams,
     Executor,
@@ -83,8 +83,8 @@ TPU = ejkernel_pallas_tpu.flash_attention_bwd.Config()
         (BwdParams(q_blocksize=128), gluon_bwd.Config(), gluon_bwd.Config(q_block=128)),
         (
             FwdParams(q_blocksize=5),
-            ejkernel_xla.flash_attention.Config("cudnn", 7, 8),
-            ejkernel_xla.flash_attention.Config("blockwise", 5, 8),
+            ejkernel_xla.flash_attention.Config(7, 8),
+            ejkernel_xla.flash_attention.Config(5, 8),
         ),
         (FwdParams(), None, None),
     ],
@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_told(params: Any, known: Any, told: str) -> None:
     ],
 )
 def test_the_forward_runs_with_them(call: Any) -> None:
-    assert used(call, Q) == {"flash_attention": ejkernel_xla.flash_attention.Config("blockwise", 16, 32)}
+    assert used(call, Q) == {"flash_attention": ejkernel_xla.flash_attention.Config(16, 32)}
     np.testing.assert_allclose(call(Q), flash_attention(Q, K, V, causal=True), atol=1e-5)
 
 
@@ -154,7 +154,7 @@ def test_of_the_backward_they_are_for_the_backward(mapped: bool) -> None:
     plain = jax.grad(lambda q: (flash_attention(q, K, V) ** 2).sum())
     over, q = (jax.vmap, jnp.stack([Q, 2 * Q])) if mapped else (lambda function: function, Q)
     found, usual = used(over(gradient), q), used(over(plain), q)
-    assert found["flash_attention_bwd"] == ejkernel_xla.flash_attention_bwd.Config("blockwise", 32, 16)
+    assert found["flash_attention_bwd"] == ejkernel_xla.flash_attention.backward.Config(32, 16)
     assert found["flash_attention"] == usual["flash_attention"]
     assert found["flash_attention_bwd"] != usual["flash_attention_bwd"]
     np.testing.assert_allclose(over(gradient)(q), over(plain)(q), atol=1e-4)
@@ -166,7 +166,7 @@ def test_the_backward_operation_itself() -> None:
     out, lse = flash_attention(Q, K, V, return_lse=True)
     given = {"query": Q, "key": K, "value": V, "out": out, "lse": lse, "d_out": out, "wrt": ("query",)}
     found = used(lambda q: Executor()("flash_attention_bwd", **{**given, "query": q}, cfg=BWD), Q)
-    assert found == {"flash_attention_bwd": ejkernel_xla.flash_attention_bwd.Config("blockwise", 32, 16)}
+    assert found == {"flash_attention_bwd": ejkernel_xla.flash_attention.backward.Config(32, 16)}
     with pytest.raises(TypeError, match="flash_attention_bwd is a backward pass, which takes BwdParams; got FwdParams"):
         Executor()("flash_attention_bwd", **given, cfg=FWD)
 
@@ -199,7 +199,7 @@ def test_a_call_that_they_do_not_fit_is_refused(cfg: Any, backend: Any, error: A
 
 
 def test_a_kernels_own_configuration_goes_through() -> None:
-    own = ejkernel_xla.flash_attention.Config("blockwise", 16, 16)
+    own = ejkernel_xla.flash_attention.Config(16, 16)
     assert used(lambda q: flash_attention(q, K, V, cfg=own), Q) == {"flash_attention": own}
 
 
@@ -260,4 +260,4 @@ def test_what_triton_has_not_is_refused(triton: None) -> None:
 def test_the_best_kernel_that_has_all_fields_is_taken(triton: None) -> None:
     """No block of 48 in Triton; XLA's may be of any size."""
     found = used(lambda q: flash_attention(q, K, V, cfg=FwdParams(q_blocksize=48)), Q)["flash_attention"]
-    assert found == ejkernel_xla.flash_attention.Config("blockwise", 48, found.kv_block)
+    assert found == ejkernel_xla.flash_attention.Config(48, found.kv_block)

@@ -13,8 +13,8 @@ import pytest
 
 from ejkernel_core import Registry, hookimpl
 from ejkernel_ops import flash_attention
-from ejkernel_ops.attention import backward, forward
-from ejkernel_ops.attention.arguments import prepare
+from ejkernel_ops.flash_attention import backward, forward
+from ejkernel_ops.flash_attention.arguments import prepare
 
 
 class NeverAsked:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ejkernel_core import registry
-from ejkernel_ops.attention.axes import AXES, BACKWARD
+from ejkernel_ops.flash_attention.axes import AXES, BACKWARD
 
 
 def struct(*shape: int) -> jax.ShapeDtypeStruct:

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from ejkernel_core import Registry, hookimpl
-from ejkernel_ops.attention import forward
-from ejkernel_ops.reference import flash_attention as reference
-from ejkernel_ops.reference import flash_attention_bwd as reference_bwd
+from ejkernel_ops.flash_attention import reference, reference_bwd
+from ejkernel_ops.flash_attention.operation import DIFFERENTIABLE
 
 SIZE, BATCH, TQ, TK = 3, 2, 5, 7
 
@@ -93,7 +92,7 @@ def run(registry: Registry, names: tuple[str, ...], arrays: Any, backend: str | 
 
 
 def gradient(registry: Registry, names: tuple[str, ...], backend: str | None, options: Any) -> Any:
-    moving = tuple(i for i, name in enumerate(names) if name in forward.DIFFERENTIABLE)
+    moving = tuple(i for i, name in enumerate(names) if name in DIFFERENTIABLE)
 
     def loss(*arrays: Any) -> Any:
         out, lse = run(registry, names, arrays, backend, options)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ejkernel_core
-from ejkernel_ops.attention import cases
+from ejkernel_ops.flash_attention import cases
 from ejkernel_testing import Case
 
 #: The corners of the arguments, and what crosses most of them.

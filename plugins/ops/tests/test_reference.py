@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ejkernel_core
-from ejkernel_ops.attention import cases
+from ejkernel_ops.flash_attention import cases
 from ejkernel_testing import pairwise
 
 WORD = 2**32

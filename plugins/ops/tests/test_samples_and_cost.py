@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ejkernel_core import registry
-from ejkernel_ops.attention.cost import pairs
+from ejkernel_ops.flash_attention.cost import pairs
 
 F32 = jnp.float32
 

@@ -11,7 +11,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import ejkernel_core
-from ejkernel_ops.attention.cases import normal
+from ejkernel_ops.flash_attention.examples import normal
 
 SHAPES = {
     "query": (1, 4, 2, 2),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_ops.attention.tokens import _sequence_ids
+from ejkernel_ops.flash_attention.tokens import _sequence_ids
 
 
 def test_ids_of_packed_tokens():

@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 import jax.numpy as jnp
 
-from ejkernel_ops.attention.dropout import threshold
-from ejkernel_ops.attention.tokens import band
+from ejkernel_ops.flash_attention.dropout import threshold
+from ejkernel_ops.flash_attention.tokens import band
 
 Arguments = Mapping[str, Any]
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_ops.attention.tokens import tokens
+from ejkernel_ops.flash_attention.tokens import tokens
 from ejkernel_pallas_tpu._problem import Arguments, Problem
 
 NO_INT = np.iinfo(np.int32).max

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from ejkernel_core import Invocation
-from ejkernel_ops.attention.tokens import band
+from ejkernel_ops.flash_attention.tokens import band
 from ejkernel_pallas_tpu._generations import generation
 from ejkernel_pallas_tpu._problem import LANES, blocks, plane_kind, whole_lanes
 

@@ -85,7 +85,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
 
 def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, ...]:
     """The same, ``interpret`` being Pallas' own word."""
-    from ejkernel_ops.attention.far import near_and_far
+    from ejkernel_ops.flash_attention.far import near_and_far
 
     return near_and_far(inv, lambda inv: _gradients(inv, cfg, interpret))
 

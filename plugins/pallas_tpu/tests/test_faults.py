@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel_ops.attention import cases
+from ejkernel_ops.flash_attention import cases
 from ejkernel_pallas_tpu import _backward, _bias, _forward, _fused, flash_attention, flash_attention_bwd
 from ejkernel_pallas_tpu.testing import interpreted_registry
 from ejkernel_testing import _checks

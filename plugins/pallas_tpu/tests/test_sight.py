@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_ops.attention.tokens import band, tokens, visible
+from ejkernel_ops.flash_attention.tokens import band, tokens, visible
 from ejkernel_pallas_tpu._problem import problem
 from ejkernel_pallas_tpu._sight import FIRST, LAST, SEEN, WHOLE, is_set, meetings, passing, staying
 

@@ -15,8 +15,8 @@ import pytest
 
 import ejkernel_testing as testing
 from ejkernel_core import Registry, UnknownBackend, Unsupported, hookimpl
-from ejkernel_ops.attention.cases import forward_cases
-from ejkernel_ops.attention.dense import dense_attention
+from ejkernel_ops.flash_attention.dense import dense_attention
+from ejkernel_ops.flash_attention.examples import forward_cases
 from ejkernel_testing import _checks
 
 Results = tuple[jax.Array, ...]

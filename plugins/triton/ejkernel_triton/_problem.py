@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_core import Invocation
-from ejkernel_ops.attention.dropout import threshold
-from ejkernel_ops.attention.tokens import band, tokens
+from ejkernel_ops.flash_attention.dropout import threshold
+from ejkernel_ops.flash_attention.tokens import band, tokens
 
 Arguments = Mapping[str, Any]
 

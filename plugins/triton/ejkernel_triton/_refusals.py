@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ejkernel_core import Invocation, Unsupported
-from ejkernel_ops.attention.symbolic import refuse_symbolic
+from ejkernel_ops.flash_attention.symbolic import refuse_symbolic
 from ejkernel_triton import _jax_triton
 from ejkernel_triton._cards import capability
 

@@ -218,7 +218,7 @@ def multiple(number, UNIT: tl.constexpr):
 
 @triton.jit
 def mix(x):
-    """The mixer of the operation's dropout: see `ejkernel_ops.attention.dropout`."""
+    """The mixer of the operation's dropout: see `ejkernel_ops.flash_attention.dropout`."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from attrs.validators import in_, instance_of
 
 from ejkernel_core import Invocation, hookimpl
-from ejkernel_ops.attention.far import FAR
+from ejkernel_ops.flash_attention.far import FAR
 from ejkernel_triton import _jax_triton, _problem, _tuning
 from ejkernel_triton._cards import capability
 from ejkernel_triton._refusals import check
@@ -85,7 +85,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
 
 def _biased_rows(inv: Invocation, cut: Pass) -> Rows:
     """What rows bring with a bias, by which they may be where a log-sum-exp tells nothing of their sum: see
-    `ejkernel_ops.attention.far`.
+    `ejkernel_ops.flash_attention.far`.
 
     The factor that their weights lack is given to what arrives at them: gradients are linear in both.
     """

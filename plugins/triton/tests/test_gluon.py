@@ -16,7 +16,7 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core import Invocation, Registry, Unsupported
-from ejkernel_ops.attention.tokens import band, tokens, visible
+from ejkernel_ops.flash_attention.tokens import band, tokens, visible
 from ejkernel_triton import _jax_triton, _portable
 from ejkernel_triton._problem import intervals, sides
 from ejkernel_triton.gluon_sm90 import _sight, flash_attention, flash_attention_bwd

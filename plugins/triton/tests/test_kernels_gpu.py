@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ejkernel_core import call, invocation
-from ejkernel_ops.attention.cases import case
+from ejkernel_ops.flash_attention.examples import case
 from ejkernel_testing import Case, KernelProofs
 from ejkernel_triton.gluon_sm90 import _schedule, flash_attention, flash_attention_bwd
 

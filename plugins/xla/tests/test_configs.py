@@ -1,19 +1,19 @@
-"""What the XLA kernels may be configured with: every block size is right, and cuDNN is refused where it is not exact."""
+"""What the XLA kernels may be configured with: every block size is right."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ejkernel_core
-from ejkernel_core import NoKernel, registry
-from ejkernel_xla import _cudnn, flash_attention, flash_attention_bwd
-from ejkernel_xla._blocks import blocks, nearby
+from ejkernel_core import registry
+from ejkernel_xla import flash_attention
+from ejkernel_xla.flash_attention import backward
+from ejkernel_xla.flash_attention.blocks import blocks, nearby
 
 CASES = {
     "plain": {},
@@ -54,8 +54,8 @@ def arguments(options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_every_block_size_gives_the_same(name: str, blocks: tuple[int, int]) -> None:
     given = arguments(CASES[name])
-    cfg = flash_attention.Config("blockwise", *blocks)
-    cfg_bwd = flash_attention_bwd.Config("blockwise", *blocks)
+    cfg = flash_attention.Config(*blocks)
+    cfg_bwd = backward.Config(*blocks)
     wanted = ejkernel_core.call("flash_attention", **given, return_lse=True, backend="reference")
     found = ejkernel_core.call("flash_attention", **given, return_lse=True, cfg=cfg)
     rng = np.random.default_rng(2)
@@ -76,55 +76,7 @@ def invocation(dtype: Any = jnp.bfloat16, op: str = "flash_attention", **given: 
     return registry.plan(op, **{**arrays, **given}).invocation
 
 
-INT = jnp.int32
-REFUSED = {
-    "a bias": {"bias": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)},
-    "an attention mask": {"attention_mask": jax.ShapeDtypeStruct((64, 64), jnp.bool_)},
-    "segment ids": {name: jax.ShapeDtypeStruct((2, 64), INT) for name in ("q_segment_ids", "kv_segment_ids")},
-    "sink logits": {"softmax_aux": jax.ShapeDtypeStruct((4,), jnp.bfloat16)},
-    "a soft cap": {"logits_soft_cap": 3.0},
-    "dropout": {"dropout_prob": 0.5, "dropout_seed": jax.ShapeDtypeStruct((), INT)},
-    "not float32": {"dtype": jnp.float32},
-    "no right side": {"sliding_window": (8, 8)},
-    "one head dim": {"value": jax.ShapeDtypeStruct((2, 64, 4, 8), jnp.bfloat16)},
-    "multiples of 8": {n: jax.ShapeDtypeStruct((2, 64, 4, 12), jnp.bfloat16) for n in ("query", "key", "value")},
-    "aligned differently": {
-        "causal": True,
-        **{name: jax.ShapeDtypeStruct((2, 99, 4, 16), jnp.bfloat16) for name in ("key", "value")},
-    },
-    "a positive softmax_scale": {"softmax_scale": -1.0},
-    "packed sequences": {
-        **{name: jax.ShapeDtypeStruct((64, 4, 16), jnp.bfloat16) for name in ("query", "key", "value")},
-        **{name: jax.ShapeDtypeStruct((3,), INT) for name in ("cum_seqlens_q", "cum_seqlens_k")},
-    },
-}
-
-
-@pytest.mark.parametrize("reason", REFUSED)
-def test_cudnn_refuses_what_it_would_not_do_exactly(reason: str) -> None:
-    assert reason in str(_cudnn.refusal(invocation(**REFUSED[reason])))
-
-
-@pytest.mark.parametrize("given", [{}, {"causal": True}, {"causal": True, "sliding_window": (8, 0)}])
-def test_cudnn_lacks_nothing_but_the_gpu_elsewhere(given: dict[str, Any]) -> None:
-    if jax.default_backend() != "gpu":
-        assert "GPU" in str(_cudnn.refusal(invocation(**given)))
-
-
-def test_cudnns_backward_takes_no_gradient_of_the_log_sum_exp() -> None:
-    bfloat16, lse = jax.ShapeDtypeStruct((2, 64, 4, 16), jnp.bfloat16), jax.ShapeDtypeStruct((2, 4, 64), jnp.float32)
-    saved = {"out": bfloat16, "lse": lse, "d_out": bfloat16, "d_lse": lse, "wrt": ("query",)}
-    assert "no gradient of the log-sum-exp" in str(_cudnn.refusal(invocation(op="flash_attention_bwd", **saved)))
-
-
-def test_an_explicit_cudnn_is_refused_with_the_way_out() -> None:
-    if jax.default_backend() != "gpu":
-        given = arguments({})
-        with pytest.raises(NoKernel, match="cuDNN attention needs a GPU, not a cpu; Config.. without"):
-            ejkernel_core.call("flash_attention", **given, cfg=flash_attention.Config("cudnn"))
-
-
-@pytest.mark.parametrize("module", [flash_attention, flash_attention_bwd])
+@pytest.mark.parametrize("module", [flash_attention, backward])
 def test_the_space_has_the_heuristic_and_its_neighbours(module: Any) -> None:
     inv = invocation(
         **{name: jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.float32) for name in ("query", "key", "value")}
@@ -132,23 +84,9 @@ def test_the_space_has_the_heuristic_and_its_neighbours(module: Any) -> None:
     space = list(module.config_space(inv))
     assert module.heuristic_cfg(inv) in space
     assert len(space) == len(set(space)) > 4
-    for bad in ({"q_block": 0}, {"kv_block": 2.5}, {"implementation": "fast"}):
+    for bad in ({"q_block": 0}, {"kv_block": 2.5}):
         with pytest.raises((ValueError, TypeError)):
             module.Config(**bad)
-
-
-@pytest.mark.parametrize("module", [flash_attention, flash_attention_bwd])
-def test_beside_an_exact_cudnn_few_blocks_are_offered_for_long_calls(module: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(_cudnn, "refusal", lambda arguments: None)
-
-    def space(length: int) -> list[str]:
-        arrays = {n: jax.ShapeDtypeStruct((1, length, 8, 64), jnp.bfloat16) for n in ("query", "key", "value")}
-        inv = attrs.evolve(invocation(**arrays), platform="gpu")
-        assert module.heuristic_cfg(inv) == module.Config("cudnn")
-        return [cfg.implementation for cfg in module.config_space(inv)]
-
-    assert space(4096) == ["cudnn", "blockwise"]
-    assert space(4095)[:3] == ["cudnn", "blockwise", "blockwise"]
 
 
 def test_blocks_follow_the_window_and_the_heads() -> None:

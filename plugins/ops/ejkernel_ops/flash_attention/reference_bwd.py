@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_core import Invocation, hookimpl
-from ejkernel_ops.attention.dense import dense_attention
+from ejkernel_ops.flash_attention.dense import dense_attention
 
 #: Of the kernel and of its Config: what was measured with another one is measured again.
 VERSION = 1

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel_ops.attention.dropout import keep_mask
-from ejkernel_ops.attention.tokens import Tokens, band, tokens, visible
+from ejkernel_ops.flash_attention.dropout import keep_mask
+from ejkernel_ops.flash_attention.tokens import Tokens, band, tokens, visible
 
 Carry = TypeVar("Carry")
 Range = tuple[Any, Any, Any, Any]

@@ -1,23 +1,21 @@
-"""Flash attention through cuDNN, on the GPUs and for the cases where it does exactly what is asked.
+"""Which attention calls cuDNN computes exactly as the operation says, and how it is called.
 
-`jax.nn.dot_product_attention` reaches the same library, but it rounds the log-sum-exp to the output's dtype and offers
-no backward from kept residuals. Both are there one level below, in a module that JAX does not promise to keep: every
-use of it is in `_library`, which refuses what it does not recognise.
+``jax.nn.dot_product_attention`` reaches the same library, but it rounds the log-sum-exp to the output's dtype and has
+no backward from saved results. Both are there one level below, in a module that JAX does not promise to keep: every use
+of it is in ``_library``, which refuses an interface that it does not know.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel_core import Invocation, Unsupported
-from ejkernel_ops.attention.tokens import band
-from ejkernel_xla._blocks import nearby
+from ejkernel_ops.flash_attention.tokens import band
 
 Forward = Callable[..., tuple[jax.Array, jax.Array]]
 Backward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
@@ -30,26 +28,6 @@ NO_FEATURE = {
     "softmax_aux": "sink logits",
     "logits_soft_cap": "a soft cap",
 }
-#: From so many queries on, blocks in plain XLA were 8 to 21 times slower on an H200, and take longest to compile.
-LONG = 4096
-
-
-def beside_blocks(inv: Invocation, first: tuple[int, int]) -> Iterator[tuple[Any, ...]]:
-    """What is worth measuring, as the arguments of a configuration: cuDNN where it is exact; blocks, of which the
-    neighbours of the first can win where cuDNN is not, or queries are few.
-    """
-    exact = inv.platform == "gpu" and refusal(inv) is None
-    if exact:
-        yield ("cudnn",)
-    for pair in [first] if exact and inv["query"].shape[1] >= LONG else nearby(inv, inv.platform, first):
-        yield ("blockwise", *pair)
-
-
-def check(inv: Invocation) -> None:
-    """Raise where cuDNN does not do exactly this call."""
-    reason = refusal(inv) if inv.platform == "gpu" else f"cuDNN attention needs a GPU, not a {inv.platform}"
-    if reason is not None:
-        raise Unsupported(f"{reason}; Config() without implementation='cudnn' can do it")
 
 
 def refusal(arguments: Mapping[str, Any]) -> str | None:
@@ -64,18 +42,18 @@ def refusal(arguments: Mapping[str, Any]) -> str | None:
 
 
 def forward(arguments: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-    """The output and the log-sum-exp, as `_blockwise.forward` gives them; only where `refusal` is None."""
-    attend, _ = _known()
+    """The output and the log-sum-exp in float32; only where ``refusal`` is None."""
+    attend, _ = _functions()
     return attend(arguments["query"], arguments["key"], arguments["value"], **_options(arguments))
 
 
 def backward(arguments: Mapping[str, Any]) -> tuple[jax.Array, ...]:
     """The gradients that ``wrt`` names, from the forward's out and lse, whichever backend made them."""
-    _, differentiate = _known()
+    _, differentiate = _functions()
     inputs = (arguments[name] for name in ("query", "key", "value", "lse", "out", "d_out"))
     gradients = differentiate(*inputs, **_options(arguments))
-    found = dict(zip(("query", "key", "value"), gradients, strict=True))
-    return tuple(found[name] for name in arguments["wrt"])
+    named = dict(zip(("query", "key", "value"), gradients, strict=True))
+    return tuple(named[name] for name in arguments["wrt"])
 
 
 def _unsupported(arguments: Mapping[str, Any]) -> str | None:
@@ -147,7 +125,7 @@ def _limits(arguments: Mapping[str, Any]) -> tuple[int | None, int | None]:
     return left, None if right is not None and right >= q_length - 1 else right
 
 
-def _known() -> tuple[Forward, Backward]:
+def _functions() -> tuple[Forward, Backward]:
     library = _library()
     if isinstance(library, str):
         raise NotImplementedError(library)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel_xla._tiling import Tiling, tiling
+from ejkernel_xla.flash_attention.tiling import Tiling, tiling
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 

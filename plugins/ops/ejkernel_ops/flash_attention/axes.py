@@ -1,8 +1,37 @@
-"""What the axes of attention's arrays mean: of the canonical form, in which a packed call is a batch of one."""
+"""How attention is called, and what the axes of its arrays mean: of the canonical form, in which a packed call is a
+batch of one.
+"""
 
 from __future__ import annotations
 
+import inspect
+
 from ejkernel_core import Axes
+
+
+def _call(  # type: ignore[no-untyped-def]  # a signature and nothing else: the typed one is ejkernel_ops.flash_attention
+    query,
+    key,
+    value,
+    bias=None,
+    *,
+    attention_mask=None,
+    q_segment_ids=None,
+    kv_segment_ids=None,
+    cum_seqlens_q=None,
+    cum_seqlens_k=None,
+    softmax_aux=None,
+    softmax_scale=None,
+    causal=False,
+    sliding_window=None,
+    logits_soft_cap=None,
+    dropout_prob=0.0,
+    dropout_seed=None,
+    return_lse=False,
+): ...
+
+
+SIGNATURE = inspect.signature(_call)
 
 AXES = Axes(
     {

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 import ejkernel_core
 
-from .axes import AXES
-from .signature import SIGNATURE
+from .axes import AXES, SIGNATURE
 
 Arguments = dict[str, Any]
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_xla._tiling import Tiling, accumulator, tiling
+from ejkernel_xla.flash_attention.tiling import Tiling, accumulator, tiling
 
 Sums = dict[str, jax.Array]
 

@@ -1,4 +1,9 @@
-"""The typed front door of ``flash_attention``."""
+"""The typed front door of ``flash_attention``.
+
+Beside it: ``operation`` (with ``axes``, ``arguments``, ``values``, ``cost``, ``samples`` and ``fold``), ``reference``,
+``examples``, and the parts of the definition that kernels share: ``tokens`` says which queries see which keys,
+``dropout`` which weights are dropped, ``far`` what a log-sum-exp far from 0 cannot tell.
+"""
 
 from __future__ import annotations
 

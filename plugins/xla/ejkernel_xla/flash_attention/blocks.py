@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ejkernel_ops.attention.tokens import band
+from ejkernel_ops.flash_attention.tokens import band
 
 # The elements of one tile over all heads. On a CPU a tile is worked on in cache, by every core at once: below half a
 # million the loop itself starts to cost, far above that the memory does. An accelerator wants few and large tiles.

@@ -1,0 +1,1 @@
+"""Kernels that cuDNN has, one folder an operation."""

@@ -1,0 +1,39 @@
+"""``flash_attention_bwd`` by cuDNN, where it does exactly what is asked."""
+
+from __future__ import annotations
+
+import attrs
+import jax
+
+from ejkernel_core import Invocation, Unsupported, hookimpl
+from ejkernel_ops.flash_attention.symbolic import refuse_symbolic
+
+from . import library
+
+#: Of the kernel and of its Config: what was measured with another one is measured again.
+VERSION = 1
+#: Where it runs, and how strongly it is preferred there.
+PLATFORMS = {"gpu": 40}
+#: The library's versions; one of the two is installed, or none where the system has cuDNN.
+COMPILERS = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+
+
+@attrs.frozen
+class Config:
+    """Nothing to choose: cuDNN has heuristics of its own."""
+
+
+@hookimpl
+def heuristic_cfg(inv: Invocation) -> Config:
+    """The only one; ``Unsupported`` where cuDNN would compute something else."""
+    refuse_symbolic(inv)
+    reason = library.refusal(inv)
+    if reason is not None:
+        raise Unsupported(reason)
+    return Config()
+
+
+@hookimpl
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
+    """The gradients that ``wrt`` names, in its order."""
+    return library.backward(inv)

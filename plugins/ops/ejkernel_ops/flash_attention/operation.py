@@ -1,0 +1,76 @@
+"""The operations ``flash_attention`` and ``flash_attention_bwd``, which has the gradients of the first from its results
+and their cotangents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from ejkernel_core import Axes, Operation
+
+from .arguments import prepare
+from .axes import AXES, BACKWARD, SIGNATURE
+from .cost import backward_cost, forward_cost
+from .fold import fold
+from .samples import samples
+from .values import check_values
+
+Arguments = dict[str, Any]
+
+DIFFERENTIABLE = ("query", "key", "value", "bias", "softmax_aux")
+#: What the backward has of the forward, and has no batch either where a call is packed.
+SAVED = ("out", "lse", "d_out", "d_lse")
+
+
+def bucket(axes: Axes, arguments: Mapping[str, Any]) -> Arguments:
+    """Which calls are alike as far as tuning goes: the arguments with every batch and length rounded up to a power of
+    two, and of numbers only whether they act.
+
+    >>> import jax
+    >>> query = jax.ShapeDtypeStruct((3, 1000, 8, 64), "float32")
+    >>> bucket(AXES, {"query": query, "softmax_scale": 0.1, "logits_soft_cap": 30.0, "return_lse": True})
+    {'query': ShapeDtypeStruct(shape=(4, 1024, 8, 64), dtype=float32), 'logits_soft_cap': True}
+    """
+    rounded = axes.bucket(arguments)
+    relevant = {name: value for name, value in rounded.items() if name not in ("softmax_scale", "return_lse")}
+    return {name: bool(v) if name in ("logits_soft_cap", "dropout_prob") else v for name, v in relevant.items()}
+
+
+def _examples() -> Iterable[Any]:
+    from .examples import forward_cases
+
+    return forward_cases()
+
+
+forward = Operation(
+    name="flash_attention",
+    signature=SIGNATURE,
+    axes=AXES,
+    differentiable=DIFFERENTIABLE,
+    prepare=prepare,
+    validate=check_values,
+    backward="flash_attention_bwd",
+    fold=partial(fold, AXES),
+    tuning_key=partial(bucket, AXES),
+    samples=samples,
+    cost=forward_cost,
+    cases=_examples,
+)
+
+
+def _prepare_gradients(arguments: Arguments) -> tuple[Arguments, Callable[[tuple[Any, ...]], Any]]:
+    if arguments["cum_seqlens_q"] is None:
+        return forward.prepare_gradients(arguments)
+    saved = {name: arguments[name] for name in SAVED if arguments[name] is not None}
+    return forward.prepare_gradients({**arguments, **{name: array[None] for name, array in saved.items()}})
+
+
+backward = forward.gradients(
+    prepare=_prepare_gradients,
+    fold=partial(fold, BACKWARD),
+    tuning_key=partial(bucket, BACKWARD),
+    samples=samples,
+    cost=backward_cost,
+)
