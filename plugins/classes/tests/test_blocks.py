@@ -29,12 +29,12 @@ from ejkernel_core import NoKernel, Registry, UnknownBackend, Unsupported
 
 pytest.importorskip("triton")
 
-import ejkernel_triton.flash_attention as triton_fwd
-import ejkernel_triton.flash_attention_bwd as triton_bwd
-from ejkernel_triton import _jax_triton
-from ejkernel_triton.gluon_sm90 import flash_attention as gluon_fwd
-from ejkernel_triton.gluon_sm90 import flash_attention_bwd as gluon_bwd
-from ejkernel_triton.testing import interpreted, interpreted_registry
+from ejkernel_triton import flash_attention as triton_fwd
+from ejkernel_triton import flash_attention_sm90 as gluon_fwd
+from ejkernel_triton.flash_attention import backward as triton_bwd
+from ejkernel_triton.flash_attention_sm90 import backward as gluon_bwd
+from ejkernel_triton.interpreter import interpreted, interpreted_registry
+from ejkernel_triton.launch import _jax_triton
 
 Q, K, V = jax.random.normal(jax.random.key(0), (3, 1, 64, 2, 16))
 FWD = FwdParams(q_blocksize=16, kv_blocksize=32)

@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from ejkernel_triton import _jax_triton
-from ejkernel_triton.testing import interpreted
+from ejkernel_triton.interpreter import interpreted
+from ejkernel_triton.launch import _jax_triton
 
 if _jax_triton.missing():
     pytest.skip(_jax_triton.missing(), allow_module_level=True)

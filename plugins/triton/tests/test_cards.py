@@ -13,9 +13,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import ejkernel_core
 from ejkernel_core import Invocation, Unsupported
-from ejkernel_triton import _jax_triton, _tuning, flash_attention, flash_attention_bwd
-from ejkernel_triton._cards import capability
-from ejkernel_triton.gluon_sm90 import _refusals as gluon
+from ejkernel_triton import flash_attention
+from ejkernel_triton.flash_attention import _tuning
+from ejkernel_triton.flash_attention import backward as flash_attention_bwd
+from ejkernel_triton.flash_attention_sm90 import _refusals as gluon
+from ejkernel_triton.launch import _jax_triton
+from ejkernel_triton.launch._cards import capability
 
 KERNELS = {"flash_attention": flash_attention, "flash_attention_bwd": flash_attention_bwd}
 NAMED = {

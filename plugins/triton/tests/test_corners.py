@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_triton import flash_attention, flash_attention_bwd
-from ejkernel_triton._rows import LOG2E, Rows, of_sinks
-from ejkernel_triton.testing import compiled_for, interpreted, interpreted_registry
+from ejkernel_triton import flash_attention
+from ejkernel_triton.flash_attention import backward as flash_attention_bwd
+from ejkernel_triton.flash_attention._rows import LOG2E, Rows, of_sinks
+from ejkernel_triton.interpreter import compiled_for, interpreted, interpreted_registry
 
 REGISTRY = interpreted_registry(
     {"flash_attention.triton": flash_attention, "flash_attention_bwd.triton": flash_attention_bwd}

@@ -17,12 +17,14 @@ import pytest
 import ejkernel_core
 from ejkernel_core import Invocation, Registry, Unsupported
 from ejkernel_ops.flash_attention.tokens import band, tokens, visible
-from ejkernel_triton import _jax_triton, _portable
-from ejkernel_triton._problem import intervals, sides
-from ejkernel_triton.gluon_sm90 import _sight, flash_attention, flash_attention_bwd
-from ejkernel_triton.gluon_sm90._launch import width
-from ejkernel_triton.gluon_sm90._schedule import schedule
-from ejkernel_triton.testing import compiled_for
+from ejkernel_triton import flash_attention_sm90 as flash_attention
+from ejkernel_triton.flash_attention._problem import intervals, sides
+from ejkernel_triton.flash_attention_sm90 import _sight
+from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
+from ejkernel_triton.flash_attention_sm90._launch import width
+from ejkernel_triton.flash_attention_sm90._schedule import schedule
+from ejkernel_triton.interpreter import compiled_for
+from ejkernel_triton.launch import _jax_triton, _protocol
 
 FORWARD, BACKWARD = "flash_attention", "flash_attention_bwd"
 H200 = "NVIDIA H200"
@@ -144,7 +146,7 @@ def in_numpy(function: Any) -> Any:
 def masks(call: dict[str, Any], of_queries: bool, ends: bool, block: int, other_block: int) -> Iterator[np.ndarray]:
     """For each batch, all pairs of blocks as the kernels mask them: of queries forward, of keys backward."""
     with _jax_triton.importing():
-        from ejkernel_triton.gluon_sm90 import _shared
+        from ejkernel_triton.flash_attention_sm90 import _shared
     own_tokens, seen = in_numpy(_shared.own_tokens), in_numpy(_shared.seen)
     before, after = sides(call)
     names = [("query", "q_segment_ids"), ("key", "kv_segment_ids")]
@@ -355,7 +357,7 @@ def run_ptx(code: str, given: np.ndarray) -> tuple[np.ndarray, set[str]]:
 @pytest.mark.parametrize("far", [False, True])
 def test_weights_of_a_soft_cap_are_right_near_zero_and_far_from_it(scale: float, far: bool) -> None:
     with _jax_triton.importing():
-        from ejkernel_triton.gluon_sm90 import _shared
+        from ejkernel_triton.flash_attention_sm90 import _shared
     code, kinds = _shared._bent_weights.fn(scale, 40.0, 64)
     assert kinds.count("=&f") == kinds.count("f") - 64 == 64
     drawn = np.random.default_rng(0).uniform(-0.349, 0.349, (64, 32)).astype(np.float32)
@@ -372,7 +374,7 @@ def test_weights_of_a_soft_cap_are_right_near_zero_and_far_from_it(scale: float,
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-14, 1e-8, 1e8, 1e9, 1e18])
 def test_weights_of_a_soft_cap_are_right_for_logits_of_any_size(scale: float) -> None:
     with _jax_triton.importing():
-        from ejkernel_triton.gluon_sm90 import _shared
+        from ejkernel_triton.flash_attention_sm90 import _shared
     code, _ = _shared._bent_weights.fn(scale, 40.0, 64)
     drawn = np.random.default_rng(0).uniform(-0.34, 0.34, (64, 32)).astype(np.float32)
     found, _ = run_ptx(code, drawn / np.float32(scale))
@@ -458,8 +460,8 @@ def test_an_old_jax_triton_is_refused_with_the_line_that_mends_it(monkeypatch: p
 def test_jax_triton_compiles_both_passes_and_no_launch_allocates_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     # XLA makes graphs of several launches, and there is no place for it there.
     kernels: list[Any] = []
-    original = _portable.TritonKernel
-    monkeypatch.setattr(_portable, "TritonKernel", lambda *given: kernels.append(original(*given)) or kernels[-1])
+    original = _protocol.TritonKernel
+    monkeypatch.setattr(_protocol, "TritonKernel", lambda *given: kernels.append(original(*given)) or kernels[-1])
     registry = Registry(plugins="ejkernel-ops")
     registry.register(flash_attention, f"{FORWARD}.gluon_sm90")
     registry.register(flash_attention_bwd, f"{BACKWARD}.gluon_sm90")

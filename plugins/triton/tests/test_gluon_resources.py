@@ -19,8 +19,10 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core import Invocation, Unsupported
-from ejkernel_triton import _jax_triton
-from ejkernel_triton.gluon_sm90 import _schedule, flash_attention, flash_attention_bwd
+from ejkernel_triton import flash_attention_sm90 as flash_attention
+from ejkernel_triton.flash_attention_sm90 import _schedule
+from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
+from ejkernel_triton.launch import _jax_triton
 
 if _jax_triton.missing():
     pytest.skip(_jax_triton.missing(), allow_module_level=True)

@@ -20,8 +20,8 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 import ejkernel_core as core  # noqa: E402
-from ejkernel_triton import _jax_triton  # noqa: E402
-from ejkernel_triton.testing import interpreted, interpreted_registry  # noqa: E402
+from ejkernel_triton.interpreter import interpreted, interpreted_registry  # noqa: E402
+from ejkernel_triton.launch import _jax_triton  # noqa: E402
 
 if _jax_triton.missing():
     pytest.skip(_jax_triton.missing(), allow_module_level=True)
@@ -1013,7 +1013,7 @@ import sys
 import jax, jax.numpy as jnp
 sys.path.insert(0, {tests!r})
 import test_interpreter as t
-from ejkernel_triton.testing import interpreted
+from ejkernel_triton.interpreter import interpreted
 x = jnp.ones(64)
 for _ in range(2):
     try:

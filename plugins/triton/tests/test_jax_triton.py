@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel_triton
-from ejkernel_triton import _jax_triton, _kept, _portable
-from ejkernel_triton.testing import compiled_for
+from ejkernel_triton.interpreter import compiled_for
+from ejkernel_triton.launch import _compile_cache, _jax_triton, _protocol
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -120,7 +120,7 @@ def test_another_system(monkeypatch):
 def test_asking_imports_nothing():
     assert run(
         "import sys\n"
-        "from ejkernel_triton import _jax_triton\n"
+        "from ejkernel_triton.launch import _jax_triton\n"
         "print(_jax_triton.missing(), _jax_triton.version())\n"
         "print({'triton', 'jax_triton', 'numpy.testing'} & set(sys.modules))"
     ) == [f"None {VERSION}", "set()"]
@@ -152,7 +152,7 @@ def test_a_call_is_exported_for_cuda_without_a_gpu():
 
 
 def test_the_card_has_to_be_named():
-    if _made_by() != _portable.__name__:
+    if _made_by() != _protocol.__name__:
         pytest.skip("there is a CUDA plugin, and maybe a card")
     call = lambda x: _jax_triton.call(
         add, [x, x], [VECTOR], scalars=(200,), grid=(4,), constants={"BLOCK": 128}, num_warps=4, num_stages=2,
@@ -166,7 +166,7 @@ def test_the_card_has_to_be_named():
 def _made_by():
     from jaxlib import gpu_triton
 
-    return getattr(gpu_triton, "TritonKernel", _portable.TritonKernel).__module__
+    return getattr(gpu_triton, "TritonKernel", _protocol.TritonKernel).__module__
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -186,7 +186,7 @@ def test_numbers_of_numpy_are_numbers():
 
 
 def test_the_environment_is_left_alone():
-    given = "import os\nfrom ejkernel_triton import _jax_triton\n{}\nprint(os.environ.get('TRITON_CACHE_DIR'))"
+    given = "import os\nfrom ejkernel_triton.launch import _jax_triton\n{}\nprint(os.environ.get('TRITON_CACHE_DIR'))"
     plainly = "with _jax_triton._MissingNames():\n    import jax_triton"
     assert run(given.format(plainly), TRITON_CACHE_DIR="/mine") == ["None" if NEW else ""]  # the need
     assert run(given.format("_jax_triton.load()"), TRITON_CACHE_DIR="/mine") == ["/mine"]
@@ -204,7 +204,7 @@ def test_0_3_imports_without_a_cuda_plugin():
         pytest.skip("there is a CUDA plugin")
     assert run("try:\n    import jax_triton\nexcept ImportError:\n    print('needed')") == ["needed"]
     assert run(
-        "from ejkernel_triton import _jax_triton\n"
+        "from ejkernel_triton.launch import _jax_triton\n"
         "from jaxlib import gpu_triton\n"
         "before = set(vars(gpu_triton))\n"
         "print(_jax_triton.load().__name__, set(vars(gpu_triton)) - before)"
@@ -216,7 +216,7 @@ def test_0_3_imports_without_a_cuda_plugin():
 def test_0_4_finds_cuda_in_triton_3_6(first):
     state = "import jax_triton.triton_lib as l\nprint(type(l.cb).__name__)"
     assert run(state) == ["SimpleNamespace"]  # the need
-    mended = first + "from ejkernel_triton import _jax_triton\n_jax_triton.load()\n" + state
+    mended = first + "from ejkernel_triton.launch import _jax_triton\n_jax_triton.load()\n" + state
     assert run(mended + "\nprint(l._TMA_TF32, len(l._TMA_DTYPE_DEVICE_TO_HOST) > 0)") == ["module", "11 True"]
 
 
@@ -244,7 +244,7 @@ def test_the_rule_for_dead_code_takes_what_jax_passes():
         need = "try:\n    t.lowered(lambda x: t.plainly_added(x, x), t.VECTOR)\nexcept TypeError as e:\n    print(e)"
         need = need.replace("t.plainly", "__import__('jax_triton') and t.plainly")
         told = run(
-            "import jax_triton.triton_lib as l\nl.triton_kernel_call_lib = __import__('ejkernel_triton._portable')._portable\n"
+            "import jax_triton.triton_lib as l\nl.triton_kernel_call_lib = __import__('ejkernel_triton.launch._protocol').launch._protocol\n"
             + need
         )
         assert "takes 2 positional arguments but 3 were given" in told[0]
@@ -286,7 +286,7 @@ def _warp_specialised():
     return both
 
 
-@pytest.mark.skipif(_made_by() != _portable.__name__, reason="the native kernels cannot be looked into")
+@pytest.mark.skipif(_made_by() != _protocol.__name__, reason="the native kernels cannot be looked into")
 def test_a_warp_specialised_kernel_gets_all_its_warps(monkeypatch):
     seen = []
 
@@ -294,8 +294,8 @@ def test_a_warp_specialised_kernel_gets_all_its_warps(monkeypatch):
         seen.append(arguments)
         return _original(*arguments)
 
-    _original = _portable.TritonKernel
-    monkeypatch.setattr(_portable, "TritonKernel", kernel)
+    _original = _protocol.TritonKernel
+    monkeypatch.setattr(_protocol, "TritonKernel", kernel)
     pair = jax.ShapeDtypeStruct((2,), jnp.float32)
 
     def call(x):
@@ -315,7 +315,7 @@ def test_a_warp_specialised_kernel_gets_all_its_warps(monkeypatch):
     _jax_triton.load()
     import jax_triton.triton_lib as library
 
-    monkeypatch.setattr(library, "triton_kernel_call_lib", _portable)
+    monkeypatch.setattr(library, "triton_kernel_call_lib", _protocol)
     lowered(lambda x: call(x), pair)
     assert seen[1][1] == 4  # the need
 
@@ -384,7 +384,7 @@ for dtype in ("float32", "bfloat16"):
     assert run(code, **folder, TRITON_ALWAYS_COMPILE="1") == first
     assert run(code, **folder, JAX_TRITON_DUMP_DIR=str(tmp_path / "seen")) == first
     # What is damaged is not there, nor what cannot be.
-    for file in (tmp_path / "kept").rglob(_kept.FILE):
+    for file in (tmp_path / "kept").rglob(_compile_cache.FILE):
         file.write_text(file.read_text()[:-9])
     assert run(code, **folder) == first
     assert run(code, TRITON_CACHE_DIR="/proc/no/folder") == first
@@ -399,20 +399,20 @@ def test_what_is_kept_says_how_arrays_are_described(tmp_path, monkeypatch):
     described = {"block_size": [1, 64, 1, 128], "elem_size": 2, "elem_type": 10, "fp4_padded": False, "swizzle": 3}
     made = library.CompilationResult("ptx", "name", 7, "ttgir", "llir", 16, 8, [described | {"is_im2col": False}])
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(_kept, "_folder", lambda *given: get_cache_manager("0" * 64))
+    monkeypatch.setattr(_compile_cache, "_folder", lambda *given: get_cache_manager("0" * 64))
     compilations = iter([made])  # a second one would fail
-    assert _kept.compiled(library, lambda *given: next(compilations), None, None, None) is made
-    again = _kept.compiled(library, lambda *given: next(compilations), None, None, None)
+    assert _compile_cache.compiled(library, lambda *given: next(compilations), None, None, None) is made
+    again = _compile_cache.compiled(library, lambda *given: next(compilations), None, None, None)
     assert again == dataclasses.replace(made, ttgir="", llir="")
 
 
 def test_threads_may_begin_with_different_kernels():
     code = """
 import importlib, sys, threading
-from ejkernel_triton import _jax_triton
+from ejkernel_triton.launch import _jax_triton
 
 # What kernels import, too: from more sides Triton's circles are sure to break.
-kernels = [f"ejkernel_triton.{name}" for name in ("_forward", "_backward", "gluon_sm90._forward")]
+kernels = [f"ejkernel_triton.{name}" for name in ("flash_attention._forward", "flash_attention._backward", "flash_attention_sm90._forward")]
 kernels += ["triton", "triton.language", "triton.experimental.gluon", "triton.experimental.gluon.language"]
 gate, told = threading.Barrier(1 + len(kernels)), []
 
@@ -439,7 +439,7 @@ print(told)
 def test_all_kernels_are_imported_by_one_thread_at_a_time():
     package = Path(ejkernel_triton.__file__).parent
     # All but who holds the lock, and what is imported by its users.
-    files = [file for file in package.rglob("*.py") if {"testing", "_jax_triton.py"}.isdisjoint(file.parts)]
+    files = [file for file in package.rglob("*.py") if {"interpreter", "_jax_triton.py"}.isdisjoint(file.parts)]
     with_kernels = {
         "ejkernel_triton." + ".".join(file.relative_to(package).with_suffix("").parts)
         for file in files
@@ -464,7 +464,7 @@ def _imports(tree, modules):
 def test_threads_that_come_at_once_get_what_is_mended():
     code = """
 import threading
-from ejkernel_triton import _jax_triton
+from ejkernel_triton.launch import _jax_triton
 found, start = [], threading.Barrier(8)
 def work():
     start.wait()
@@ -515,13 +515,13 @@ WRITTEN = (
 def test_the_portable_way_writes_what_the_plugin_writes():
     from jaxlib import gpu_triton
 
-    assert _launches(_portable)[0] == WRITTEN
+    assert _launches(_protocol)[0] == WRITTEN
     if hasattr(gpu_triton, "TritonKernel"):
-        assert _launches(_portable) == _launches(gpu_triton)
+        assert _launches(_protocol) == _launches(gpu_triton)
 
 
 def test_an_array_for_the_copy_engine_is_written_as_the_plugin_writes_it():
-    parameter = _portable.create_tma_descriptor_parameter(
+    parameter = _protocol.create_tma_descriptor_parameter(
         elem_type=7,
         swizzle=3,
         shape=[11, 300, 13, 14],
@@ -535,15 +535,15 @@ def test_an_array_for_the_copy_engine_is_written_as_the_plugin_writes_it():
 
 
 def test_scratch_memory_is_told():
-    kernel = _portable.TritonKernel("name", 4, 1, 1000, "ptx", "ttir", 90, 128, 16)
+    kernel = _protocol.TritonKernel("name", 4, 1, 1000, "ptx", "ttir", 90, 128, 16)
     assert kernel.serialized().endswith(b"P\x01`\x80\x01h\x10")
 
 
 def test_what_the_portable_way_cannot_do_is_told():
     with pytest.raises(ValueError, match="type 'i8' cannot be passed"):
-        _portable.create_scalar_parameter(1, "i8")
+        _protocol.create_scalar_parameter(1, "i8")
     with pytest.raises(RuntimeError, match="takes jaxlib's CUDA plugin"):
-        _portable.get_serialized_metadata(b"")
+        _protocol.get_serialized_metadata(b"")
 
 
 def _turned_round_and_back():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ejkernel_testing import KernelProofs
-from ejkernel_triton import flash_attention, flash_attention_bwd
-from ejkernel_triton.testing import interpreted, interpreted_registry
+from ejkernel_triton import flash_attention
+from ejkernel_triton.flash_attention import backward as flash_attention_bwd
+from ejkernel_triton.interpreter import interpreted, interpreted_registry
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,7 +15,9 @@ import pytest
 from ejkernel_core import call, invocation
 from ejkernel_ops.flash_attention.examples import case
 from ejkernel_testing import Case, KernelProofs
-from ejkernel_triton.gluon_sm90 import _schedule, flash_attention, flash_attention_bwd
+from ejkernel_triton import flash_attention_sm90 as flash_attention
+from ejkernel_triton.flash_attention_sm90 import _schedule
+from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
 
 pytestmark = pytest.mark.gpu
 

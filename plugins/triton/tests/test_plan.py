@@ -17,9 +17,12 @@ import pytest
 import ejkernel_core
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_ops.calibration import get_shared_memory_limit
-from ejkernel_triton import _jax_triton, _tuning, flash_attention, flash_attention_bwd
-from ejkernel_triton.flash_attention_bwd import Pass
-from ejkernel_triton.testing import interpreted, interpreted_registry
+from ejkernel_triton import flash_attention
+from ejkernel_triton.flash_attention import _tuning
+from ejkernel_triton.flash_attention import backward as flash_attention_bwd
+from ejkernel_triton.flash_attention.backward import Pass
+from ejkernel_triton.interpreter import interpreted, interpreted_registry
+from ejkernel_triton.launch import _jax_triton
 
 KERNELS = {"flash_attention.triton": flash_attention, "flash_attention_bwd.triton": flash_attention_bwd}
 CARDS = {"NVIDIA H200": (9, 0), "NVIDIA A100-SXM4-80GB": (8, 0), "NVIDIA L40S": (8, 9), "NVIDIA GB200": (10, 0)}
@@ -69,7 +72,7 @@ def _arrays(name: str) -> dict[str, Any]:
 
 def test_importing_it_imports_neither_triton_nor_jax_triton() -> None:
     code = (
-        "import sys, ejkernel_triton.flash_attention, ejkernel_triton.flash_attention_bwd\n"
+        "import sys, ejkernel_triton.flash_attention, ejkernel_triton.flash_attention.backward\n"
         "print(sorted({'triton', 'jax_triton', 'torch'} & {name.partition('.')[0] for name in sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel_core
-from ejkernel_triton import _jax_triton
-from ejkernel_triton.testing import __main__ as command
-from ejkernel_triton.testing import compiled_for
-from ejkernel_triton.testing.__main__ import Case, cases
+from ejkernel_triton.interpreter import __main__ as command
+from ejkernel_triton.interpreter import compiled_for
+from ejkernel_triton.interpreter.__main__ import Case, cases
+from ejkernel_triton.launch import _jax_triton
 
 if _jax_triton.missing():
     pytest.skip(_jax_triton.missing(), allow_module_level=True)

@@ -16,8 +16,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_core
-from ejkernel_triton import _jax_triton, flash_attention, flash_attention_bwd
-from ejkernel_triton.testing import compiled_for, interpreted, interpreted_registry, kernels_in
+from ejkernel_triton import flash_attention
+from ejkernel_triton.flash_attention import backward as flash_attention_bwd
+from ejkernel_triton.interpreter import compiled_for, interpreted, interpreted_registry, kernels_in
+from ejkernel_triton.launch import _jax_triton
 
 TARGET = "triton_kernel_call_ffi" if _jax_triton.version() >= (0, 4) else "triton_kernel_call"
 FORWARD, KEYS, QUERIES, BIAS = "attend", "sum_over_queries", "sum_over_keys", "sum_into_bias"

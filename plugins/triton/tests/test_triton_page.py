@@ -10,7 +10,7 @@ from pathlib import Path
 PAGE = Path(__file__).parents[3] / "docs/triton.md"
 
 ENDING = """
-from ejkernel_triton.testing import kernels_in
+from ejkernel_triton.interpreter import kernels_in
 
 (found,) = kernels_in(lowered)
 assert (found.name, found.spilled) == ("attend", 0), found

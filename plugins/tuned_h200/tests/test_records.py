@@ -18,7 +18,7 @@ from ejkernel_bench.records import PROBLEMS, calls_of
 from ejkernel_core import Candidate, Choice, Invocation
 from ejkernel_core._choice import able
 from ejkernel_cudnn.flash_attention import library
-from ejkernel_triton import _jax_triton
+from ejkernel_triton.launch import _jax_triton
 
 FILES = sorted(Path(ejkernel_tuned_h200.__file__).parent.rglob("*.jsonl"))
 RECORDS: list[dict[str, Any]] = [json.loads(line) for file in FILES for line in file.read_text().splitlines()]

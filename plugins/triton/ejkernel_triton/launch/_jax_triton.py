@@ -39,7 +39,7 @@ from typing import Any
 import jax
 
 from ejkernel_core._devices import absent
-from ejkernel_triton._cards import capability_by_name
+from ejkernel_triton.launch._cards import capability_by_name
 
 #: The newest jax-triton that needs the mends for 0.4.
 _LAST_SEEN = (0, 4, 1)
@@ -215,14 +215,14 @@ class _MissingNames:
     def __enter__(self) -> None:
         from jaxlib import gpu_triton
 
-        from ejkernel_triton import _portable
+        from ejkernel_triton.launch import _protocol
 
         self.module: Any = gpu_triton
         self.added: list[str] = []
         if version() < (0, 4):
             for name in ("get_compute_capability", "get_serialized_metadata"):
                 if not hasattr(gpu_triton, name):
-                    setattr(gpu_triton, name, getattr(_portable, name))
+                    setattr(gpu_triton, name, getattr(_protocol, name))
                     self.added.append(name)
 
     def __exit__(self, *fault: object) -> None:
@@ -257,9 +257,9 @@ class _Library:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._native, name, _ABSENT)
         if found is _ABSENT:
-            from ejkernel_triton import _portable
+            from ejkernel_triton.launch import _protocol
 
-            found = getattr(_portable, name)
+            found = getattr(_protocol, name)
         if name == "TritonKernel" and version() <= _LAST_SEEN:
             return functools.partial(_kernel, found)
         if name == "get_compute_capability":
@@ -322,11 +322,11 @@ def _miss_no_im2col(library: Any) -> None:
 
 
 def _mend_compilations(library: Any) -> None:
-    from ejkernel_triton import _kept
+    from ejkernel_triton.launch import _compile_cache
 
     compile_in_place = library.compile_ttir_inplace
     if not isinstance(compile_in_place, functools.partial):
-        kept = functools.partial(_kept.compiled, library)
+        kept = functools.partial(_compile_cache.compiled, library)
         library.compile_ttir_inplace = functools.partial(_compiled, library, kept, compile_in_place)
 
 

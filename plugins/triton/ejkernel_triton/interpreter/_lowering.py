@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel_triton import _jax_triton
+from ejkernel_triton.launch import _jax_triton
 
 from ._launch import TYPES, Described, Launch, Operand, Order, Result, Scalar, Settings
 

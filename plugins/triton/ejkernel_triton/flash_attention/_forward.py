@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel_triton._tile import (
+from ejkernel_triton.flash_attention._tile import (
     LN2,
     LOG2E,
     LOWEST,

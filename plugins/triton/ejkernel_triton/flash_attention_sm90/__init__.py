@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from attrs.validators import in_
 
 from ejkernel_core import Invocation, Unsupported, hookimpl
-from ejkernel_triton import _jax_triton, _problem
-from ejkernel_triton._cards import capability
-from ejkernel_triton.gluon_sm90._launch import constants, tiled, width
-from ejkernel_triton.gluon_sm90._refusals import check
+from ejkernel_triton.flash_attention import _problem
+from ejkernel_triton.flash_attention_sm90._launch import constants, tiled, width
+from ejkernel_triton.flash_attention_sm90._refusals import check
+from ejkernel_triton.launch import _jax_triton
+from ejkernel_triton.launch._cards import capability
 
 #: Of the kernel and of its Config: what was measured with another one is measured again.
 VERSION = 1
@@ -59,9 +60,9 @@ def check_cfg(inv: Invocation, cfg: Config) -> None:
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     """The output and the log-sum-exp of every row."""
     with _jax_triton.importing():
-        from ejkernel_triton.gluon_sm90._forward import attend
-    from ejkernel_triton.gluon_sm90._schedule import programs, schedule
-    from ejkernel_triton.gluon_sm90._sight import of_queries
+        from ejkernel_triton.flash_attention_sm90._forward import attend
+    from ejkernel_triton.flash_attention_sm90._schedule import programs, schedule
+    from ejkernel_triton.flash_attention_sm90._sight import of_queries
 
     query, key, sinks = inv["query"], inv["key"], inv["softmax_aux"]
     batch, q_length, heads, dim = query.shape

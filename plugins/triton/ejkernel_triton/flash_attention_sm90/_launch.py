@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel_triton import _jax_triton
-from ejkernel_triton._problem import Arguments
+from ejkernel_triton.flash_attention._problem import Arguments
+from ejkernel_triton.launch import _jax_triton
 
 
 def width(dim: int) -> int:

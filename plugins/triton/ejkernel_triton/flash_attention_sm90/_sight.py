@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_triton._problem import Arguments, blocks, extremes, intervals, sides
+from ejkernel_triton.flash_attention._problem import Arguments, blocks, extremes, intervals, sides
 
 #: How many blocks each tile sees, at most: known while tracing, or an array where sequences are packed.
 Steps = tuple[int, ...] | jax.Array

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 
 from ejkernel_core import Invocation, Unsupported
-from ejkernel_triton import _jax_triton, _refusals
-from ejkernel_triton._cards import capability
+from ejkernel_triton.flash_attention import _refusals
+from ejkernel_triton.launch import _jax_triton
+from ejkernel_triton.launch._cards import capability
 
 DTYPES = ("float16", "bfloat16")
 #: What the copy engine moves is a multiple of 16 bytes.

@@ -18,8 +18,8 @@ from ejkernel_ops.calibration import (
     select_num_stages,
     select_num_warps,
 )
-from ejkernel_triton._cards import capability
-from ejkernel_triton._problem import sides, width
+from ejkernel_triton.flash_attention._problem import sides, width
+from ejkernel_triton.launch._cards import capability
 
 Shape = tuple[int, int, int, int]
 Table = Mapping[int, tuple[Shape, ...]]

@@ -17,7 +17,7 @@ from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.runtime.cache import get_cache_key, get_cache_manager
 
-from ejkernel_triton import _jax_triton
+from ejkernel_triton.launch import _jax_triton
 
 FILE = "jax_triton.json"
 #: What is looked at, and not launched: it is many times as large as the rest.

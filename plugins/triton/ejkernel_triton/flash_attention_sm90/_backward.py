@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from ejkernel_triton.gluon_sm90 import _tma
-from ejkernel_triton.gluon_sm90._shared import LOG2E, Call, barriers, bent, own_tokens, ring, seen, store_rows
+from ejkernel_triton.flash_attention_sm90 import _tma
+from ejkernel_triton.flash_attention_sm90._shared import LOG2E, Call, barriers, bent, own_tokens, ring, seen, store_rows
 
 
 @aggregate

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 from triton.language.core import _unwrap_if_constexpr as unwrapped
 
-from ejkernel_triton.gluon_sm90 import _tma
+from ejkernel_triton.flash_attention_sm90 import _tma
 
 LOG2E = gl.constexpr(1.4426950408889634)
 

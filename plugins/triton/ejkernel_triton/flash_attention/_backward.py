@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel_triton._tile import (
+from ejkernel_triton.flash_attention._tile import (
     LOG2E,
     added,
     before_keys,

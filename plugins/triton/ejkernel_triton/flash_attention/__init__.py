@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from attrs.validators import in_
 
 from ejkernel_core import Invocation, hookimpl
-from ejkernel_triton import _jax_triton, _problem, _tuning
-from ejkernel_triton._cards import capability
-from ejkernel_triton._refusals import check
+from ejkernel_triton.flash_attention import _problem, _tuning
+from ejkernel_triton.flash_attention._refusals import check
+from ejkernel_triton.launch import _jax_triton
+from ejkernel_triton.launch._cards import capability
 
 #: Of the kernel and of its Config: what was measured with another one is measured again.
 VERSION = 1
@@ -49,7 +50,7 @@ def config_space(inv: Invocation) -> Iterable[Config]:
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     """The output and the log-sum-exp of every row."""
     with _jax_triton.importing():
-        from ejkernel_triton._forward import attend
+        from ejkernel_triton.flash_attention._forward import attend
 
     inv = _problem.aligned(inv)
     query, value = inv["query"], inv["value"]

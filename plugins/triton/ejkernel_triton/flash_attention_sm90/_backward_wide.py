@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from ejkernel_triton.gluon_sm90 import _tma
-from ejkernel_triton.gluon_sm90._backward import (
+from ejkernel_triton.flash_attention_sm90 import _tma
+from ejkernel_triton.flash_attention_sm90._backward import (
     Results,
     Sources,
     begin,
@@ -27,7 +27,15 @@ from ejkernel_triton.gluon_sm90._backward import (
     queries_of,
     weigh,
 )
-from ejkernel_triton.gluon_sm90._shared import Call, barriers, bent, own_tokens, reinterpreted, ring, store_rows
+from ejkernel_triton.flash_attention_sm90._shared import (
+    Call,
+    barriers,
+    bent,
+    own_tokens,
+    reinterpreted,
+    ring,
+    store_rows,
+)
 
 
 @aggregate

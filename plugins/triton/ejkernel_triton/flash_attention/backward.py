@@ -12,10 +12,11 @@ from attrs.validators import in_, instance_of
 
 from ejkernel_core import Invocation, hookimpl
 from ejkernel_ops.flash_attention.far import FAR
-from ejkernel_triton import _jax_triton, _problem, _tuning
-from ejkernel_triton._cards import capability
-from ejkernel_triton._refusals import check
-from ejkernel_triton._rows import Rows, of_sinks
+from ejkernel_triton.flash_attention import _problem, _tuning
+from ejkernel_triton.flash_attention._refusals import check
+from ejkernel_triton.flash_attention._rows import Rows, of_sinks
+from ejkernel_triton.launch import _jax_triton
+from ejkernel_triton.launch._cards import capability
 
 #: Of the kernel and of its Config: what was measured with another one is measured again.
 VERSION = 1
@@ -98,7 +99,7 @@ def _biased_rows(inv: Invocation, cut: Pass) -> Rows:
 
 def _tops(inv: Invocation, cut: Pass) -> tuple[jax.Array, ...]:
     with _jax_triton.importing():
-        from ejkernel_triton._backward import find_tops
+        from ejkernel_triton.flash_attention._backward import find_tops
 
     batch, length, heads, _ = inv["query"].shape
     count = _problem.blocks(inv["key"].shape[1], cut.k_block)
@@ -133,7 +134,7 @@ def _tops(inv: Invocation, cut: Pass) -> tuple[jax.Array, ...]:
 def of_queries(inv: Invocation, rows: Rows, cut: Pass) -> jax.Array:
     """The gradient of queries."""
     with _jax_triton.importing():
-        from ejkernel_triton._backward import sum_over_keys
+        from ejkernel_triton.flash_attention._backward import sum_over_keys
 
     query = inv["query"]
     batch, length, heads, _ = query.shape
@@ -156,7 +157,7 @@ def of_queries(inv: Invocation, rows: Rows, cut: Pass) -> jax.Array:
 def _over_queries(inv: Invocation, rows: Rows, cut: Pass, atomics: bool) -> tuple[jax.Array, ...]:
     """The gradients of keys and values, and by atomics of queries."""
     with _jax_triton.importing():
-        from ejkernel_triton._backward import sum_over_queries
+        from ejkernel_triton.flash_attention._backward import sum_over_queries
 
     key, value = inv["key"], inv["value"]
     batch, length, kv_heads, _ = key.shape
@@ -228,7 +229,7 @@ def _shared(inv: Invocation, rows: Rows) -> tuple[jax.Array | None, ...]:
 
 def _bias(inv: Invocation, rows: Rows, cut: Pass) -> jax.Array:
     with _jax_triton.importing():
-        from ejkernel_triton._backward import sum_into_bias
+        from ejkernel_triton.flash_attention._backward import sum_into_bias
 
     bias = inv["bias"]
     batch, q_length, heads, _ = inv["query"].shape

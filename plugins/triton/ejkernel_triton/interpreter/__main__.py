@@ -1,4 +1,4 @@
-"""``python -m ejkernel_triton.testing [--card NAME ...]``: what every shape that is offered takes of a card.
+"""``python -m ejkernel_triton.interpreter [--card NAME ...]``: what every shape that is offered takes of a card.
 
 No GPU is needed: each is compiled by Triton and by ptxas for that card.
 """
@@ -15,7 +15,9 @@ import jax.numpy as jnp
 
 import ejkernel_core
 from ejkernel_core import Invocation
-from ejkernel_triton import _tuning, flash_attention, flash_attention_bwd
+from ejkernel_triton import flash_attention
+from ejkernel_triton.flash_attention import _tuning
+from ejkernel_triton.flash_attention import backward as flash_attention_bwd
 
 from ._compiled import Compiled, compiled_for
 
@@ -99,7 +101,7 @@ def rows(chosen: Iterable[Case]) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser("python -m ejkernel_triton.testing", description=rows.__doc__)
+    parser = argparse.ArgumentParser("python -m ejkernel_triton.interpreter", description=rows.__doc__)
     several = {"action": "append", "metavar": "NAME"}
     parser.add_argument("--card", choices=CARDS, help="of this card alone", **several)  # type: ignore[arg-type]
     parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, action="append", help="of this head dim alone")

@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from ejkernel_triton.gluon_sm90 import _tma
-from ejkernel_triton.gluon_sm90._shared import (
+from ejkernel_triton.flash_attention_sm90 import _tma
+from ejkernel_triton.flash_attention_sm90._shared import (
     LOG2E,
     Call,
     Own,

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from attrs.validators import in_, instance_of
 
 from ejkernel_core import Invocation, Unsupported, hookimpl
-from ejkernel_triton import _jax_triton, _problem, _tuning
-from ejkernel_triton._cards import capability
-from ejkernel_triton._rows import LOG2E, Rows, of_sinks
-from ejkernel_triton.flash_attention_bwd import Pass, of_queries
-from ejkernel_triton.gluon_sm90._launch import constants, numbered, rows_of_threads, tiled, width
-from ejkernel_triton.gluon_sm90._refusals import check
+from ejkernel_triton.flash_attention import _problem, _tuning
+from ejkernel_triton.flash_attention._rows import LOG2E, Rows, of_sinks
+from ejkernel_triton.flash_attention.backward import Pass, of_queries
+from ejkernel_triton.flash_attention_sm90._launch import constants, numbered, rows_of_threads, tiled, width
+from ejkernel_triton.flash_attention_sm90._refusals import check
+from ejkernel_triton.launch import _jax_triton
+from ejkernel_triton.launch._cards import capability
 
 #: Of the kernel and of its Config: what was measured with another one is measured again.
 VERSION = 1
@@ -94,10 +95,10 @@ def _xla_is_deterministic() -> bool:
 
 def _over_queries(inv: Invocation, rows: Rows, cfg: Config) -> tuple[jax.Array, ...]:
     with _jax_triton.importing():
-        from ejkernel_triton.gluon_sm90._backward import sum_over_queries
-        from ejkernel_triton.gluon_sm90._backward_wide import sum_over_queries_of_wide_heads
-    from ejkernel_triton.gluon_sm90._schedule import programs, schedule
-    from ejkernel_triton.gluon_sm90._sight import of_keys
+        from ejkernel_triton.flash_attention_sm90._backward import sum_over_queries
+        from ejkernel_triton.flash_attention_sm90._backward_wide import sum_over_queries_of_wide_heads
+    from ejkernel_triton.flash_attention_sm90._schedule import programs, schedule
+    from ejkernel_triton.flash_attention_sm90._sight import of_keys
 
     query, key, value = inv["query"], inv["key"], inv["value"]
     batch, q_length, heads, _ = query.shape

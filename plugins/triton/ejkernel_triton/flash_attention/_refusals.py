@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_ops.flash_attention.symbolic import refuse_symbolic
-from ejkernel_triton import _jax_triton
-from ejkernel_triton._cards import capability
+from ejkernel_triton.launch import _jax_triton
+from ejkernel_triton.launch._cards import capability
 
 #: Wider heads would not fit into registers.
 WIDEST = 256

@@ -1,0 +1,1 @@
+"""How a Triton kernel is launched by JAX, whichever operation it is of."""
