@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import ejkernel_pallas_tpu.flash_attention_bwd
+import ejkernel_pallas_tpu.flash_attention.backward
 import ejkernel_xla.flash_attention
 import ejkernel_xla.flash_attention.backward
 from ejkernel_classes import (
@@ -52,7 +52,7 @@ def used(function: Any, *args: Any) -> dict[str, Any]:
 TILES = triton_fwd.Config(128, 64, 8, 3)
 PASS = triton_bwd.Pass(64, 64, 4, 2)
 WHOLE = triton_bwd.Config(keys=PASS, queries=attrs.evolve(PASS, q_block=128), bias=triton_bwd.Pass(32, 32, 4, 1))
-TPU = ejkernel_pallas_tpu.flash_attention_bwd.Config()
+TPU = ejkernel_pallas_tpu.flash_attention.backward.Config()
 
 
 @pytest.mark.parametrize(

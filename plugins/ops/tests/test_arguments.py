@@ -13,8 +13,8 @@ import pytest
 
 from ejkernel_core import Registry, hookimpl
 from ejkernel_ops import flash_attention
-from ejkernel_ops.flash_attention import backward, forward
 from ejkernel_ops.flash_attention.arguments import prepare
+from ejkernel_ops.flash_attention.operation import backward, forward
 
 
 class NeverAsked:
@@ -33,8 +33,8 @@ class NeverAsked:
 @pytest.fixture(scope="module")
 def call() -> Any:
     registry = Registry(plugins="")
-    registry.register(forward.operation)
-    registry.register(backward.operation)
+    registry.register(forward)
+    registry.register(backward)
     registry.register(NeverAsked, "flash_attention.never")
     return lambda *args, **kwargs: registry.call("flash_attention", *args, **kwargs)
 
@@ -298,7 +298,7 @@ def test_a_window_of_any_size_is_all_there_is() -> None:
 
 def complete(**given: Any) -> dict[str, Any]:
     arrays = {name: jnp.asarray(v) for name, v in {"query": Q, "key": K, "value": V}.items() if name not in given}
-    return forward.operation.complete({**arrays, **given})
+    return forward.complete({**arrays, **given})
 
 
 def test_prepared_arguments_are_canonical() -> None:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import ejkernel_core
-from ejkernel_ops.flash_attention import cases
+from ejkernel_ops.flash_attention import examples
 from ejkernel_testing import Case
 
 #: The corners of the arguments, and what crosses most of them.
 CASES = [
     case
-    for case in (*cases.faults(), *cases.subjects(), *list(cases.grid())[::37])
+    for case in (*examples.faults(), *examples.subjects(), *list(examples.grid())[::37])
     if case.dtype == "float32" and not case.name.startswith(("one-", "soft-cap-of-huge"))
 ]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ejkernel_core
-from ejkernel_ops.flash_attention import cases
+from ejkernel_ops.flash_attention import examples
 from ejkernel_testing import pairwise
 
 WORD = 2**32
@@ -119,13 +119,13 @@ def at(array: np.ndarray, a: Arguments, b: int, h: int, i: int, j: int) -> Any:
 
 #: The grid's factors, at sizes that loops can do.
 SMALL = {
-    **cases.FACTORS,
+    **examples.FACTORS,
     "q_length": (1, 5, 7),
     "head_dim": (2, 5),
     "group": (1, 2, 4),
     "window": (None, 2, (3, 1), (0, 0)),
 }
-ROWS = pairwise(SMALL, cases.possible)
+ROWS = pairwise(SMALL, examples.possible)
 
 
 def named(row: Mapping[str, Any]) -> str:
@@ -134,12 +134,12 @@ def named(row: Mapping[str, Any]) -> str:
 
 @pytest.fixture(autouse=True)
 def few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cases.K_LENGTH, "more", lambda n: n + 3)
+    monkeypatch.setitem(examples.K_LENGTH, "more", lambda n: n + 3)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=named)
 def test_values(row: Mapping[str, Any]) -> None:
-    arguments = {**cases.grid_arguments(row, 0), "return_lse": True}
+    arguments = {**examples.grid_arguments(row, 0), "return_lse": True}
     wanted = looped(arguments)
     with jax.enable_x64(True):
         got = ejkernel_core.call("flash_attention", **arguments, backend="reference")
@@ -150,14 +150,14 @@ def test_values(row: Mapping[str, Any]) -> None:
 @pytest.mark.parametrize("row", ROWS[::4], ids=named)
 def test_gradients(row: Mapping[str, Any]) -> None:
     """Along a random direction, against central differences of the loops."""
-    given = {**cases.grid_arguments(row, 0), "return_lse": True}
-    moving = {name: given[name] for name in cases.DIFFERENTIABLE if given.get(name) is not None}
-    step = {name: 1e-5 * cases.normal(name, 9, array.shape) for name, array in moving.items()}
+    given = {**examples.grid_arguments(row, 0), "return_lse": True}
+    moving = {name: given[name] for name in examples.DIFFERENTIABLE if given.get(name) is not None}
+    step = {name: 1e-5 * examples.normal(name, 9, array.shape) for name, array in moving.items()}
     finite = np.isfinite(looped(given)[1])
 
     def loss(out: Any, lse: Any, numpy: Any) -> Any:
-        return (out * cases.normal("d_out", 0, out.shape)).sum() + numpy.where(
-            finite, lse * cases.normal("d_lse", 0, lse.shape), 0
+        return (out * examples.normal("d_out", 0, out.shape)).sum() + numpy.where(
+            finite, lse * examples.normal("d_lse", 0, lse.shape), 0
         ).sum()
 
     def called(moved: Mapping[str, Any]) -> Any:

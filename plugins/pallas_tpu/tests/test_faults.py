@@ -10,16 +10,22 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel_ops.flash_attention import cases
-from ejkernel_pallas_tpu import _backward, _bias, _forward, _fused, flash_attention, flash_attention_bwd
+from ejkernel_ops.flash_attention import examples
+from ejkernel_pallas_tpu import flash_attention
+from ejkernel_pallas_tpu.flash_attention import _backward, _bias, _forward, _fused
+from ejkernel_pallas_tpu.flash_attention import backward as flash_attention_bwd
 from ejkernel_pallas_tpu.testing import interpreted_registry
 from ejkernel_testing import _checks
 
 KERNELS = {"flash_attention.pallas_tpu": flash_attention, "flash_attention_bwd.pallas_tpu": flash_attention_bwd}
-CAUSAL = cases.case("causal", lambda d: cases.qkv(d, 1, 260, 390, 1, 1, 16) | {"causal": True, "return_lse": True})
-BIASED = cases.case(
+CAUSAL = examples.case(
+    "causal", lambda d: examples.qkv(d, 1, 260, 390, 1, 1, 16) | {"causal": True, "return_lse": True}
+)
+BIASED = examples.case(
     "biased",
-    lambda d: cases.qkv(d, 2, 9, 200, 1, 1, 16) | {"bias": cases.normal("bias", d, (1, 1, 200)), "return_lse": True},
+    lambda d: (
+        examples.qkv(d, 2, 9, 200, 1, 1, 16) | {"bias": examples.normal("bias", d, (1, 1, 200)), "return_lse": True}
+    ),
 )
 #: Where each pass is, and what of which case it makes.
 PASSES = {
@@ -34,7 +40,7 @@ PASSES = {
 @pytest.fixture(autouse=True)
 def small_blocks_afresh(monkeypatch):
     """Blocks of 128, so that there are several; and nothing is left from one kernel to the next."""
-    from ejkernel_pallas_tpu import _tuning
+    from ejkernel_pallas_tpu.flash_attention import _tuning
 
     monkeypatch.setattr(_tuning, "fitting", lambda inv, which: [(128, 128)])
     pltpu.reset_tpu_interpret_mode_state()

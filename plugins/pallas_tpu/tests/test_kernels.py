@@ -10,7 +10,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel_core import hookimpl
-from ejkernel_pallas_tpu import flash_attention, flash_attention_bwd
+from ejkernel_pallas_tpu import flash_attention
+from ejkernel_pallas_tpu.flash_attention import backward as flash_attention_bwd
 from ejkernel_pallas_tpu.testing import interpreted_registry
 from ejkernel_testing import Case, KernelProofs
 

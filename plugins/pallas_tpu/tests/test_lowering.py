@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import ejkernel_core as core
-from ejkernel_pallas_tpu import flash_attention, flash_attention_bwd
+from ejkernel_pallas_tpu import flash_attention
+from ejkernel_pallas_tpu.flash_attention import backward as flash_attention_bwd
 from ejkernel_tuning import find_labels_in_lowered
 
 LENGTH = 1000

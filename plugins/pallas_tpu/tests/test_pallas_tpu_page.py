@@ -7,8 +7,8 @@ from pathlib import Path
 
 import attrs
 
-from ejkernel_pallas_tpu import _tuning
-from ejkernel_pallas_tpu._generations import KINDS, MIB
+from ejkernel_pallas_tpu.flash_attention import _tuning
+from ejkernel_pallas_tpu.launch._generations import KINDS, MIB
 
 PAGE = (Path(__file__).parents[3] / "docs/pallas-tpu.md").read_text()
 NAMES = {

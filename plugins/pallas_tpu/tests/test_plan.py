@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel_core as core
-from ejkernel_pallas_tpu import _tuning, flash_attention, flash_attention_bwd
-from ejkernel_pallas_tpu._generations import KINDS
-from ejkernel_pallas_tpu.flash_attention import Config
+from ejkernel_pallas_tpu import flash_attention
+from ejkernel_pallas_tpu.flash_attention import Config, _tuning
+from ejkernel_pallas_tpu.flash_attention import backward as flash_attention_bwd
+from ejkernel_pallas_tpu.launch._generations import KINDS
 from ejkernel_pallas_tpu.testing import interpreted_registry
 
 FORWARD, BACKWARD = "flash_attention", "flash_attention_bwd"
@@ -90,7 +91,7 @@ def test_the_heuristic_is_the_first_of_the_space():
     ],
 )
 def test_devices_are_refused_with_a_reason(module, change, told):
-    op = module.__name__.rpartition(".")[2]
+    op = BACKWARD if module is flash_attention_bwd else FORWARD
     with pytest.raises(core.Unsupported, match="Pallas TPU|blocks are chosen") as refusal:
         module.heuristic_cfg(attrs.evolve(invocation(op=op), **change))
     assert told in str(refusal.value)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ejkernel_ops.flash_attention.tokens import band, tokens, visible
-from ejkernel_pallas_tpu._problem import problem
-from ejkernel_pallas_tpu._sight import FIRST, LAST, SEEN, WHOLE, is_set, meetings, passing, staying
+from ejkernel_pallas_tpu.flash_attention._problem import problem
+from ejkernel_pallas_tpu.flash_attention._sight import FIRST, LAST, SEEN, WHOLE, is_set, meetings, passing, staying
 
 
 def arguments(q_length=700, k_length=900, batch=1, **given):

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from ejkernel_pallas_tpu._generations import KINDS
+from ejkernel_pallas_tpu.launch._generations import KINDS
 
 #: What it is asked to write down, by the ends of its files' names.
 DUMPED = ("vmem_report", "assembly-pre-overlay", "hlo-details", "final_bundles", "final_hlo-static.*")

@@ -13,7 +13,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 import ejkernel_core
-from ejkernel_pallas_tpu import flash_attention, flash_attention_bwd
+from ejkernel_pallas_tpu import flash_attention
+from ejkernel_pallas_tpu.flash_attention import backward as flash_attention_bwd
 
 from ._registry import interpreted_registry
 

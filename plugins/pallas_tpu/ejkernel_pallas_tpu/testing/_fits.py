@@ -11,7 +11,9 @@ import jax.numpy as jnp
 
 import ejkernel_core
 from ejkernel_core import Invocation
-from ejkernel_pallas_tpu import _tuning, flash_attention, flash_attention_bwd
+from ejkernel_pallas_tpu import flash_attention
+from ejkernel_pallas_tpu.flash_attention import _tuning
+from ejkernel_pallas_tpu.flash_attention import backward as flash_attention_bwd
 
 from ._compiler import Compiler, in_main_memory
 

@@ -7,12 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas_tpu._backward import all_operands
-from ejkernel_pallas_tpu._pallas import Launch, Output, ids
-from ejkernel_pallas_tpu._problem import Arguments, Problem
-from ejkernel_pallas_tpu._rows import Rows
-from ejkernel_pallas_tpu._sight import Plane
-from ejkernel_pallas_tpu._tile import shape, slopes
+from ejkernel_pallas_tpu.flash_attention._backward import all_operands
+from ejkernel_pallas_tpu.flash_attention._problem import Arguments, Problem
+from ejkernel_pallas_tpu.flash_attention._rows import Rows
+from ejkernel_pallas_tpu.flash_attention._sight import Plane
+from ejkernel_pallas_tpu.flash_attention._tile import shape, slopes
+from ejkernel_pallas_tpu.launch._launch import Launch, Output, ids
 
 
 def into_bias(a: Arguments, p: Problem, rows: Rows, plane: Plane) -> Launch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_ops.flash_attention.symbolic import refuse_symbolic
-from ejkernel_pallas_tpu._generations import KINDS, generation
+from ejkernel_pallas_tpu.launch._generations import KINDS, generation
 
 DTYPES = ("bfloat16", "float32")
 #: Wider heads would leave no room for blocks.

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas_tpu._problem import LANES, LOG2E, Problem
+from ejkernel_pallas_tpu.flash_attention._problem import LANES, LOG2E, Problem
 
 
 def outer(x: Any, y: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas_tpu._sight import SEEN, WHOLE, Sight, is_set, passing
+from ejkernel_pallas_tpu.flash_attention._sight import SEEN, WHOLE, Sight, is_set, passing
 
 
 def visit(sight: Sight, word: Any, work: Callable[[Any, bool], None]) -> None:

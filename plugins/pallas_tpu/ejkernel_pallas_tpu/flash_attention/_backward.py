@@ -11,13 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas_tpu._operands import Operand, by_queries, operands, statistics
-from ejkernel_pallas_tpu._pallas import Launch, Output, ids, output_by_queries
-from ejkernel_pallas_tpu._problem import Arguments, Problem
-from ejkernel_pallas_tpu._rows import Rows
-from ejkernel_pallas_tpu._sight import FIRST, LAST, Sight, is_set, passing, staying
-from ejkernel_pallas_tpu._tile import inner, slopes
-from ejkernel_pallas_tpu._walk import visit
+from ejkernel_pallas_tpu.flash_attention._operands import Operand, by_queries, operands, output_by_queries, statistics
+from ejkernel_pallas_tpu.flash_attention._problem import Arguments, Problem
+from ejkernel_pallas_tpu.flash_attention._rows import Rows
+from ejkernel_pallas_tpu.flash_attention._sight import FIRST, LAST, Sight, is_set, passing, staying
+from ejkernel_pallas_tpu.flash_attention._tile import inner, slopes
+from ejkernel_pallas_tpu.flash_attention._walk import visit
+from ejkernel_pallas_tpu.launch._launch import Launch, Output, ids
 
 
 def all_operands(a: Arguments, p: Problem, rows: Rows) -> dict[str, Operand]:

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas_tpu._operands import operands, sinks
-from ejkernel_pallas_tpu._pallas import Launch, Output, ids, output_by_queries
-from ejkernel_pallas_tpu._problem import LANES, LEAST, LOG2E, LOWEST, Arguments, Problem
-from ejkernel_pallas_tpu._sight import FIRST, LAST, Sight, is_set, passing, staying
-from ejkernel_pallas_tpu._tile import inner, kept, logits, row, wide
-from ejkernel_pallas_tpu._walk import visit
+from ejkernel_pallas_tpu.flash_attention._operands import operands, output_by_queries, sinks
+from ejkernel_pallas_tpu.flash_attention._problem import LANES, LEAST, LOG2E, LOWEST, Arguments, Problem
+from ejkernel_pallas_tpu.flash_attention._sight import FIRST, LAST, Sight, is_set, passing, staying
+from ejkernel_pallas_tpu.flash_attention._tile import inner, kept, logits, row, wide
+from ejkernel_pallas_tpu.flash_attention._walk import visit
+from ejkernel_pallas_tpu.launch._launch import Launch, Output, ids
 
 
 def forward(a: Arguments, p: Problem, sight: Sight) -> Launch:
@@ -94,5 +94,5 @@ def attend(
     a: Arguments, p: Problem, sight: Sight, seed: jax.Array, interpret: Any, vmem: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """(batch, length, heads, dim), and (batch, heads, length)."""
-    out, lse = forward(a, p, sight)(sight.table, seed, interpret, vmem)
+    out, lse = forward(a, p, sight)((sight.table, seed), interpret, vmem)
     return jnp.swapaxes(out, 1, 2)[:, : p.q_length], lse[:, :, 0, : p.q_length]

@@ -4,34 +4,14 @@ number a token; and for each its block of the tile that is worked on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-import attrs
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
-from ejkernel_pallas_tpu._problem import LANES, LEAST, LOG2E, Arguments, Problem, plane_dtype
-from ejkernel_pallas_tpu._sight import intervals
-
-Block = tuple[int | None, ...]
-#: (batch, query head, query block, key block) to the place of a block in an array.
-Place = Callable[[Any, Any, Any, Any], tuple[Any, ...]]
-#: (indices of the grid..., table, seed) to (batch, query head, query block, key block).
-At = Callable[..., tuple[Any, Any, Any, Any]]
-
-
-@attrs.frozen(eq=False)
-class Operand:
-    """An array, the shape of its blocks (None where a block has one of an axis, and the kernel none), and where."""
-
-    array: Any
-    block: Block
-    place: Place
-
-    def spec(self, at: At) -> pl.BlockSpec:
-        return pl.BlockSpec(self.block, lambda *ids: self.place(*at(*ids)))
+from ejkernel_pallas_tpu.flash_attention._problem import LANES, LEAST, LOG2E, Arguments, Problem, plane_dtype
+from ejkernel_pallas_tpu.flash_attention._sight import intervals
+from ejkernel_pallas_tpu.launch._launch import Operand, Output
 
 
 def by_queries(x: jax.Array, p: Problem) -> Operand:
@@ -45,6 +25,16 @@ def by_keys(x: jax.Array, p: Problem) -> Operand:
     x = filled(jnp.swapaxes(x, 1, 2), 2, p.k_count * p.k_block)
     group = p.group
     return Operand(x, (None, None, p.k_block, x.shape[3]), lambda b, h, i, j: (b, h // group, j, 0))
+
+
+def output_by_queries(p: Problem, dim: int) -> Output:
+    """(batch, heads, length, dim), a block of queries at a time."""
+    return Output(
+        (p.batch, p.heads, p.q_count * p.q_block, dim),
+        jnp.dtype(p.dtype),
+        (None, None, p.q_block, dim),
+        lambda b, h, i, j: (b, h, i, 0),
+    )
 
 
 def statistics(x: jax.Array, p: Problem, fill: float) -> Operand:
@@ -131,11 +121,3 @@ def filled(x: jax.Array, axis: int, length: int, fill: float = 0) -> jax.Array:
     if not missing:
         return x
     return jnp.pad(x, [(0, missing if other == axis else 0) for other in range(x.ndim)], constant_values=fill)
-
-
-def arrays(made: Mapping[str, Operand]) -> list[Any]:
-    return [operand.array for operand in made.values()]
-
-
-def specs(made: Mapping[str, Operand], at: At) -> list[pl.BlockSpec]:
-    return [operand.spec(at) for operand in made.values()]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel_ops.flash_attention.tokens import tokens
-from ejkernel_pallas_tpu._problem import Arguments, Problem
+from ejkernel_pallas_tpu.flash_attention._problem import Arguments, Problem
 
 NO_INT = np.iinfo(np.int32).max
 #: A step's word: the block that stays in the highest 14 bits, the other in the next 14, and what is to be done.

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from attrs.validators import in_, instance_of
 
 from ejkernel_core import Invocation, hookimpl
-from ejkernel_pallas_tpu import _tuning
-from ejkernel_pallas_tpu._refusals import check, check_arguments
+from ejkernel_pallas_tpu.flash_attention import _tuning
+from ejkernel_pallas_tpu.flash_attention._refusals import check, check_arguments
 
 #: Of the kernel and of its Config: what was measured with another one is measured again.
 VERSION = 1
@@ -59,10 +59,10 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
 
 def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, jax.Array]:
     """The same, ``interpret`` being Pallas' own word."""
-    from ejkernel_pallas_tpu._forward import attend
-    from ejkernel_pallas_tpu._operands import seed
-    from ejkernel_pallas_tpu._problem import problem
-    from ejkernel_pallas_tpu._sight import meetings
+    from ejkernel_pallas_tpu.flash_attention._forward import attend
+    from ejkernel_pallas_tpu.flash_attention._operands import seed
+    from ejkernel_pallas_tpu.flash_attention._problem import problem
+    from ejkernel_pallas_tpu.flash_attention._sight import meetings
 
     (batch, q_length, heads, _), v_dim = inv["query"].shape, inv["value"].shape[3]
     if 0 in (batch, q_length):

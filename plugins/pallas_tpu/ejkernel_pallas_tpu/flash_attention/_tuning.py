@@ -6,8 +6,8 @@ from itertools import product
 
 from ejkernel_core import Invocation
 from ejkernel_ops.flash_attention.tokens import band
-from ejkernel_pallas_tpu._generations import generation
-from ejkernel_pallas_tpu._problem import LANES, blocks, plane_kind, whole_lanes
+from ejkernel_pallas_tpu.flash_attention._problem import LANES, blocks, plane_kind, whole_lanes
+from ejkernel_pallas_tpu.launch._generations import generation
 
 Shape = tuple[int, int]
 

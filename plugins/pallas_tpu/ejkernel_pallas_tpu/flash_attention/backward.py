@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from attrs.validators import in_, instance_of, optional
 
 from ejkernel_core import Invocation, hookimpl
-from ejkernel_pallas_tpu import _tuning
-from ejkernel_pallas_tpu._refusals import check, check_arguments
+from ejkernel_pallas_tpu.flash_attention import _tuning
+from ejkernel_pallas_tpu.flash_attention._refusals import check, check_arguments
 
 #: Of the kernel and of its Config: what was measured with another one is measured again.
 VERSION = 1
@@ -91,7 +91,7 @@ def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, ..
 
 
 def _gradients(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, ...]:
-    from ejkernel_pallas_tpu._rows import of_sinks, rows
+    from ejkernel_pallas_tpu.flash_attention._rows import of_sinks, rows
 
     wrt = inv["wrt"]
     if 0 in inv["query"].shape[:2] or (inv["d_out"] is None and inv["d_lse"] is None):
@@ -108,10 +108,10 @@ def _gradients(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array,
 
 
 def _by_kernels(inv: Invocation, cfg: Config, of: Any, interpret: Any) -> dict[str, jax.Array]:
-    from ejkernel_pallas_tpu._backward import over_keys, over_queries
-    from ejkernel_pallas_tpu._bias import into_bias
-    from ejkernel_pallas_tpu._fused import fused
-    from ejkernel_pallas_tpu._sight import Meetings
+    from ejkernel_pallas_tpu.flash_attention._backward import over_keys, over_queries
+    from ejkernel_pallas_tpu.flash_attention._bias import into_bias
+    from ejkernel_pallas_tpu.flash_attention._fused import fused
+    from ejkernel_pallas_tpu.flash_attention._sight import Meetings
 
     q_length, k_length = inv["query"].shape[1], inv["key"].shape[1]
     found: dict[str, jax.Array] = {}
@@ -137,13 +137,13 @@ def _by_kernels(inv: Invocation, cfg: Config, of: Any, interpret: Any) -> dict[s
 def _launched(
     make: Callable[..., Any], inv: Invocation, cut: Pass, of: Any, interpret: Any, walk: Callable[[Any], Any]
 ) -> list[jax.Array]:
-    from ejkernel_pallas_tpu._operands import seed
-    from ejkernel_pallas_tpu._problem import problem
-    from ejkernel_pallas_tpu._sight import meetings
+    from ejkernel_pallas_tpu.flash_attention._operands import seed
+    from ejkernel_pallas_tpu.flash_attention._problem import problem
+    from ejkernel_pallas_tpu.flash_attention._sight import meetings
 
     p = problem(inv, cut.q_block, cut.k_block)
     sight = walk(meetings(inv, p))
-    return list(make(inv, p, of, sight)(sight.table, seed(inv), interpret, _tuning.vmem(inv)))
+    return list(make(inv, p, of, sight)((sight.table, seed(inv)), interpret, _tuning.vmem(inv)))
 
 
 def _of_its_shape(found: jax.Array, shape: tuple[int, ...], q_length: int, k_length: int) -> jax.Array:

@@ -6,7 +6,7 @@ import attrs
 import jax
 import jax.numpy as jnp
 
-from ejkernel_pallas_tpu._problem import LOG2E, Arguments
+from ejkernel_pallas_tpu.flash_attention._problem import LOG2E, Arguments
 
 
 @attrs.frozen(eq=False)
