@@ -23,7 +23,7 @@ from ._errors import (
     UnknownOperation,
     Unsupported,
 )
-from ._hookspecs import hookimpl
+from ._hooks import hookimpl
 from ._kernel import Candidate, Invocation, fitting
 from ._keys import Key, stable_json
 from ._loading import config_types
@@ -89,7 +89,7 @@ __all__ = [
     "to_json",
 ]
 
-#: What is installed, as EJKERNEL_PLUGINS selects it: the registry that the functions below use.
+#: The registry that the functions below use. It has the installed plugins that EJKERNEL_PLUGINS selects.
 registry = Registry()
 
 
@@ -100,7 +100,7 @@ explain = registry.explain
 
 
 def config_type(kernel: str) -> type | None:
-    """The type of the configurations of a kernel that is installed, or was registered in this process; else None.
+    """The type of a kernel's configurations; None unless it is installed or was registered in this process.
 
     >>> config_type("flash_attention.xla").__name__, config_type("nobodys.kernel")
     ('Config', None)

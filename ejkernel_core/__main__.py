@@ -1,4 +1,4 @@
-"""``python -m ejkernel_core``: what is installed, by whom, and what is broken and why."""
+"""``python -m ejkernel_core`` lists the plugins, the distribution of each, and why some are broken."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ HEADINGS = {OPERATIONS: "operations", KERNELS: "kernels", POLICIES: "policies"}
 
 
 def listing() -> str:
-    """The table as text."""
+    """Return the list as text."""
     rows = registry.inspect()
     lines = [] if registry.plugins is None else [f"EJKERNEL_PLUGINS={registry.plugins!r}"]
     for group, heading in HEADINGS.items():
         lines.append(heading)
-        mine = [(entry, broken) for entry, broken in rows if entry.group == group]
+        rows_of_group = [(entry, broken) for entry, broken in rows if entry.group == group]
         if group == POLICIES:
             lines += [f"  {name:<32} built in" for name in BUILT_IN_NAMES]
-        elif not mine:
-            lines.append("; ".join(filter(None, ("  none", registry.what_to_install()))))
-        for entry, broken in mine:
+        elif not rows_of_group:
+            lines.append("; ".join(filter(None, ("  none", registry.install_hint()))))
+        for entry, broken in rows_of_group:
             lines.append(f"  {entry.name:<32} {entry.provider}")
             if broken:
                 lines.append(f"    broken: {broken.reason}")

@@ -1,8 +1,7 @@
-"""What the axes of an operation's arrays mean, said once; and what follows from it."""
+"""The meaning of the axes of an operation's arrays, and all that is derived from it."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,9 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._layout import LEADING, Axis, Layout, dimensions, layout, merged, padded_shapes, parted, result_shapes, sizes
+from ._display import suggestion
+from ._layout import (
+    LEADING,
+    Axis,
+    Layout,
+    dimensions,
+    fold_axis,
+    layout,
+    padded_shapes,
+    result_shapes,
+    sizes,
+    unfold_axis,
+)
 
-if TYPE_CHECKING:  # most programs cut nothing: what does is loaded by those that do
+if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
     from ._partitioning import Partitioning, Shardings
 
 Arguments = dict[str, Any]
@@ -25,17 +36,18 @@ Texts = Mapping[str, str]
 Folded = tuple[Arguments, Callable[[tuple[Any, ...]], tuple[Any, ...]]]
 
 
-def _names(given: str | Iterable[str]) -> tuple[str, ...]:
-    return tuple(given.split()) if isinstance(given, str) else tuple(given)
+def _names(names: str | Iterable[str]) -> tuple[str, ...]:
+    return tuple(names.split()) if isinstance(names, str) else tuple(names)
 
 
 @attrs.frozen(eq=False)
 class Axes:
-    """What each axis of each array means, by name: of the canonical arguments, those that kernels see.
+    """The meaning of each axis of each array, as words. They describe the canonical arguments that kernels see.
 
-    A word is an axis; a name has one size in all the arrays of a call. ``#batch`` is the batch or 1, ``...`` are
-    leading axes of any number, and the same for all. ``2*heads``, ``sequences+1`` and ``dim/128`` (rounded up) are as
-    long as they say; ``1`` is. An array that is None in a call is left out.
+    Every word is an axis, and a name has one size in all arrays of a call. ``#batch`` is an axis of the batch's size or
+    of 1. ``...`` is any number of leading axes, the same in all arrays. ``2*heads``, ``sequences+1`` and ``dim/128``
+    (rounded up) are lengths that follow from a size, and ``1`` is a length. An array that is None in a call is left
+    out.
 
     >>> axes = Axes({"x": "... dim", "weight": "dim"}, {"out": "... dim"}, independent="...", whole="dim")
     >>> axes.outputs({"x": jax.ShapeDtypeStruct((3, 4, 8), "float32"), "weight": None})
@@ -44,62 +56,62 @@ class Axes:
 
     arrays: Texts = attrs.field(converter=dict)
     results: Texts = attrs.field(converter=dict)
-    #: The axes whose parts are computed apart from one another, by one kernel or on several devices...
+    #: The axes whose entries are computed independently, in one kernel or on several devices...
     independent: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
     #: ...and all others.
     whole: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
-    #: The independent axis that takes in another one, mapped by ``jax.vmap``; without it, a mapped call is a loop.
+    #: The independent axis that an axis mapped by ``jax.vmap`` is merged into. Without it, a mapped call is a loop.
     vmap: str | None = attrs.field(default=None, kw_only=True)
-    #: The axes that only count things. What was measured is of use where they differ...
+    #: The axes that only count things. A record is still of use for a call where their sizes differ...
     counts: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
-    #: ...and of these, by default all, the ones where sizes up to the same power of two are not told apart at all.
+    #: ...and those of them (by default all) that tuning rounds up to the next power of two.
     rounded: tuple[str, ...] = attrs.field(converter=_names, kw_only=True)
-    #: The axes that are at least 1.
+    #: The axes whose size must be at least 1.
     positive: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
-    #: ``{"heads": "kv_heads"}``: the first is a multiple of the second, and these are independent together.
+    #: ``{"heads": "kv_heads"}``: the first is a multiple of the second, and they are sharded together.
     multiples: Mapping[str, str] = attrs.field(factory=dict, converter=dict, kw_only=True)
-    #: The results that are float32, and float64 where the first array is.
+    #: The results of dtype float32, or float64 where the first array has it.
     statistics: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
-    #: The dtypes of others: a name, or a function of the arguments; by default that of the first array.
+    #: The dtypes of other results: a name, or a function of the arguments. By default that of the first array.
     dtypes: Mapping[str, Any] = attrs.field(factory=dict, converter=dict, kw_only=True)
-    #: ``{("transpose", True): {"weight": "out_dim dim"}}``: what is said otherwise, where an option has a value.
+    #: ``{("transpose", True): {"weight": "out_dim dim"}}``: other words for arrays where an option has this value.
     when: Mapping[tuple[str, Any], Texts] = attrs.field(factory=dict, converter=dict, kw_only=True)
-    #: These are the axes of the gradients: the results are like the arrays that ``wrt`` names.
+    #: True for a backward operation: its results have the axes of the arrays that ``wrt`` names.
     of_gradients: bool = attrs.field(default=False, kw_only=True)
-    _usual: Layouts = attrs.field(init=False, repr=False)
-    _others: Mapping[tuple[str, Any], Layouts] = attrs.field(init=False, repr=False)
+    _layouts: Layouts = attrs.field(init=False, repr=False)
+    _layouts_by_option: Mapping[tuple[str, Any], Layouts] = attrs.field(init=False, repr=False)
 
     @rounded.default
     def _all_counts(self) -> tuple[str, ...]:
         return self.counts
 
-    @_usual.default
-    def _read(self) -> Layouts:
+    @_layouts.default
+    def _read_layouts(self) -> Layouts:
         return {name: layout(name, text) for name, text in {**self.arrays, **self.results}.items()}
 
-    @_others.default
-    def _read_others(self) -> Mapping[tuple[str, Any], Layouts]:
+    @_layouts_by_option.default
+    def _read_layouts_by_option(self) -> Mapping[tuple[str, Any], Layouts]:
         return {case: {name: layout(name, text) for name, text in texts.items()} for case, texts in self.when.items()}
 
     def __attrs_post_init__(self) -> None:
-        _check_declaration(self, [self._usual, *self._others.values()])
+        _check_declaration(self, [self._layouts, *self._layouts_by_option.values()])
 
     def layouts(self, arguments: Mapping[str, Any]) -> Layouts:
-        """The axes of every array and result, for a call with these options."""
-        chosen = dict(self._usual)
-        for (option, value), others in self._others.items():
+        """The layout of every array and result, for a call with these options."""
+        layouts = dict(self._layouts)
+        for (option, value), others in self._layouts_by_option.items():
             if _is_same_option(arguments.get(option), value):
-                chosen.update(others)
-        return chosen
+                layouts.update(others)
+        return layouts
 
     def given(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arrays that the call has."""
+        """The arrays that the call has, by name."""
         return {name: arguments[name] for name in self.arrays if arguments.get(name) is not None}
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
     def canonical(self, arguments: Arguments) -> Arguments:
-        """The arguments, checked; where leading axes of an array may be 1, those that were left out are there."""
+        """Check the arrays, and add the leading axes of length 1 that the caller may leave out."""
         layouts = self.layouts(arguments)
         self.sizes(arguments)
         shapes = padded_shapes(layouts, self.given(arguments))
@@ -107,42 +119,44 @@ class Axes:
         return {**arguments, **{name: arguments[name].reshape(shape) for name, shape in lower.items()}}
 
     def sizes(self, arguments: Mapping[str, Any], mapped: Iterable[str] = ()) -> dict[str, Any]:
-        """The size of every name; or what is wrong with the arrays' shapes. Those ``mapped`` have an axis in front."""
+        """The size of every name. Raises where shapes are wrong. The arrays ``mapped`` have one more axis in front."""
         shapes = {name: tuple(a.shape[1:] if name in mapped else a.shape) for name, a in self.given(arguments).items()}
         return sizes(self.layouts(arguments), shapes, self.positive, self.multiples)
 
     # -- results ---------------------------------------------------------------------------------------------------
 
     def outputs(self, arguments: Mapping[str, Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shape and dtype of each result, and how it is cut where shardings are a part of types."""
+        """The shape and dtype of each result; and its sharding, where shardings are a part of types."""
         if self.of_gradients:
             return tuple(_like(arguments[name]) for name in arguments["wrt"])
-        layouts, known = self.layouts(arguments), self.sizes(arguments)
-        shapes = result_shapes(layouts, self.results, known)
-        cut = self._shardings(self.given(arguments), layouts)
+        layouts, sizes_of_axes = self.layouts(arguments), self.sizes(arguments)
+        shapes = result_shapes(layouts, self.results, sizes_of_axes)
+        shardings = self._shardings(self.given(arguments), layouts)
         return tuple(
             jax.ShapeDtypeStruct(
-                shape, self._dtype(name, arguments), sharding=cut and cut.sharding(layouts[name], known)
+                shape,
+                self._dtype(name, arguments),
+                sharding=shardings and shardings.sharding(layouts[name], sizes_of_axes),
             )
             for name, shape in zip(self.results, shapes, strict=True)
         )
 
-    def _shardings(self, given: Mapping[str, Any], layouts: Layouts) -> Shardings | None:
-        if not any(map(_is_on_a_mesh, given.values())):
+    def _shardings(self, arrays: Mapping[str, Any], layouts: Layouts) -> Shardings | None:
+        if not any(map(_is_on_a_mesh, arrays.values())):
             return None
         from ._partitioning import Shardings
 
-        return Shardings.of(given, layouts, self.independent)
+        return Shardings.from_arrays(arrays, layouts, self.independent)
 
     def _dtype(self, result: str, arguments: Mapping[str, Any]) -> Any:
         first = next(iter(self.given(arguments).values())).dtype
         if result in self.statistics:
-            return np.promote_types(first, np.float32)  # JAX's own refuses where the user wants strict promotion
+            return np.promote_types(first, np.float32)  # JAX's own function fails under strict promotion
         dtype = self.dtypes.get(result, first)
         return dtype(arguments) if inspect.isfunction(dtype) else dtype
 
     def backward(self) -> Axes:
-        """The axes of the backward operation: its arrays are the forward's, its results, and their cotangents."""
+        """The axes of the backward operation. Its arrays are those of the forward, the results and their cotangents."""
         results = self.results
         arrays: Any = {**self.arrays, **results, **{f"d_{name}": text for name, text in results.items()}}
         when = {
@@ -154,7 +168,7 @@ class Axes:
     # -- choosing, measuring ---------------------------------------------------------------------------------------
 
     def bucket(self, arguments: Mapping[str, Any]) -> Arguments:
-        """The arguments as far as they matter to tuning: sizes that only count are rounded up to a power of two."""
+        """The arguments as tuning distinguishes them: the sizes of ``rounded`` axes are the next powers of two."""
         rounded = {}
         for name, pairs in dimensions(self.layouts(arguments), self.given(arguments)).items():
             shape = [_power_of_two(size) if axis.name in self.rounded else size for axis, size in pairs]
@@ -162,9 +176,9 @@ class Axes:
         return {**arguments, **rounded}
 
     def counted(self, arguments: Mapping[str, Any]) -> dict[str, tuple[str | None, ...]]:
-        """For every dimension of each array, the axis that it is where that only counts things, else None.
+        """For every dimension of each array: the name of its axis if that only counts things, else None.
 
-        A broadcast axis of 1 counts nothing: a kernel may treat it apart.
+        An axis that broadcasts counts nothing, because kernels may have special code for it.
         """
 
         def counter(place: int, axis: Axis, size: Any) -> str | None:
@@ -172,23 +186,23 @@ class Axes:
                 return None
             return f"{LEADING}{place}" if axis.name == LEADING else axis.text.removeprefix("#")
 
-        every = dimensions(self.layouts(arguments), self.given(arguments))
-        return {name: tuple(counter(place, *pair) for place, pair in enumerate(pairs)) for name, pairs in every.items()}
+        pairs = dimensions(self.layouts(arguments), self.given(arguments))
+        return {name: tuple(counter(place, *pair) for place, pair in enumerate(own)) for name, own in pairs.items()}
 
     def bytes(self, arguments: Mapping[str, Any]) -> int:
-        """What the call moves at least: every array and every result once."""
+        """The least memory traffic of the call: every array and every result once."""
         arrays = (*self.given(arguments).values(), *self.outputs(arguments))
         return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
     @staticmethod
     def samples(arguments: Mapping[str, Any], key: Any) -> Arguments:
-        """The arguments with every abstract array replaced: normal numbers, integers 0, and True nine times in ten."""
+        """The arguments with values for abstract arrays: normal numbers, zeros for integers, mostly True for bools."""
         abstract = {name: value for name, value in arguments.items() if isinstance(value, jax.ShapeDtypeStruct)}
         draws = jax.random.split(key, max(len(abstract), 1))
         return {**arguments, **{n: _sample(abstract[n], draw) for n, draw in zip(abstract, draws, strict=False)}}
 
     def partitioning(self, arguments: Mapping[str, Any]) -> Partitioning:
-        """The rule by which the call may be cut over devices."""
+        """The rule by which the call may be sharded over devices."""
         from ._partitioning import Factoring
 
         layouts = self.layouts(arguments)
@@ -209,27 +223,28 @@ class Axes:
         }
         if self.of_gradients:
             return factoring.partitioning(arrays, {name: arrays[name] for name in arguments["wrt"]})
-        promised = zip(self.results, self.outputs(arguments), strict=True)
-        own = {name: factoring.dimensions(name, layouts[name], like.shape) for name, like in promised}
+        declared = zip(self.results, self.outputs(arguments), strict=True)
+        own = {name: factoring.dimensions(name, layouts[name], like.shape) for name, like in declared}
         return factoring.partitioning(arrays, own)
 
     # -- vmap ------------------------------------------------------------------------------------------------------
 
     def fold(self, arguments: Mapping[str, Any], mapped: frozenset[str], size: int) -> Folded | None:
-        """Take a mapped axis into the axis ``vmap``; None where the one call would not be what a loop of calls is."""
+        """Merge a mapped axis into the axis ``vmap``; None where one call would not give the results of a loop."""
         layouts, into = self.layouts(arguments), self.vmap
         results = [layouts[name] for name in (arguments["wrt"] if self.of_gradients else self.results)]
         if into is None or self._shares(into, layouts, self.given(arguments), results, mapped):
             return None
-        own = self.sizes(arguments, mapped)[into]
+        own_size = self.sizes(arguments, mapped)[into]
         folded = {
-            name: merged(array, layouts[name], into, name in mapped, size, own)
+            name: fold_axis(array, layouts[name], into, name in mapped, size, own_size)
             for name, array in self.given(arguments).items()
         }
 
         def unfold(values: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(
-                parted(value, own_axes, into, size, own) for value, own_axes in zip(values, results, strict=True)
+                unfold_axis(value, layout_of_result, into, size, own_size)
+                for value, layout_of_result in zip(values, results, strict=True)
             )
 
         return {**arguments, **folded}, unfold
@@ -237,9 +252,9 @@ class Axes:
     def _shares(
         self, into: str, layouts: Layouts, arrays: Iterable[str], results: Sequence[Layout], mapped: Iterable[str]
     ) -> bool:
-        """Whether something would be shared that is not: an array without the axis serves all of a call, a result
-        without it tells of all of a call, and the gradient of what a call shares is summed over it. Nor are the
-        boundaries of a longer batch those of its parts.
+        """Whether one folded call would share what a loop does not: a mapped array without the axis ``into`` would be
+        the same for all entries, a result without it would combine all entries, and so would the gradient of an array
+        without it. An axis with an offset or divisor does not split into those of the separate calls either.
         """
         if any(into not in layouts[name].names for name in mapped):
             return True
@@ -258,12 +273,14 @@ def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
     everywhere = [(name, each) for group in layouts for name, each in group.items()]
     for name, each in everywhere:
         _check_names(f"axes of {name}", each.names, known, "neither independent nor whole")
-        if twice := {a.name for a in each.axes if [b.name for b in each.axes].count(a.name) > 1} & {*axes.independent}:
-            raise ValueError(f"axes of {name}: {twice.pop()} is independent, and stands there twice")
+        if duplicates := {a.name for a in each.axes if [b.name for b in each.axes].count(a.name) > 1} & {
+            *axes.independent
+        }:
+            raise ValueError(f"axes of {name}: {duplicates.pop()} is independent, and stands there twice")
     if not axes.results:
         raise ValueError("axes: takes at least one result")
-    if not axes.of_gradients and (twice := {*axes.arrays} & {*axes.results}):
-        raise ValueError(f"axes: {', '.join(sorted(twice))} cannot be an array and a result")
+    if not axes.of_gradients and (duplicates := {*axes.arrays} & {*axes.results}):
+        raise ValueError(f"axes: {', '.join(sorted(duplicates))} cannot be an array and a result")
     if rest := [name for name in axes.rounded if name not in axes.counts]:
         raise ValueError(f"axes, rounded: takes axes that counts has; got {rest[0]!r}")
     in_arrays = {n for name, each in everywhere if name in axes.arrays for n in each.names}
@@ -272,20 +289,22 @@ def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
             _check_names(f"axes of {name}", each.names, in_arrays, "an axis of no array")
             if broadcast := [axis.text for axis in each.axes if axis.is_broadcast]:
                 raise ValueError(f"axes of {name}: a result is as long as its axes say; got {broadcast[0]!r}")
-    beside: dict[str, Sequence[str]] = {
+    names_by_field: dict[str, Sequence[str]] = {
         "multiples": (*axes.multiples, *axes.multiples.values()),
         "vmap": () if axes.vmap is None else (axes.vmap,),
     }
     for field in ("independent", "whole", "counts", "rounded", "positive"):
-        beside[field] = getattr(axes, field)
-    for field, names in beside.items():
+        names_by_field[field] = getattr(axes, field)
+    for field, names in names_by_field.items():
         _check_names(f"axes, {field}", names, in_arrays, "an axis of no array")
-    if both := {*axes.multiples} & {*axes.multiples.values()}:
-        raise ValueError(f"axes, multiples: {both.pop()!r} is a multiple and has one; name the smallest axis alone")
+    if conflicts := {*axes.multiples} & {*axes.multiples.values()}:
+        raise ValueError(
+            f"axes, multiples: {conflicts.pop()!r} is a multiple and has one; name the smallest axis alone"
+        )
     if axes.vmap is not None and axes.vmap not in axes.independent:
         raise ValueError(f"axes, vmap: takes an independent axis; got {axes.vmap!r}")
-    if twice := {*axes.independent} & {*axes.whole}:
-        raise ValueError(f"axes: {', '.join(sorted(twice))} cannot be independent and whole")
+    if duplicates := {*axes.independent} & {*axes.whole}:
+        raise ValueError(f"axes: {', '.join(sorted(duplicates))} cannot be independent and whole")
     for field, names in {"dtypes": [*axes.dtypes], "statistics": axes.statistics}.items():
         _check_names(f"axes, {field}", names, axes.results, "no result")
     for texts in axes.when.values():
@@ -295,17 +314,16 @@ def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
 def _check_names(where: str, names: Iterable[str], known: Iterable[str], otherwise: str) -> None:
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise ValueError(f"{where}: {name!r} is {otherwise}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise ValueError(f"{where}: {name!r} is {otherwise}{suggestion(name, known)}")
 
 
 # -- arrays --------------------------------------------------------------------------------------------------------
 
 
-def _is_same_option(given: Any, value: Any) -> bool:
-    """By type too, as calls are told apart: 1 is not True. A dtype may be written in several ways."""
-    same = given == value
-    return bool(same) and (isinstance(value, (np.dtype, type)) or type(given) is type(value))
+def _is_same_option(argument: Any, value: Any) -> bool:
+    """Whether the values and types are equal: 1 is not True. A dtype may be written in several ways."""
+    same = argument == value
+    return bool(same) and (isinstance(value, (np.dtype, type)) or type(argument) is type(value))
 
 
 def _is_on_a_mesh(array: Any) -> bool:

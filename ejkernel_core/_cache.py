@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from ._display import counted
+from ._display import quantity
 from ._kernel import Candidate, fitting
 from ._keys import Key
 from ._records import Record, as_record
@@ -17,8 +17,8 @@ from ._records import Record, as_record
 class ConfigCache:
     """Configurations by key, in memory; safe to share between threads.
 
-    A key is ``Invocation.key`` (or anything hashable), a value a ``Record`` or a configuration. With ``maxsize``, what
-    was not asked for the longest is forgotten first.
+    A key is ``Invocation.key`` (or anything hashable), a value a ``Record`` or a configuration. With ``maxsize``, the
+    least recently used key is dropped first.
     """
 
     def __init__(self, maxsize: int | None = None) -> None:
@@ -34,41 +34,41 @@ class ConfigCache:
         self._listeners: set[weakref.WeakMethod[Callable[[Hashable], None]]] = set()
 
     def notify(self, listener: Callable[[Hashable], None]) -> None:
-        """Call this bound method with the key after every change, as long as its object lives."""
+        """Call this bound method with the key after every change, for as long as its object exists."""
         self._listeners.add(weakref.WeakMethod(listener, self._listeners.discard))
 
     def put(self, key: Hashable, value: Any) -> None:
-        """Remember a configuration, or a ``Record`` of one: in the place of what is there for the same backend."""
-        record, changed = as_record(value), [key]
+        """Store a configuration, or a ``Record`` of one. It replaces the record for the same backend."""
+        record, keys = as_record(value), [key]
         with self._lock:
             others = (r for r in self._records.pop(key, ()) if r.backend != record.backend)
             self._records[key] = (record, *others)
             self.generation += 1
             if self.maxsize is not None and len(self._records) > self.maxsize:
-                changed.append(self._records.popitem(last=False)[0])
-        self._tell(changed)
+                keys.append(self._records.popitem(last=False)[0])
+        self._call_listeners(keys)
 
     def get(self, key: Hashable, default: Any = None) -> Any:
-        """The configuration that was put last, or the default."""
+        """The configuration that was stored last, or the default."""
         records = self.records(key)
         return records[0].cfg if records else default
 
     def records(self, key: Hashable) -> tuple[Record, ...]:
-        """The records of every backend, the last one put first."""
+        """The records of all backends, the latest first."""
         with self._lock:
             if key in self._records:
                 self._records.move_to_end(key)
             return self._records.get(key, ())
 
     def find(self, key: Hashable, candidate: Candidate) -> Record | None:
-        """The record for this kernel: what a store is asked by ``recall``."""
+        """The record for the candidate's kernel, or None; ``recall`` calls this method of stores."""
         return fitting(self.records(key), candidate)
 
     def near(self, key: Key) -> list[Key]:
-        """The keys of the same ``kind``: they differ in axes that only count things."""
+        """The keys of the same ``kind``: they differ only in the sizes of axes that count things."""
         with self._lock:
-            keys = [known for known in self._records if isinstance(known, Key)]
-        return [known for known in keys if (known.op, known.device, known.kind) == (key.op, key.device, key.kind)]
+            keys = [other for other in self._records if isinstance(other, Key)]
+        return [other for other in keys if (other.op, other.device, other.kind) == (key.op, key.device, key.kind)]
 
     def items(self) -> list[tuple[Hashable, tuple[Record, ...]]]:
         """Every key with its records."""
@@ -76,17 +76,17 @@ class ConfigCache:
             return list(self._records.items())
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove everything."""
         with self._lock:
-            changed = list(self._records)
+            keys = list(self._records)
             self._records.clear()
             self.generation += 1
-        self._tell(changed)
+        self._call_listeners(keys)
 
-    def _tell(self, changed: list[Hashable]) -> None:
-        # Without the lock: who listens may look something up.
+    def _call_listeners(self, keys: list[Hashable]) -> None:
+        # Without the lock, because a listener may read the cache.
         for listener in [reference() for reference in tuple(self._listeners)]:
-            for key in changed:
+            for key in keys:
                 if listener is not None:
                     listener(key)
 
@@ -99,7 +99,7 @@ class ConfigCache:
 
     def __repr__(self) -> str:
         bound = "" if self.maxsize is None else f", at most {self.maxsize}"
-        return f"ConfigCache({counted(len(self), 'key')}{bound})"
+        return f"ConfigCache({quantity(len(self), 'key')}{bound})"
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter([key for key, _ in self.items()])

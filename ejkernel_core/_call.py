@@ -1,7 +1,7 @@
-"""From a call as it is written to its results.
+"""A call, from its arguments to its results.
 
-The first call of a kind (these options, these arrays given) makes a jitted function; every later one is a dictionary
-lookup and a call of that function, whose own cache takes care of shapes, devices and scopes.
+The first call of a kind (with the same options, and the same arrays present) makes a jitted function. A later one looks
+it up in a dictionary and calls it. JAX's cache for that function takes care of shapes, devices and scopes.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from ._display import brief
 from ._errors import NoConfig, NoKernel, NotDifferentiable, PluginError, Unsupported
 from ._kernel import Invocation
 from ._keys import content, sharding_fingerprint
-from ._lowering import Kinds, Request, Terms, apply, as_request, inlined, standard_promotion
+from ._lowering import CallContext, Dependencies, Request, apply, apply_inline, make_request, standard_promotion
 from ._operation import NUMBERS, Operation, Restore
 from ._plan import Explanation, Plan
 from ._plugins import Plugins
 from ._validation import check_values, clearer_error, not_static, unhashable
 
-#: How many compiled functions are kept for one way of writing a call: one for each set of options, the oldest go first.
-KEPT = 512
+#: The most compiled functions for one form of a call: one for each set of options. The oldest is dropped first.
+MAX_COMPILED = 512
 
 
 class Registry(Plugins):
     """Operations, kernels and policies, and the calls made with them.
 
-    A new registry knows what is installed (``plugins`` as in EJKERNEL_PLUGINS chooses among it) and what is registered
-    with it afterwards. One that takes the ``policies_of`` another, and what that one remembers, starts with these.
+    A new registry has the installed plugins, or those that ``plugins`` selects, as EJKERNEL_PLUGINS does. More can be
+    registered with it. A registry with ``policies_of`` another one has no installed plugins. It uses the policies and
+    the memory of the other one.
     """
 
     def call(
         self, op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, validate: bool = False, **kwargs: Any
     ) -> Any:
-        """Run the operation ``op`` by the best installed kernel for the device at hand.
+        """Run the operation ``op`` by the best installed kernel for the device.
 
-        ``backend`` and ``cfg`` name a kernel or its configuration; they are obeyed, or refused with the reason. With
-        ``validate=True`` the operation looks at the values of arrays first; where one is traced, it has none, and the
-        call is refused. Everything else is for the operation. The call can be jitted, differentiated, vmapped and
-        sharded.
+        ``backend`` names a kernel and ``cfg`` is a configuration. They are used, or refused with the reason. With
+        ``validate=True`` the operation first checks the values of arrays; a traced array has none, and is refused.
+        All other arguments are the operation's. The call can be jitted, differentiated, vmapped and sharded.
 
         >>> import ejkernel_core
         >>> query = jnp.ones((1, 4, 2, 8))
         >>> ejkernel_core.call("flash_attention", query, query, query, causal=True).shape
         (1, 4, 2, 8)
         """
-        # This is the way of every eager call: each line costs its users time.
+        # Every eager call runs this code, so each line costs time.
         form, arrays, options = _parse(self, op, args, kwargs)
         scope = _scopes.current()
         sharding = _sharding(form, arrays)
@@ -69,20 +69,21 @@ class Registry(Plugins):
             _check_values(self, form, arrays, options, validate)
         if compiled is not None:
             return _run(form, compiled[0], arrays)
-        terms, changes = Terms(self, backend, cfg, scope, sharding), self.changes
-        run = _compile(form, options, terms)
+        context, changes = CallContext(self, backend, cfg, scope, sharding), self.changes
+        run = _compile(form, options, context)
         results = _run(form, run, arrays)
-        if len(form.compiled) >= KEPT:
+        if len(form.compiled) >= MAX_COMPILED:
             form.compiled.pop(next(iter(form.compiled)), None)
-        # Only now: a call that was rejected takes no other's place. What may be known better by now is chosen anew.
-        if self.is_unchanged(terms.kinds.seen, changes):
-            form.compiled[key] = run, terms.kinds
+        # Stored after the call, so that one that fails drops no other function. If a record has been stored meanwhile,
+        # the next call chooses again.
+        if self.is_unchanged(context.dependencies.kinds, changes):
+            form.compiled[key] = run, context.dependencies
         return results
 
     def invocation(
         self, op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any
     ) -> Invocation:
-        """What kernels and policies see of such a call; its ``key`` is what a configuration is remembered by.
+        """The invocation that kernels and policies get for such a call. Configurations are stored under its ``key``.
 
         >>> import ejkernel_core
         >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
@@ -90,26 +91,26 @@ class Registry(Plugins):
         >>> inv["causal"], inv["query"].shape
         (True, (1, 4, 2, 8))
         """
-        question = ask(self, op, args, kwargs, backend, cfg)
-        return question.request.invocation(question.avals, question.target)
+        call = abstract_call(self, op, args, kwargs, backend, cfg)
+        return call.request.invocation(call.avals, call.target)
 
     def plan(self, op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any) -> Plan:
-        """What ``call`` would run, and why; arrays may be ``jax.ShapeDtypeStruct``. Raises what the call would raise.
+        """What ``call`` would run, and why. Arrays may be ``jax.ShapeDtypeStruct``. Raises the errors of the call.
 
-        Nothing is measured: where a call would measure, the plan says so.
+        Nothing is measured. Where a call would measure, the plan says so.
 
         >>> import ejkernel_core
         >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
         >>> ejkernel_core.plan("flash_attention", query, query, query, backend="reference").kernel.name
         'flash_attention.reference'
         """
-        question = ask(self, op, args, kwargs, backend, cfg)
-        return question.request.plan(question.avals, question.target)
+        call = abstract_call(self, op, args, kwargs, backend, cfg)
+        return call.request.plan(call.avals, call.target)
 
     def explain(
         self, op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any
     ) -> Explanation:
-        """The plan of a call and of its gradients, with every other kernel and its reason; print it.
+        """The plan of a call and of its gradients, with the reasons of all other kernels. Print it to read it.
 
         >>> import ejkernel_core
         >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
@@ -117,38 +118,38 @@ class Registry(Plugins):
         >>> explanation.op, explanation.backward.op
         ('flash_attention', 'flash_attention_bwd')
         """
-        question = ask(self, op, args, kwargs, backend, cfg)
-        explanation = _explain(question.request, question.avals, question.target)
-        if explanation.plan is None or question.request.operation.backward is None:
+        call = abstract_call(self, op, args, kwargs, backend, cfg)
+        explanation = _explain(call.request, call.avals, call.target)
+        if explanation.plan is None or call.request.operation.backward is None:
             return explanation
         try:
-            backward, avals = question.backward()
+            backward, avals = call.backward()
         except NotDifferentiable as error:
             return attrs.evolve(
-                explanation, backward=Explanation(str(question.request.operation.backward), None, str(error))
+                explanation, backward=Explanation(str(call.request.operation.backward), None, str(error))
             )
-        return attrs.evolve(explanation, backward=_explain(backward, avals, question.target))
+        return attrs.evolve(explanation, backward=_explain(backward, avals, call.target))
 
 
 @attrs.frozen(eq=False, repr=False)
 class Form:
-    """One way of writing a call of an operation: which of its values are arrays and which are options."""
+    """One form of a call: which arguments it has, and which of them are arrays and which options."""
 
     operation: Operation
     array_names: tuple[str, ...]
     array_places: tuple[int, ...]
     option_names: tuple[str, ...]
     option_places: tuple[int, ...]
-    #: By options and terms: what is called, and the kinds of keys that it has chosen by.
-    compiled: dict[Any, tuple[Callable[..., Any], Kinds]] = attrs.field(factory=dict)
+    #: By options and context: the jitted function, and the kinds of keys by which it has chosen.
+    compiled: dict[Any, tuple[Callable[..., Any], Dependencies]] = attrs.field(factory=dict)
 
-    def named(self, arrays: Sequence[Any], options: Sequence[Any]) -> dict[str, Any]:
-        """The values that the call gives, by the names of their parameters."""
+    def values_by_name(self, arrays: Sequence[Any], options: Sequence[Any]) -> dict[str, Any]:
+        """The values of the call by the names of their parameters."""
         return dict(zip((*self.array_names, *self.option_names), (*arrays, *options), strict=True))
 
     def forget(self, kind: tuple[str, str]) -> None:
-        """Have the calls choose anew that have chosen by keys of this kind."""
-        for key in [key for key, (_, kinds) in list(self.compiled.items()) if kind in kinds.seen]:
+        """Drop the functions that have chosen by keys of this kind."""
+        for key in [key for key, (_, dependencies) in list(self.compiled.items()) if kind in dependencies.kinds]:
             self.compiled.pop(key, None)
 
 
@@ -159,25 +160,25 @@ def _parse(
     registry: Plugins, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Form, list[Any], list[Any]]:
     """The form of the call, its arrays and its options."""
-    written = (name, len(args), *kwargs)
-    form = registry.calls.get(written) or _form(registry, written, args, kwargs)
+    form_key = (name, len(args), *kwargs)
+    form = registry.calls.get(form_key) or _form(registry, form_key, args, kwargs)
     values = (*args, *kwargs.values())
     return form, [values[place] for place in form.array_places], [values[place] for place in form.option_places]
 
 
-def _form(registry: Plugins, written: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
-    calls = registry.calls  # before the operation is read: what is registered meanwhile starts with another one
-    operation = registry.operation(written[0])
+def _form(registry: Plugins, form_key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+    calls = registry.calls  # read before the operation, because registering a plugin replaces this dictionary
+    operation = registry.operation(form_key[0])
     places = operation.bind(tuple(range(len(args))), {name: len(args) + i for i, name in enumerate(kwargs)})
     arrays = {name: place for name, place in places.items() if name in operation.arrays}
     options = {name: place for name, place in places.items() if name not in operation.arrays}
     form = Form(operation, tuple(arrays), tuple(arrays.values()), tuple(options), tuple(options.values()))
-    calls[written] = form
+    calls[form_key] = form
     return form
 
 
 def _sharding(form: Form, arrays: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """The arrays that are sharded over several devices, and how: known here, and not while JAX traces or lowers."""
+    """The arrays that are sharded over several devices, and how. JAX does not say so while it traces or lowers."""
     if all(map(_is_on_one_device, arrays)):
         return ()
     shardings = (
@@ -187,18 +188,18 @@ def _sharding(form: Form, arrays: Sequence[Any]) -> tuple[tuple[str, str], ...]:
 
 
 def _is_on_one_device(array: Any) -> bool:
-    """Whether this is known at once."""
+    """Whether an array is on one device, as far as a quick check shows."""
     sharding = getattr(array, "sharding", None)
     if sharding is None:
         return not isinstance(array, jax.core.Tracer)
     return type(sharding) is jax.sharding.SingleDeviceSharding
 
 
-def _compile(form: Form, options: Sequence[Any], terms: Terms) -> Callable[..., Any]:
+def _compile(form: Form, options: Sequence[Any], context: CallContext) -> Callable[..., Any]:
     for name, value in zip(form.option_names, options, strict=True):
         if isinstance(value, (jax.Array, np.ndarray)):
             raise not_static(form.operation.name, name, value)
-    _check_backend(terms.registry, form.operation.name, terms.backend)
+    _check_backend(context.registry, form.operation.name, context.backend)
 
     def run(*arrays: Any) -> Any:
         if _scopes.jit_key.value != _scopes.current().digest:
@@ -208,10 +209,10 @@ def _compile(form: Form, options: Sequence[Any], terms: Terms) -> Callable[..., 
                 "function cannot be traced here: enter the scope in this thread, and leave it without an await between"
             )
         with standard_promotion():
-            request, values, restore = _prepare(form, arrays, options, terms)
+            request, values, restore = _prepare(form, arrays, options, context)
             return restore(apply(request, values))
 
-    # What the compiled code, and JAX's own errors, call the function and its arguments.
+    # The names that JAX uses in compiled code and in errors.
     run.__name__ = run.__qualname__ = form.operation.name
     names = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in form.array_names]
     run.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
@@ -219,7 +220,7 @@ def _compile(form: Form, options: Sequence[Any], terms: Terms) -> Callable[..., 
 
 
 class _ScopeMismatch(RuntimeError):
-    """JAX's jit key holds another scope than the one that is entered."""
+    """The scope in JAX's jit key is not the current one."""
 
 
 def _run(form: Form, run: Callable[..., Any], arrays: Sequence[Any]) -> Any:
@@ -231,8 +232,8 @@ def _run(form: Form, run: Callable[..., Any], arrays: Sequence[Any]) -> Any:
             raise
         raise clearer from error
     except _ScopeMismatch:
-        # Another task of this thread entered a scope, and JAX's key is that one's. Only we look into this function;
-        # what is being traced around it would be kept under the wrong key.
+        # JAX's key has the scope of another task of this thread. This function alone is traced again with the right
+        # key; a function that is being traced around it would be cached under the wrong one.
         if any(isinstance(array, jax.core.Tracer) for array in arrays):
             raise
         with _scopes.jit_key_of_scope():
@@ -240,19 +241,19 @@ def _run(form: Form, run: Callable[..., Any], arrays: Sequence[Any]) -> Any:
 
 
 def _prepare(
-    form: Form, arrays: Sequence[Any], options: Sequence[Any], terms: Terms
+    form: Form, arrays: Sequence[Any], options: Sequence[Any], context: CallContext
 ) -> tuple[Request, list[Any], Restore]:
-    """The request of a call, its prepared arrays, and how its results are given back; to be traced."""
+    """The request of a call, its prepared arrays, and the function that restores the caller's form. JAX traces this."""
     operation = form.operation
     operation.check_arrays(dict(zip(form.array_names, arrays, strict=True)))
-    # Numbers are arrays too; under ``jax.disable_jit`` nobody has made them so.
+    # Numbers are arrays too. Under ``jax.disable_jit``, JAX has not converted them.
     arrays = [jnp.asarray(value) if isinstance(value, NUMBERS) else value for value in arrays]
-    arguments, restore = operation.prepared(operation.complete(form.named(arrays, options)))
-    return *as_request(terms, operation, arguments), restore
+    arguments, restore = operation.prepared(operation.complete(form.values_by_name(arrays, options)))
+    return *make_request(context, operation, arguments), restore
 
 
 def _check_backend(registry: Plugins, op: str, backend: Any) -> None:
-    """An unknown or broken backend is refused before anything else is done."""
+    """Raise for an unknown or broken backend."""
     if backend is None:
         return
     if not isinstance(backend, str):
@@ -263,40 +264,40 @@ def _check_backend(registry: Plugins, op: str, backend: Any) -> None:
 def _check_values(registry: Plugins, form: Form, arrays: Sequence[Any], options: Sequence[Any], validate: Any) -> None:
     def trace(*arrays: Any) -> list[Any]:
         with standard_promotion():
-            return _prepare(form, arrays, options, Terms(registry))[1]
+            return _prepare(form, arrays, options, CallContext(registry))[1]
 
     shapes = functools.partial(_run, form, functools.partial(jax.eval_shape, trace), arrays)
-    check_values(form.operation, form.named(arrays, options), validate, shapes)
+    check_values(form.operation, form.values_by_name(arrays, options), validate, shapes)
 
 
-# -- questions about a call that is not made ---------------------------------------------------------------------------
+# -- calls that are described and not made -----------------------------------------------------------------------------
 
 
 @attrs.frozen(eq=False, repr=False)
-class Question:
-    """A call that is not made: its request, the shapes of its prepared arrays, where it would run, and how its results
-    would be given back.
+class AbstractCall:
+    """A call that is not made: its request, the shapes of its prepared arrays, its device, and the function that would
+    restore the caller's form of the results.
     """
 
     request: Request
     avals: list[Any]
     target: Target
     restore: Restore
-    #: The prepared arrays, where these were wanted and are all there.
+    #: The prepared arrays, if they were requested and none is abstract.
     values: list[Any] | None = None
 
     def backward(self) -> tuple[Request, list[Any]]:
-        """The call of the backward operation, of all gradients there are, and the shapes of its arrays."""
+        """The request of the backward operation, for all gradients, and the shapes of its arrays."""
         results = self.request.outputs(self.avals)
         return self.gradients(self.avals, results, results)
 
     def gradients(
         self, arrays: Sequence[Any], results: Sequence[Any], cotangents: Sequence[Any]
     ) -> tuple[Request, list[Any]]:
-        """The same with these arrays. A result that the caller gets nothing of has no cotangent."""
+        """The same with these arrays. A result that the caller does not get has no cotangent."""
         jaxpr = jax.make_jaxpr(self.restore)(tuple(self.request.outputs(self.avals))).jaxpr
-        read = {id(variable) for eqn in jaxpr.eqns for variable in eqn.invars} | {id(v) for v in jaxpr.outvars}
-        needed = [ct if id(v) in read else None for ct, v in zip(cotangents, jaxpr.invars, strict=True)]
+        used_ids = {id(variable) for eqn in jaxpr.eqns for variable in eqn.invars} | {id(v) for v in jaxpr.outvars}
+        needed = [ct if id(v) in used_ids else None for ct, v in zip(cotangents, jaxpr.invars, strict=True)]
         inexact = (
             n for n, a in zip(self.request.arrays, self.avals, strict=True) if jnp.issubdtype(a.dtype, jnp.inexact)
         )
@@ -304,7 +305,7 @@ class Question:
         return _gradients.backward_request(self.request, arrays, results, needed, wrt)
 
 
-def ask(
+def abstract_call(
     registry: Plugins,
     name: str,
     args: tuple[Any, ...],
@@ -312,48 +313,48 @@ def ask(
     backend: str | None = None,
     cfg: Any = None,
     concrete: bool = False,
-) -> Question:
-    """The question that a call would be; ``concrete``: with its prepared arrays."""
-    form, arrays, options, terms = _open(registry, name, args, kwargs, backend, cfg)
-    terms = attrs.evolve(terms, scope=attrs.evolve(terms.scope, may_measure=False))
+) -> AbstractCall:
+    """The call as a description; ``concrete`` includes its prepared arrays."""
+    form, arrays, options, context = _parse_abstract(registry, name, args, kwargs, backend, cfg)
+    context = attrs.evolve(context, scope=attrs.evolve(context.scope, may_measure=False))
     prepared: list[tuple[Request, Restore]] = []
 
     def trace(*arrays: Any) -> list[Any]:
         with standard_promotion():
-            request, values, restore = _prepare(form, arrays, options, terms)
+            request, values, restore = _prepare(form, arrays, options, context)
         prepared.append((request, restore))
         return values
 
     avals = _run(form, functools.partial(jax.eval_shape, trace), arrays)
     request, restore = prepared[0]
     values = trace(*arrays) if concrete and not any(map(_is_abstract, arrays)) else None
-    return Question(request, avals, target(current_platform(arrays)), restore, values)
+    return AbstractCall(request, avals, target(current_platform(arrays)), restore, values)
 
 
 def whole(
     registry: Plugins, name: str, kwargs: dict[str, Any], backend: str | None, by_jax: bool
 ) -> tuple[tuple[Any, ...], Restore]:
-    """All results of a call as its kernel gives them, and how the caller gets them; to be traced. They have the
-    derivative of a call, or with ``by_jax`` the one that JAX makes of the kernel.
+    """All results of a call as its kernel returns them, and the function that restores the caller's form. JAX traces
+    this. The results have the derivative of a call, or with ``by_jax`` JAX's derivative of the kernel.
     """
-    form, arrays, options, terms = _open(registry, name, (), kwargs, backend)
-    request, values, restore = _prepare(form, arrays, options, terms)
-    return (inlined if by_jax else apply)(request, values), restore
+    form, arrays, options, context = _parse_abstract(registry, name, (), kwargs, backend)
+    request, values, restore = _prepare(form, arrays, options, context)
+    return (apply_inline if by_jax else apply)(request, values), restore
 
 
-def _open(
+def _parse_abstract(
     registry: Plugins,
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     backend: str | None,
     cfg: Any = None,
-) -> tuple[Form, list[Any], list[Any], Terms]:
+) -> tuple[Form, list[Any], list[Any], CallContext]:
     if "validate" in kwargs:
         raise TypeError(f"{name}: validate looks at values, and this at shapes alone: give it to call, or leave it out")
     form, arrays, options = _parse(registry, name, args, kwargs)
     _check_backend(registry, name, backend)
-    return form, arrays, options, Terms(registry, backend, cfg, _scopes.current(), _sharding(form, arrays))
+    return form, arrays, options, CallContext(registry, backend, cfg, _scopes.current(), _sharding(form, arrays))
 
 
 def _is_abstract(array: Any) -> bool:

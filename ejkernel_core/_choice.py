@@ -1,8 +1,8 @@
-"""How the installed kernels and one invocation become a choice.
+"""The choice of a kernel and its configuration for one invocation.
 
-The order is this module's, and nobody's answer asks for another's: an explicit ``cfg``, the overlays of the scope, what
-is in memory, the policies (stores and models, by RANK, which pluggy's ``tryfirst`` and ``trylast`` change), then what
-measures, if the scope's policy says so, then what is remembered of the nearest call, and last the heuristic.
+This module has the order, and no policy calls another one: an explicit ``cfg``; the overlays of the scope; the memory;
+the policies (stores and models, by RANK, which pluggy's ``tryfirst`` and ``trylast`` change); the tuner, if the scope's
+policy is to measure; the record of the nearest call; and last the heuristic.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import Any
 import attrs
 
 from ._discovery import Broken
-from ._errors import PASSING, NoConfig, NoKernel, PluginError, Unsupported, described, message
-from ._kernel import Candidate, Invocation, LoadedKernel, changeable, of_here
+from ._errors import NEVER_CAUGHT, NoConfig, NoKernel, PluginError, Unsupported, description, message
+from ._kernel import Candidate, Invocation, LoadedKernel, why_mutable, with_versions
 from ._plan import Choice, Plan, Verdict
-from ._policies import Policies, is_short, learn, recalled, tuner_name
+from ._policies import Policies, ask_policies, is_incomplete, remember, tuner_name
 from ._scopes import Scope
 
-#: How many configurations of a space an explanation looks at: its faults mostly show there, and it may have no end.
-FEW = 16
-#: The rank of a kernel that does not say: it was installed to be used, so it goes before the general ones.
+#: How many configurations of a space an explanation checks. Faults mostly show in the first ones, and a space may be
+#: infinite.
+SPACE_SAMPLE = 16
+#: The rank of a kernel without ``PLATFORMS``. It is high: someone installed the kernel to use it.
 DEFAULT_RANK = 50
-#: The origin of what the caller gave.
+#: The origin of a choice that the caller made.
 EXPLICIT = "explicit cfg"
 
 
@@ -37,35 +38,35 @@ def choose(
     cfg: Any,
     scope: Scope,
 ) -> Plan:
-    """Ask every kernel in order of its rank on the platform, then the policies.
+    """The plan of an invocation: ask every kernel, in order of its rank on the platform, and then the policies.
 
-    ``broken`` has the kernels that do not load; ``judge`` is the one whose results all others have to have. Raises
-    ``NoKernel`` with every kernel's reason.
+    ``broken`` has verdicts on the kernels that do not load. ``judge`` is the reference that the tuner compares results
+    with. Raises ``NoKernel``, with the reason of every kernel, where none can run the invocation.
     """
-    candidates, verdicts = able(inv, kernels, backend, cfg)
+    candidates, verdicts = candidates_for(inv, kernels, backend, cfg)
     verdicts = [*broken, *verdicts]
     if not candidates:
-        raise _nobody(inv, verdicts, backend)
-    choice, passed = selected(inv, candidates, judge, policies, scope)
+        raise _no_kernel(inv, verdicts, backend)
+    choice, policy_verdicts = select(inv, candidates, judge, policies, scope)
     chosen = next(c.kernel for c in candidates if c.backend == choice.backend)
     with_choice = (attrs.evolve(v, status="chosen") if v.name == chosen.name else v for v in verdicts)
-    return Plan(inv, chosen, choice, (*with_choice, *policies.verdicts, *passed))
+    return Plan(inv, chosen, choice, (*with_choice, *policies.verdicts, *policy_verdicts))
 
 
 # -- the kernels -----------------------------------------------------------------------------------------------------
 
 
-def able(
+def candidates_for(
     inv: Invocation, kernels: Sequence[LoadedKernel], backend: str | None, cfg: Any
 ) -> tuple[list[Candidate], list[Verdict]]:
-    """Those that can do the invocation, the best first, and the verdict on each."""
-    reason = None if cfg is None else changeable(cfg)
+    """The kernels that can run the invocation, the highest rank first, and a verdict on every kernel."""
+    reason = None if cfg is None else why_mutable(cfg)
     if reason is not None:
         raise TypeError(f"{inv.op}: cfg takes a value that cannot be changed; {reason}")
     candidates, verdicts = [], []
     ranks = {kernel: _rank(kernel, inv.platform) for kernel in kernels}
     for kernel in sorted(kernels, key=lambda kernel: -(ranks[kernel] or 0)):
-        heuristic, verdict = _ask(kernel, ranks[kernel] is not None, inv, backend, cfg)
+        heuristic, verdict = _ask_kernel(kernel, ranks[kernel] is not None, inv, backend, cfg)
         verdicts.append(verdict)
         if verdict.status == "able":
             candidates.append(Candidate(kernel, heuristic if cfg is None else cfg, cfg is not None))
@@ -74,11 +75,13 @@ def able(
 
 
 def _rank(kernel: LoadedKernel, platform: str) -> int | None:
-    """How strongly it is preferred on this platform; None where it does not run."""
+    """The rank of a kernel on a platform; None where it does not run."""
     return DEFAULT_RANK if kernel.platforms is None else kernel.platforms.get(platform)
 
 
-def _ask(kernel: LoadedKernel, runs_here: bool, inv: Invocation, backend: str | None, cfg: Any) -> tuple[Any, Verdict]:
+def _ask_kernel(
+    kernel: LoadedKernel, runs_here: bool, inv: Invocation, backend: str | None, cfg: Any
+) -> tuple[Any, Verdict]:
     def verdict(status: str, reason: str = "") -> Verdict:
         return Verdict(kernel.name, kernel.provider, status, reason)
 
@@ -94,17 +97,17 @@ def _ask(kernel: LoadedKernel, runs_here: bool, inv: Invocation, backend: str | 
             kernel.check_cfg(inv, cfg)
             return None, verdict("able")
         heuristic = kernel.heuristic_cfg(inv)
-        unfit = kernel.unfit(heuristic) if cfg is None else None
-        if unfit is not None:
-            return None, verdict("broken", f"heuristic_cfg gives {unfit}")
+        reason = kernel.config_fault(heuristic) if cfg is None else None
+        if reason is not None:
+            return None, verdict("broken", f"heuristic_cfg gives {reason}")
         return heuristic, verdict("able")
     except Unsupported as refusal:
         return None, verdict("refused", message(refusal))
-    except PASSING:
+    except NEVER_CAUGHT:
         raise
-    except BaseException as fault:  # one broken plugin must not break the others' calls; every explanation names it
+    except BaseException as fault:  # a broken plugin must not break calls that other kernels can run
         hook = "check_cfg" if is_checked else "heuristic_cfg"
-        return None, verdict("broken", f"{hook} raised {described(fault)}")
+        return None, verdict("broken", f"{hook} raised {description(fault)}")
 
 
 def _type_in_words(cfg: Any) -> str:
@@ -113,7 +116,7 @@ def _type_in_words(cfg: Any) -> str:
     return f"the class {name} itself" if cfg is kind else f"of type {name}"
 
 
-def _nobody(inv: Invocation, verdicts: Sequence[Verdict], backend: str | None) -> Exception:
+def _no_kernel(inv: Invocation, verdicts: Sequence[Verdict], backend: str | None) -> Exception:
     broken = [v for v in verdicts if v.status == "broken" and v.name == f"{inv.op}.{backend}"]
     if broken:
         return PluginError(str(broken[0]))
@@ -122,8 +125,8 @@ def _nobody(inv: Invocation, verdicts: Sequence[Verdict], backend: str | None) -
 
 
 def with_space_faults(plan: Plan, kernels: Iterable[LoadedKernel]) -> Plan:
-    """The plan, with what is wrong with the configuration spaces of the kernels that are able, as a few show."""
-    if plan.origin == EXPLICIT:  # nobody has asked whether the kernel's heuristic is able
+    """The plan, with the faults in the configuration spaces of all candidates, as far as a few configurations show."""
+    if plan.origin == EXPLICIT:  # the kernel was not asked for its heuristic, so it may not have a space for the call
         return plan
     by_name = {kernel.name: kernel for kernel in kernels}
 
@@ -137,7 +140,7 @@ def with_space_faults(plan: Plan, kernels: Iterable[LoadedKernel]) -> Plan:
 
 def _space_faults(kernel: LoadedKernel, inv: Invocation) -> str:
     faults: list[str] = []
-    for _ in kernel.configurations(inv, faults.append, FEW):
+    for _ in kernel.configurations(inv, faults.append, SPACE_SAMPLE):
         pass
     return "; ".join(dict.fromkeys(faults))
 
@@ -145,49 +148,49 @@ def _space_faults(kernel: LoadedKernel, inv: Invocation) -> str:
 # -- the policies ----------------------------------------------------------------------------------------------------
 
 
-def selected(
+def select(
     inv: Invocation,
     candidates: Sequence[Candidate],
     judge: LoadedKernel | Broken | None,
     policies: Policies,
     scope: Scope,
 ) -> tuple[Choice, list[Verdict]]:
-    """The choice among the candidates, and the verdict on each policy that is broken or says why it has none."""
+    """The choice among the candidates, and a verdict on each policy that is broken or has a reason for no choice."""
     best = candidates[0]
     if best.explicit:
         return Choice(best.backend, best.cfg, EXPLICIT), []
-    choice, near, passed = recalled(inv, candidates, policies, scope)
+    choice, nearest, policy_verdicts = ask_policies(inv, candidates, policies, scope)
     if choice is not None and choice.measured and choice.record is not None:
-        choice = attrs.evolve(choice, record=of_here(choice.record, candidates))
-        learn(policies, inv, choice)
-    is_further = choice is not None and is_short(choice, scope.policy) and tuner_name(policies) is not None
-    if is_further or (choice is None and scope.policy.mode == "on_miss"):
-        from ._turns import measured  # most programs measure nothing
+        choice = attrs.evolve(choice, record=with_versions(choice.record, candidates))
+        remember(policies, inv, choice)
+    is_continuing = choice is not None and is_incomplete(choice, scope.policy) and tuner_name(policies) is not None
+    if is_continuing or (choice is None and scope.policy.mode == "on_miss"):
+        from ._tuning import measure_once  # imported here, because most programs measure nothing
 
         tuner = tuner_name(policies)
         try:
-            choice = measured(inv, candidates, judge, policies, scope, choice.record if choice else None)
+            choice = measure_once(inv, candidates, judge, policies, scope, choice.record if choice else None)
             policies.failures.pop((str(tuner), "measure"), None)
-            return choice, passed
+            return choice, policy_verdicts
         except Unsupported as reason:
-            passed.append(Verdict(str(tuner), policies.provider(str(tuner)), "no answer", message(reason)))
-        except (*PASSING, NoConfig):
+            policy_verdicts.append(Verdict(str(tuner), policies.provider(str(tuner)), "no answer", message(reason)))
+        except (*NEVER_CAUGHT, NoConfig):
             raise
-        except BaseException as fault:  # as for kernels: one broken plugin must not break everybody's calls
-            policies.failures[str(tuner), "measure"] = f"measure raised {described(fault)}"
+        except BaseException as fault:  # a broken tuner must not break calls either
+            policies.failures[str(tuner), "measure"] = f"measure raised {description(fault)}"
     if choice is not None:
-        return choice, passed
+        return choice, policy_verdicts
     if scope.policy.mode == "error_on_miss":
-        reasons = "".join(f"\n  {v.name}: {v.status}, {v.reason}" for v in passed)
+        reasons = "".join(f"\n  {v.name}: {v.status}, {v.reason}" for v in policy_verdicts)
         raise NoConfig(
-            f"no configuration is remembered for {inv}{_keyed(inv)}, and the policy is error_on_miss: tune the call "
+            f"no configuration is remembered for {inv}{_key_text(inv)}, and the policy is error_on_miss: tune the call "
             f"(ejkernel_tuning.autotune), or enter policy_override(mode='on_miss'){reasons}"
         )
-    return near or Choice(best.backend, best.cfg, "heuristic"), passed
+    return nearest or Choice(best.backend, best.cfg, "heuristic"), policy_verdicts
 
 
-def _keyed(inv: Invocation) -> str:
+def _key_text(inv: Invocation) -> str:
     try:
         return f" (key {inv.key})"
-    except TypeError:  # an option that has no content to be remembered by
+    except TypeError:  # an option without content, so there is no key
         return ""

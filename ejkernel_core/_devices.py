@@ -1,4 +1,4 @@
-"""Where a call runs."""
+"""Devices and platforms: where a call runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GPU = frozenset({"cuda", "rocm", "gpu"})
 
 
 class Target(NamedTuple):
-    """What a kernel may know of the device it is compiled for."""
+    """What a kernel may know about the device it is compiled for."""
 
     platform: str
     #: See ``device_name``.
@@ -25,26 +25,26 @@ class Target(NamedTuple):
 
 
 def absent() -> Target | None:
-    """The device that JAX is told to compile for, if it is not this machine's: the one of the abstract mesh."""
-    told = jax.sharding.get_abstract_mesh().abstract_device
-    if told is None:
+    """The device of JAX's abstract mesh, if this machine has none of its kind; else None."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
         return None
-    platform = jax_platform(told.platform)
+    platform = jax_platform(device.platform)
     try:
-        here = jax.local_devices(backend=told.platform)[0].device_kind == told.device_kind
+        is_here = jax.local_devices(backend=device.platform)[0].device_kind == device.device_kind
     except RuntimeError:
-        here = False
-    return None if here else Target(platform, told.device_kind)
+        is_here = False
+    return None if is_here else Target(platform, device.device_kind)
 
 
 def target(platform: str) -> Target:
-    """The target that ``platform`` is: the one that JAX is told to compile for, or the one on this machine.
+    """The device that JAX compiles for on ``platform``: that of the abstract mesh, else the first one of this machine.
 
-    Where neither is there, the platform alone is known.
+    Where there is neither, the target has the platform alone.
     """
-    told = absent()
-    if told is not None and told.platform == jax_platform(platform):
-        return told
+    absent_device = absent()
+    if absent_device is not None and absent_device.platform == jax_platform(platform):
+        return absent_device
     try:
         device = jax.local_devices(backend=platform)[0]
     except RuntimeError:
@@ -53,7 +53,7 @@ def target(platform: str) -> Target:
 
 
 def device_name(device: Any) -> str:
-    """What tells devices apart that are not equally fast: JAX's ``device_kind``, and of a CPU the processor.
+    """A name that differs between devices of different speed: JAX's ``device_kind``, or the model of a processor.
 
     >>> device_name(jax.devices("cpu")[0]) == processor()
     True
@@ -63,24 +63,24 @@ def device_name(device: Any) -> str:
 
 @functools.cache
 def processor() -> str:
-    """The model of this machine's processor, and how many of its cores this process may use.
+    """The model of this machine's processor, and the number of cores that this process may use.
 
-    JAX calls every CPU "cpu", and what is best on one is not on another. Families and numbers of models are in it
-    because a virtual machine may be told little more than the maker's name.
+    JAX calls every CPU "cpu", although the best configuration differs between them. The name includes the numbers of
+    family and model, because a virtual machine may show little more than the maker's name.
     """
-    known = _cpuinfo()
-    name = known.get("model name") or known.get("cpu") or os.environ.get("PROCESSOR_IDENTIFIER") or machine() or "cpu"
-    numbers = (known.get(field) for field in ("cpu family", "model", "CPU implementer", "CPU part"))
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    fields = _cpuinfo()
+    name = fields.get("model name") or fields.get("cpu") or os.environ.get("PROCESSOR_IDENTIFIER") or machine() or "cpu"
+    numbers = (fields.get(field) for field in ("cpu family", "model", "CPU implementer", "CPU part"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     words = [name, "-".join(filter(None, numbers))]
-    return " ".join(" ".join(words).split()) + f", {usable} core{'s' * (usable > 1)}"
+    return " ".join(" ".join(words).split()) + f", {cores} core{'s' * (cores > 1)}"
 
 
 def _cpuinfo() -> dict[str, str]:
-    """What Linux tells of the first core."""
+    """The fields that Linux gives for the first core; none on other systems."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            fields = [line.partition(":") for line in itertools.takewhile(str.strip, lines)]
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            fields = [line.partition(":") for line in itertools.takewhile(str.strip, file)]
     except OSError:
         return {}
     return {name.strip(): value.strip() for name, _, value in fields}
@@ -95,7 +95,7 @@ def _given(device: Any) -> Any:
 
 
 def device_fingerprint(device: Any = None) -> str:
-    """What a device is, in one line that is the same in every process: its name, and its platform's version.
+    """The name of a device and the version of its platform, in one line that is the same in every process.
 
     >>> device_fingerprint(jax.devices("cpu")[0]).startswith(f"{processor()} (")
     True
@@ -106,12 +106,12 @@ def device_fingerprint(device: Any = None) -> str:
 
 
 def jax_platform(platform: str) -> str:
-    """JAX's word for an XLA platform: "cuda" is "gpu"."""
+    """JAX's name for an XLA platform: "gpu" for "cuda"."""
     return "gpu" if platform in _GPU else platform
 
 
 def current_platform(arrays: Iterable[Any]) -> str:
-    """The platform of the arrays, if they are on a device, else of JAX's default device."""
+    """The platform of the first concrete array, or of JAX's default device where there is none."""
     for array in arrays:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
             return str(next(iter(array.devices())).platform)

@@ -1,4 +1,4 @@
-"""What is installed, and what could be, read from metadata alone: no plugin is imported here."""
+"""The plugins that are installed, and those that could be, read from metadata. No plugin is imported here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPERATIONS = "ejkernel.operations"
 POLICIES = "ejkernel.policies"
 GROUPS = (OPERATIONS, KERNELS, POLICIES)
 
-#: The distribution of the core. Its extras name the plugins that belong to it, and share the first word of their names.
+#: The distribution of the core. Its extras name the project's other distributions, which share the prefix ``FAMILY``.
 CORE = "ejkernel-core"
 FAMILY = "ejkernel-"
 #: One line of a distribution's requirements that holds for an extra alone.
@@ -25,15 +25,15 @@ _REQUIREMENT = r"""(?P<name>[\w.-]+).*;.*\bextra\s*==\s*['"](?P<extra>[\w.-]+)['
 
 @attrs.frozen(eq=False)
 class Entry:
-    """One promise of one distribution: that ``value`` (module or module:attribute) is the plugin called ``name``."""
+    """An entry point: a distribution says that ``value`` (module or module:attribute) is the plugin ``name``."""
 
     group: str
     name: str
     value: str = ""
-    #: None for what is registered at run time.
+    #: None for a plugin that is registered at run time.
     _point: metadata.EntryPoint | None = attrs.field(default=None, repr=False)
 
-    # Reading a distribution's metadata takes longer than finding it, and most programs need it of few.
+    # Reading the metadata of a distribution is slow, and most programs need it for a few distributions only.
 
     @functools.cached_property
     def distribution(self) -> str:
@@ -47,7 +47,7 @@ class Entry:
 
     @property
     def _metadata(self) -> Any:
-        """Where an installation was interrupted, there are entry points without the rest."""
+        """The distribution's metadata; empty where an interrupted installation left the entry points alone."""
         dist = self._point and self._point.dist
         return (dist and dist.metadata) or {}
 
@@ -57,14 +57,14 @@ class Entry:
 
     @property
     def title(self) -> str:
-        """The plugin, and whose it is, at the beginning of a message."""
+        """The plugin and its distribution, as messages begin."""
         if self._point is None:
             return f"{self.name!r}, registered at run time"
         return f"{self.name!r} of {self.provider} ({self.value})"
 
     @property
     def is_local(self) -> bool:
-        """Registered at run time."""
+        """Whether the plugin was registered at run time."""
         return self._point is None
 
     def load(self) -> Any:
@@ -74,19 +74,19 @@ class Entry:
 
 @attrs.frozen(eq=False)
 class Broken:
-    """A plugin that cannot be used, and why."""
+    """A plugin that cannot be used, and the reason."""
 
     entry: Entry
     reason: str
 
 
-def installed(selection: str | None) -> tuple[Entry, ...]:
-    """Every entry of the three groups, of the distributions that ``selection`` (EJKERNEL_PLUGINS) lets in.
+def installed_entries(selection: str | None) -> tuple[Entry, ...]:
+    """All entries of the three groups, of the distributions that ``selection`` (EJKERNEL_PLUGINS) includes.
 
-    A distribution that is on the path twice counts once: the first one, as for imports.
+    Of a distribution that is on the path twice, the first one counts, as it does for imports.
     """
-    points = metadata.entry_points()
-    entries = [Entry(p.group, p.name, p.value, p) for group in GROUPS for p in points.select(group=group)]
+    entry_points = metadata.entry_points()
+    entries = [Entry(p.group, p.name, p.value, p) for group in GROUPS for p in entry_points.select(group=group)]
     claims = Counter((entry.group, entry.name) for entry in entries)
     unique: dict[tuple[str, ...], Entry] = {}
     for entry in filter(lambda entry: _is_selected(entry, selection), entries):
@@ -96,7 +96,7 @@ def installed(selection: str | None) -> tuple[Entry, ...]:
 
 
 def version_of(distribution: str) -> str:
-    """The version that is installed, or "not installed"."""
+    """The installed version of a distribution, or "not installed"."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -104,21 +104,21 @@ def version_of(distribution: str) -> str:
 
 
 def extras() -> dict[str, tuple[str, ...]]:
-    """The extras of the core that name plugins, and the distributions that each names."""
+    """By the core's extras: the distributions of the project that each of them installs."""
     try:
         requirements = metadata.requires(CORE) or []
     except metadata.PackageNotFoundError:
         requirements = []
-    named: dict[str, tuple[str, ...]] = {}
-    for needed in filter(None, (re.match(_REQUIREMENT, line) for line in requirements)):
-        name, extra = normal(needed["name"]), needed["extra"]
+    plugins: dict[str, tuple[str, ...]] = {}
+    for requirement in filter(None, (re.match(_REQUIREMENT, line) for line in requirements)):
+        name, extra = normalized(requirement["name"]), requirement["extra"]
         if name.startswith(FAMILY) and name != CORE:
-            named[extra] = (*named.get(extra, ()), name)
-    return named
+            plugins[extra] = (*plugins.get(extra, ()), name)
+    return plugins
 
 
 def backend_of(distribution: str) -> str:
-    """The backend that a distribution of the core's family has in its name.
+    """The backend in the name of one of the project's distributions.
 
     >>> backend_of("ejkernel-pallas-tpu")
     'pallas_tpu'
@@ -130,23 +130,23 @@ def _is_selected(entry: Entry, selection: str | None) -> bool:
     if selection is None:
         return True
     words = [word.strip() for word in selection.split(",") if word.strip()]
-    left_out = {normal(word[1:]) for word in words if word.startswith("-")}
-    let_in = {normal(word) for word in words if not word.startswith("-")}
-    name = normal(entry.distribution)
-    # "-a" alone means all but a; an empty list means none.
-    return name not in left_out and (name in let_in or (bool(left_out) and not let_in))
+    excluded = {normalized(word[1:]) for word in words if word.startswith("-")}
+    included = {normalized(word) for word in words if not word.startswith("-")}
+    name = normalized(entry.distribution)
+    # "-a" alone selects all but a; an empty list selects none.
+    return name not in excluded and (name in included or (bool(excluded) and not included))
 
 
-def normal(distribution: str) -> str:
-    """The one of the ways to write its name that metadata compares.
+def normalized(distribution: str) -> str:
+    """The name of a distribution in its normal form, in which names are compared.
 
-    >>> normal("Ejkernel_Pallas.TPU")
+    >>> normalized("Ejkernel_Pallas.TPU")
     'ejkernel-pallas-tpu'
     """
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def duplicates(entries: Iterable[Entry]) -> str:
-    """The sentence for one name that several distributions claim."""
+def conflict(entries: Iterable[Entry]) -> str:
+    """The end of a sentence about one name that several distributions claim."""
     owners = " and ".join(f"{entry.provider} ({entry.value})" for entry in entries)
     return f"claimed by {owners}; uninstall one, or leave one out: EJKERNEL_PLUGINS=-<distribution>"

@@ -1,45 +1,56 @@
-"""Values as a person wants to see them: one short line, and a table in a notebook."""
+"""Values as text for people: one short line, or a table in a notebook."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-LONGEST = 160
+MAX_LENGTH = 160
 
 
-def one_line(value: Any, longest: int = LONGEST) -> str:
-    """The text of a value without line breaks, cut where it is too long.
+def one_line(value: Any, max_length: int = MAX_LENGTH) -> str:
+    """The text of a value without line breaks, truncated to ``max_length`` characters.
 
     >>> one_line(" no   kernel"), one_line("abcdefgh", 6)
     ('no kernel', 'abc...')
     """
     text = " ".join(str(value).split())
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 
-def brief(value: Any, longest: int = 60) -> str:
-    """The value as Python writes it, no longer than a message has room for.
+def brief(value: Any, max_length: int = 60) -> str:
+    """The ``repr`` of a value, truncated to ``max_length`` characters.
 
     >>> brief("abc"), brief("x" * 80, 8)
     ("'abc'", "'xxxx...")
     """
     text = repr(value)
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
-    """So many of something.
+def quantity(number: int, noun: str, plural: str = "") -> str:
+    """A number with its noun, in the singular or the plural.
 
-    >>> counted(1, "key"), counted(2, "key"), counted(0, "policy", "policies")
+    >>> quantity(1, "key"), quantity(2, "key"), quantity(0, "policy", "policies")
     ('1 key', '2 keys', '0 policies')
     """
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: the most similar of ``names``; "" where none is similar.
+
+    >>> suggestion("casual", ["query", "causal"]), suggestion("x", ["causal"])
+    ("; did you mean 'causal'?", '')
+    """
+    matches = difflib.get_close_matches(name, list(names), 1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
 def html_table(title: str, rows: Iterable[Sequence[Any]]) -> str:
-    """A table in HTML, whatever is in it as plain text.
+    """A table in HTML. Its cells are plain text, so they are escaped.
 
     >>> html_table("a < b", [("x", 1)])
     '<table><caption>a &lt; b</caption><tr><td>x</td><td>1</td></tr></table>'
@@ -49,7 +60,7 @@ def html_table(title: str, rows: Iterable[Sequence[Any]]) -> str:
 
 
 def html_text(value: Any) -> str:
-    """A text in HTML as it is, line breaks included.
+    """A text in HTML with its line breaks.
 
     >>> html_text("a < b")
     '<pre>a &lt; b</pre>'

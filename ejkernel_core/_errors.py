@@ -1,16 +1,16 @@
-"""Everything the framework raises.
+"""The exceptions that the framework raises.
 
 EjkernelError
-├── Unsupported          a kernel cannot do this invocation: the one expected exception, and how a kernel refuses
-├── UnknownOperation     no installed plugin brings the operation            (also a LookupError)
-├── UnknownBackend       no installed plugin brings this kernel              (also a LookupError)
-├── NoKernel             every installed kernel refused, each with its reason
-├── NoConfig             nothing is remembered for the call, and the policy wants no guess  (also a LookupError)
-├── RecordError          a configuration that cannot be written down, or a text that is none (also a ValueError)
-├── PluginError          a plugin broke the contract: named with its distribution and the reason
-└── NotDifferentiable    a derivative that nothing installed can give        (also a TypeError)
+├── Unsupported          a kernel cannot run this invocation: the one exception that is expected
+├── UnknownOperation     no installed plugin provides the operation              (also a LookupError)
+├── UnknownBackend       no installed plugin provides this kernel                (also a LookupError)
+├── NoKernel             every installed kernel refused; the message has each reason
+├── NoConfig             no store has a configuration, and the policy forbids the heuristic  (also a LookupError)
+├── RecordError          a configuration cannot be written, or a text cannot be read as one  (also a ValueError)
+├── PluginError          a plugin breaks the contract; the message names its distribution
+└── NotDifferentiable    no installed plugin can compute this derivative         (also a TypeError)
 
-What a caller gave wrongly is Python's own ``TypeError`` or ``ValueError``, and names the argument.
+A wrong argument raises Python's own ``TypeError`` or ``ValueError``, and the message names the argument.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-#: What goes through wherever a plugin's faults are caught: the user's interrupt, and a generator that is closed. All
-#: else is caught, for not every fault is an ``Exception``: a panic in Rust is none, nor is an exit or a test's skip.
-PASSING = (KeyboardInterrupt, GeneratorExit)
+#: These pass through wherever exceptions of plugins are caught: the user's interrupt, and the closing of a generator.
+#: Everything else is caught. Some of it is no ``Exception``: a panic in Rust, an exit, the skip of a test.
+NEVER_CAUGHT = (KeyboardInterrupt, GeneratorExit)
 
 
-def described(fault: BaseException) -> str:
-    """The fault in words, as the last line of its traceback has it.
+def description(fault: BaseException) -> str:
+    """The type and the text of an exception, as in the last line of its traceback.
 
-    >>> described(ValueError("too long"))
+    >>> description(ValueError("too long"))
     'ValueError: too long'
     """
     text = message(fault)
@@ -34,14 +34,14 @@ def described(fault: BaseException) -> str:
 
 
 def message(fault: BaseException) -> str:
-    """The text of a fault, which may be a plugin's own class and as broken as the plugin: the class's name then.
+    """The text of an exception; the name of its class where a plugin's own class has a ``__str__`` that fails.
 
     >>> message(ValueError("too long"))
     'too long'
     """
     try:
         return str(fault)
-    except PASSING:
+    except NEVER_CAUGHT:
         raise
     except BaseException:
         return type(fault).__name__
@@ -52,19 +52,19 @@ class EjkernelError(Exception):
 
 
 class Unsupported(EjkernelError):
-    """Raised by ``heuristic_cfg``: this kernel cannot do this invocation. The message is for the user to act on."""
+    """A kernel cannot run an invocation. The message says what the user can do about it."""
 
 
 class UnknownOperation(EjkernelError, LookupError):
-    """No plugin brings an operation of this name."""
+    """No plugin provides an operation of this name."""
 
 
 class UnknownBackend(EjkernelError, LookupError):
-    """No plugin brings a kernel of this backend for the operation."""
+    """No plugin provides a kernel of this backend for the operation."""
 
 
 class NoKernel(EjkernelError):
-    """No installed kernel can do the invocation; ``verdicts`` has each with its reason."""
+    """No installed kernel can run the invocation. ``verdicts`` has the reason of each kernel."""
 
     def __init__(self, message: str, verdicts: Sequence[Any] = ()) -> None:
         super().__init__(message)
@@ -72,13 +72,13 @@ class NoKernel(EjkernelError):
 
 
 class NoConfig(EjkernelError, LookupError):
-    """No configuration is remembered for the invocation, and ``AutotunePolicy("error_on_miss")`` wants no heuristic."""
+    """No store has a configuration for the call, and ``AutotunePolicy("error_on_miss")`` forbids the heuristic."""
 
 
 class RecordError(EjkernelError, ValueError):
-    """A configuration cannot be written down, or a text does not hold the configuration that is asked for.
+    """A configuration cannot be written as JSON, or a text cannot be read as a configuration of the expected type.
 
-    ``damaged`` says that it is no record of any version: truncated, or something else altogether.
+    ``damaged`` is True where the text is no record of any version, because it is truncated or something else.
     """
 
     def __init__(self, message: str, *, damaged: bool = False) -> None:
@@ -87,8 +87,8 @@ class RecordError(EjkernelError, ValueError):
 
 
 class PluginError(EjkernelError):
-    """A plugin does not keep the contract."""
+    """A plugin breaks the contract."""
 
 
 class NotDifferentiable(EjkernelError, TypeError):
-    """A derivative was asked for that nothing installed can give."""
+    """No installed plugin can compute this derivative."""

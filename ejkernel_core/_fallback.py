@@ -1,4 +1,4 @@
-"""The reference as a last resort: whoever gets it without having asked for it is told."""
+"""The warning for a call that runs by the reference because there is no better kernel."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import warnings
 from ._plan import Plan
 from ._plugins import Plugins
 
-#: The operations of which the caller was told that their reference runs.
-_WARNED: dict[str, object] = {}
+#: The operations that a warning was given for. The values are tokens, so that one thread alone gives it.
+_warned_operations: dict[str, object] = {}
 
 
 def warn_of_reference(plan: Plan, registry: Plugins) -> None:
-    """Tell who has asked for nothing, and gets the reference for want of anything better: once an operation."""
-    operation, kernel, here = plan.invocation.operation, plan.kernel, object()
+    """Warn, once for each operation, where the plan falls back to the reference for lack of another kernel."""
+    operation, kernel, token = plan.invocation.operation, plan.kernel, object()
     if operation is None or kernel.backend != operation.reference or _is_meant_to_run(plan):
         return
-    reason = _want(plan, registry)
-    if reason and _WARNED.setdefault(operation.name, here) is here:
+    reason = _reason(plan, registry)
+    if reason and _warned_operations.setdefault(operation.name, token) is token:
         warnings.warn(
             f"{operation.name} runs by its reference, {kernel.name} ({kernel.provider}), which is slow: {reason}. Or "
             f"pass backend={kernel.backend!r}, and nothing is said",
@@ -27,20 +27,20 @@ def warn_of_reference(plan: Plan, registry: Plugins) -> None:
 
 
 def _is_meant_to_run(plan: Plan) -> bool:
-    """A kernel that gives itself a rank is no last resort, even if it is what JAX differentiates."""
+    """Whether the reference has a rank of its own on the platform: then it is no fallback."""
     return (plan.kernel.platforms or {}).get(plan.invocation.platform, 0) > 0
 
 
-def _want(plan: Plan, registry: Plugins) -> str | None:
-    """Why there is nothing better, and what to do; None where others are able, or are there and refuse this call."""
+def _reason(plan: Plan, registry: Plugins) -> str | None:
+    """Why there is no better kernel, and what to do; None where others can run the call, or refuse it with a reason."""
     op, reference = plan.invocation.op, plan.kernel
     names = {f"{op}.{backend}" for backend in registry.backends(op)} - {reference.name}
-    others = [verdict for verdict in plan.verdicts if verdict.name in names]
-    broken = [verdict for verdict in others if verdict.status == "broken"]
-    if not others and not registry.is_local(reference):
-        return f"no other kernel of it is installed. {registry.how_to_install()}"
-    if not broken or any(verdict.status == "able" for verdict in others):
+    other_verdicts = [verdict for verdict in plan.verdicts if verdict.name in names]
+    broken = [verdict for verdict in other_verdicts if verdict.status == "broken"]
+    if not other_verdicts and not registry.is_local(reference):
+        return f"no other kernel of it is installed. {registry.hints()}"
+    if not broken or any(verdict.status == "able" for verdict in other_verdicts):
         return None
     faults = "; ".join(map(str, broken))
-    which, them = ("another kernel is", "it") if len(broken) == 1 else ("other kernels are", "them")
-    return f"{which} broken: {faults}. Mend {them}, or uninstall; EJKERNEL_PLUGINS=-<distribution> leaves one out"
+    subject, objects = ("another kernel is", "it") if len(broken) == 1 else ("other kernels are", "them")
+    return f"{subject} broken: {faults}. Mend {objects}, or uninstall; EJKERNEL_PLUGINS=-<distribution> leaves one out"

@@ -1,9 +1,9 @@
 """The derivative of a call.
 
-A call's tangents are a primitive of their own, linear in the tangents of its arguments. JAX transposes it, and that is
-the backward operation; or the reference, transposed by JAX, where the operation has none. Which arrays are
-differentiated is a parameter of the primitive, so it is a part of the program and of every key JAX makes of it. Nothing
-of it may be kept aside: calls of one kind share one jitted function, and a program may differentiate each of them in
+The tangents of a call are a primitive of their own, which is linear in the tangents of the arguments. Its transpose is
+the backward operation, or JAX's transpose of the reference where there is none. The names of the differentiated arrays
+are a parameter of the primitive, so they are a part of the program and of JAX's keys for it. They cannot be stored
+elsewhere: calls of one kind share one jitted function, and a program may differentiate each of them with respect to
 other arrays.
 """
 
@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from ._errors import NotDifferentiable, PluginError, UnknownOperation
-from ._jax_versions import Primitive, sharded_like
+from ._jax_versions import Primitive, reshard_like
 from ._kernel import LoadedKernel
-from ._lowering import CALLS, Request, apply, as_request, named
+from ._lowering import CALLS, Request, apply, make_request, with_checkpoint_names
 from ._operation import Operation, gradient_signature
 
 tangent_call = Primitive("ejkernel_tangents")
@@ -35,15 +35,15 @@ def _has_reference(request: Request) -> bool:
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
-def _differentiated(primitive: Any, primals: Sequence[Any], tangents: Sequence[Any], *, request: Request) -> Any:
-    """The results and their tangents."""
+def _call_jvp(primitive: Any, primals: Sequence[Any], tangents: Sequence[Any], *, request: Request) -> Any:
+    """The rule for the derivative of a call: its results and their tangents."""
     wrt = tuple(name for name, tangent in zip(request.arrays, tangents, strict=True) if not _is_zero(tangent))
     _check_differentiable(request, wrt)
-    # Named before the tangents use them: a saved result is then all that the backward needs of the forward kernel.
-    results = named(request, primitive.bind(*primals, request=request))
-    moving = [tangent for tangent in tangents if not _is_zero(tangent)]
-    computed = iter(tangent_call.bind(*primals, *results, *moving, request=request, wrt=wrt))
-    return results, [next(computed) if _is_inexact(result) else _no_tangent(result) for result in results]
+    # The names come before the tangents use the results: if both are saved, the backward runs no forward kernel again.
+    results = with_checkpoint_names(request, primitive.bind(*primals, request=request))
+    nonzero = [tangent for tangent in tangents if not _is_zero(tangent)]
+    result_tangents = iter(tangent_call.bind(*primals, *results, *nonzero, request=request, wrt=wrt))
+    return results, [next(result_tangents) if _is_inexact(result) else _no_tangent(result) for result in results]
 
 
 def _check_differentiable(request: Request, wrt: Sequence[str]) -> None:
@@ -80,15 +80,15 @@ def _parts(request: Request, wrt: Sequence[str], operands: Sequence[Any]) -> Par
 
 
 def _tangents(*operands: Any, request: Request, wrt: tuple[str, ...]) -> list[Any]:
-    """Where they are computed and not transposed, as in ``jax.jvp``: by the reference."""
+    """The tangents in forward mode (``jax.jvp``), where they are not transposed: those of the reference."""
     if not _has_reference(request):
         raise NotDifferentiable(
             f"{request.operation.name!r}: forward-mode differentiation (jvp, jacfwd, hessian) goes through the "
             "reference kernel, and it has none"
         )
-    arrays, _, moving = _parts(request, wrt, operands)
-    function, given = _by_reference(request, arrays, wrt)
-    _, tangents = jax.jvp(function, (given,), (dict(zip(wrt, moving, strict=True)),))
+    arrays, _, argument_tangents = _parts(request, wrt, operands)
+    function, primals = _by_reference(request, arrays, wrt)
+    _, tangents = jax.jvp(function, (primals,), (dict(zip(wrt, argument_tangents, strict=True)),))
     return [tangent for tangent in tangents if not _is_zero(tangent)]
 
 
@@ -102,7 +102,7 @@ def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, request: Requ
     return results, [0] * len(results)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: Request, wrt: tuple[str, ...]) -> Any:
+def _tangents_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: Request, wrt: tuple[str, ...]) -> Any:
     function = partial(_tangents, request=request, wrt=wrt)
     return jax.jvp(function, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
@@ -111,18 +111,20 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: Request, w
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, request: Request, wrt: tuple[str, ...]) -> list[Any]:
-    """The backward operation, for the cotangents that there are and the gradients that are wanted."""
-    arrays, results, moving = _parts(request, wrt, operands)
-    given = iter(cotangents)
-    cts = [next(given) if _is_inexact(result) else None for result in results]
+    """Run the backward operation, for the cotangents that are not zero and the gradients that JAX needs."""
+    arrays, results, argument_tangents = _parts(request, wrt, operands)
+    remaining = iter(cotangents)
+    cts = [next(remaining) if _is_inexact(result) else None for result in results]
     cts = [None if isinstance(ct, ad.Zero) else ct for ct in cts]
-    wanted = tuple(name for name, tangent in zip(wrt, moving, strict=True) if ad.is_undefined_primal(tangent))
+    needed = tuple(
+        name for name, tangent in zip(wrt, argument_tangents, strict=True) if ad.is_undefined_primal(tangent)
+    )
     gradients: Mapping[str, Any] = {}
-    if wanted and any(ct is not None for ct in cts):
-        gradients = _gradients(request, arrays, results, cts, wanted)
+    if needed and any(ct is not None for ct in cts):
+        gradients = _gradients(request, arrays, results, cts, needed)
     primals = dict(zip(request.arrays, arrays, strict=True))
-    typed = {name: sharded_like(gradient, primals[name]) for name, gradient in gradients.items()}
-    return [*(None for _ in (*arrays, *results)), *(typed.get(name) for name in wrt)]
+    resharded = {name: reshard_like(gradient, primals[name]) for name, gradient in gradients.items()}
+    return [*(None for _ in (*arrays, *results)), *(resharded.get(name) for name in wrt)]
 
 
 def _gradients(
@@ -137,7 +139,7 @@ def _gradients(
 def backward_request(
     request: Request, arrays: Sequence[Any], results: Sequence[Any], cotangents: Sequence[Any], wrt: tuple[str, ...]
 ) -> tuple[Request, list[Any]]:
-    """The call of the backward operation: ``gradient_signature`` says what it takes."""
+    """The request of the backward operation and its arrays; ``gradient_signature`` has its parameters."""
     operation, registry = request.operation, request.registry
     backward = _backward_operation(request)
     arguments = {
@@ -146,11 +148,11 @@ def backward_request(
         **{f"d_{name}": ct for name, ct in zip(operation.results, cotangents, strict=True)},
         "wrt": wrt,
     }
-    # An explicit backend or cfg is obeyed in the backward too, where it has such a backend, or takes such a cfg.
-    backend = request.terms.backend if request.terms.backend in registry.backends(backward.name) else None
+    # An explicit backend or cfg holds for the backward operation too, if it has that backend or takes that cfg.
+    backend = request.context.backend if request.context.backend in registry.backends(backward.name) else None
     cfg = _fitting_cfg(request, registry.kernels(backward.name)[0])
-    terms = attrs.evolve(request.terms, backend=backend, cfg=cfg)
-    return as_request(terms, backward, backward.complete(arguments))
+    context = attrs.evolve(request.context, backend=backend, cfg=cfg)
+    return make_request(context, backward, backward.complete(arguments))
 
 
 def _backward_operation(request: Request) -> Operation:
@@ -164,25 +166,25 @@ def _backward_operation(request: Request) -> Operation:
             "brings"
         ) from error
     expected = gradient_signature(request.operation.signature, request.operation.results)
-    if missing := [parameter for parameter in expected.parameters if parameter not in backward.signature.parameters]:
+    if absent := [parameter for parameter in expected.parameters if parameter not in backward.signature.parameters]:
         raise PluginError(
-            f"{name!r} cannot be the backward operation of {request.operation.name!r}: it has no {missing[0]!r} among "
+            f"{name!r} cannot be the backward operation of {request.operation.name!r}: it has no {absent[0]!r} among "
             f"its parameters. See gradient_signature"
         )
     return backward
 
 
 def _fitting_cfg(request: Request, kernels: Iterable[LoadedKernel]) -> Any:
-    """The explicit cfg, if one of these kernels takes it."""
+    """The explicit cfg if one of these kernels takes it, else None."""
     types = tuple(kernel.config_type for kernel in kernels if kernel.config_type)
-    return request.terms.cfg if isinstance(request.terms.cfg, types) else None
+    return request.context.cfg if isinstance(request.context.cfg, types) else None
 
 
 def _reference_gradients(
     request: Request, arrays: Sequence[Any], cotangents: Sequence[Any], wrt: tuple[str, ...]
 ) -> Mapping[str, Any]:
-    function, moving = _by_reference(request, arrays, wrt)
-    results, pull_back = jax.vjp(function, moving)
+    function, primals = _by_reference(request, arrays, wrt)
+    results, pull_back = jax.vjp(function, primals)
     full = [jnp.zeros_like(result) if ct is None else ct for ct, result in zip(cotangents, results, strict=True)]
     (gradients,) = pull_back(tuple(full))
     return dict(gradients)
@@ -191,24 +193,24 @@ def _reference_gradients(
 def _by_reference(
     request: Request, arrays: Sequence[Any], wrt: tuple[str, ...]
 ) -> tuple[Callable[[Mapping[str, Any]], tuple[Any, ...]], dict[str, Any]]:
-    """The reference as a function of the arrays ``wrt``, and what these are."""
+    """The reference as a function of the arrays ``wrt``, and these arrays by name."""
     operation = request.operation
     cfg = _fitting_cfg(request, [request.registry.kernel(operation.name, operation.reference)])
-    terms = attrs.evolve(request.terms, backend=operation.reference, cfg=cfg)
-    plain, _ = as_request(terms, operation, request.arguments(arrays))
-    given = dict(zip(request.arrays, arrays, strict=True))
+    context = attrs.evolve(request.context, backend=operation.reference, cfg=cfg)
+    plain, _ = make_request(context, operation, request.arguments(arrays))
+    by_name = dict(zip(request.arrays, arrays, strict=True))
 
-    def run(moving: Mapping[str, Any]) -> tuple[Any, ...]:
-        return apply(plain, [*{**given, **moving}.values()])
+    def run(differentiated: Mapping[str, Any]) -> tuple[Any, ...]:
+        return apply(plain, [*{**by_name, **differentiated}.values()])
 
-    return run, {name: given[name] for name in wrt}
+    return run, {name: by_name[name] for name in wrt}
 
 
 for _primitive in CALLS:
-    ad.primitive_jvps[_primitive] = partial(_differentiated, _primitive)
+    ad.primitive_jvps[_primitive] = partial(_call_jvp, _primitive)
 tangent_call.def_impl(_tangents)
 tangent_call.def_abstract_eval(_tangent_types)
 batching.primitive_batchers[tangent_call] = _batch
-ad.primitive_jvps[tangent_call] = _jvp
+ad.primitive_jvps[tangent_call] = _tangents_jvp
 ad.primitive_transposes[tangent_call] = _transpose
 mlir.register_lowering(tangent_call, mlir.lower_fun(_tangents, multiple_results=True))

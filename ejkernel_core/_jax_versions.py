@@ -1,4 +1,4 @@
-"""What JAX does not offer in public, said once: each function tells what it relies on, and since when."""
+"""Everything that relies on what JAX does not document: each function says on what, and in which versions."""
 
 from __future__ import annotations
 
@@ -19,86 +19,86 @@ __all__ = [
     "avals_like",
     "explicit_spec",
     "is_sharded",
-    "leading_over",
     "lower_with_devices",
-    "sharded_like",
+    "reshard_leading",
+    "reshard_like",
     "vary_alike",
 ]
 
 
 def vary_alike(arrays: Sequence[Any]) -> list[Any]:
-    """The arrays, each varying over every mesh axis that any of them varies over.
+    """Cast the arrays so that each varies over every mesh axis that any of them varies over.
 
-    Inside ``shard_map``, the gradient of what is replicated is a sum over the devices. JAX adds that sum where a
-    replicated value is cast to a varying one, so the cast has to be made before a custom gradient.
-    ``aval.mat.varying`` holds the axes (seen on 0.10.2, 0.11.2, 0.12.0.1).
+    Inside ``shard_map``, the gradient of a replicated array is a sum over the devices. JAX adds that sum where a
+    replicated value is cast to a varying one, so the cast has to come before a custom gradient.
+    ``aval.mat.varying`` holds the axes (in 0.10.2, 0.11.2 and 0.12.0.1).
     """
     axes = [_varying(array) for array in arrays]
-    every = frozenset[str]().union(*axes)
+    varying = frozenset[str]().union(*axes)
     return [
-        jax.lax.pcast(array, tuple(sorted(every - own)), to="varying") if every - own else array
-        for array, own in zip(arrays, axes, strict=True)
+        jax.lax.pcast(array, tuple(sorted(varying - axes_of_array)), to="varying") if varying - axes_of_array else array
+        for array, axes_of_array in zip(arrays, axes, strict=True)
     ]
 
 
 def avals_like(aval: Any, results: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
-    """The abstract values of results that vary over the mesh axes ``aval`` varies over.
+    """The abstract values of results that vary over the mesh axes that ``aval`` varies over.
 
-    Under a mesh with explicit axes they are sharded as the results say; one that does not say is replicated.
+    Under a mesh with explicit axes, each has the sharding of its result; without a sharding it is replicated.
     """
-    every = []
+    avals = []
     for result in results:
         spec = result.sharding.spec if isinstance(result.sharding, NamedSharding) else (None,) * len(result.shape)
         sharding = aval.sharding.update(spec=PartitionSpec(*spec))
-        every.append(aval.update(shape=result.shape, dtype=result.dtype, weak_type=False, sharding=sharding))
-    return every
+        avals.append(aval.update(shape=result.shape, dtype=result.dtype, weak_type=False, sharding=sharding))
+    return avals
 
 
 def explicit_spec(array: Any) -> tuple[Any, ...]:
-    """What each axis of the array is sharded over, as its type says: only explicit mesh axes are a part of types."""
+    """The mesh axes that each axis of the array is sharded over. Its type has the explicit ones only."""
     spec = jax.typeof(array).sharding.spec
     return (*spec, *(None,) * (array.ndim - len(spec)))
 
 
 def is_sharded(array: Any) -> bool:
-    """Whether the array's type says that it is cut."""
+    """Whether the array is sharded over explicit mesh axes."""
     return any(axes is not None for axes in explicit_spec(array))
 
 
-def leading_over(array: Any, mesh: Any, over: Any, leading: bool) -> Any:
-    """``array`` with its first axis sharded over these mesh axes, or none of its axes, where it has no ``leading``
-    axis that is mapped. The types of what ``shard_map`` is given have to say what its specs say.
+def reshard_leading(array: Any, mesh: Any, mesh_axes: Any, leading: bool) -> Any:
+    """Reshard an array for ``shard_map`` over ``mesh_axes``: its first axis has them where it is a ``leading`` mapped
+    axis, and no other axis does. ``shard_map`` takes arrays whose types agree with its specs.
     """
-    names = {over} if isinstance(over, str) else set(over)
+    names = {mesh_axes} if isinstance(mesh_axes, str) else set(mesh_axes)
     spec = [_without(axes, names) for axes in explicit_spec(array)]
-    spec[:1] = [over] if leading else spec[:1]
+    spec[:1] = [mesh_axes] if leading else spec[:1]
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    own = jax.typeof(array).sharding
-    is_outside = own.mesh.empty and not leading  # it has no sharding that could be another one
-    return array if is_outside or sharding == own else jax.sharding.reshard(array, sharding)
+    current = jax.typeof(array).sharding
+    is_outside = current.mesh.empty and not leading  # an array from outside of any mesh has no sharding to change
+    return array if is_outside or sharding == current else jax.sharding.reshard(array, sharding)
 
 
 def _without(axes: Any, names: set[str]) -> Any:
-    kept = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if axis not in names)
-    return kept if len(kept) > 1 else next(iter(kept), None)
+    rest = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if axis not in names)
+    return rest if len(rest) > 1 else next(iter(rest), None)
 
 
-def sharded_like(array: Any, other: Any) -> Any:
-    """``array`` with the sharding of ``other``, where shardings are part of the type (explicit mesh axes).
+def reshard_like(array: Any, other: Any) -> Any:
+    """Give an array the sharding of ``other``, where shardings are part of the type (explicit mesh axes).
 
-    What comes from outside of every mesh has none to be brought to.
+    Where ``other`` comes from outside of any mesh, the array stays as it is.
     """
-    wanted = jax.typeof(other).sharding
-    if wanted.mesh.empty or jax.typeof(array).sharding == wanted:
+    sharding = jax.typeof(other).sharding
+    if sharding.mesh.empty or jax.typeof(array).sharding == sharding:
         return array
-    return jax.sharding.reshard(array, wanted)
+    return jax.sharding.reshard(array, sharding)
 
 
 def lower_with_devices(primitive: Any) -> None:
-    """Have JAX say for which devices it lowers: callbacks and custom partitionings inside a kernel need to know.
+    """Have JAX pass the devices when it lowers this primitive: callbacks and custom partitionings in kernels need them.
 
-    JAX looks for such primitives in the jaxpr it compiles, and cannot see into ours
-    (``prim_requires_devices_during_lowering``, seen on 0.10.2, 0.11.2, 0.12.0.1).
+    JAX searches the jaxpr that it compiles for primitives that need devices, and cannot see into this one
+    (``prim_requires_devices_during_lowering``, in 0.10.2, 0.11.2 and 0.12.0.1).
     """
     from jax._src import dispatch
 

@@ -1,4 +1,4 @@
-"""One call, a kernel that may run it, and a candidate: a kernel that can, with a configuration."""
+"""An invocation (one call), a loaded kernel, and a candidate: a kernel that can run the call, with a configuration."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import attrs
 import pluggy
 
 from ._display import html_table, one_line
-from ._errors import PASSING, described
+from ._errors import NEVER_CAUGHT, description
 from ._keys import Key, key_of
 from ._operation import Operation
 from ._records import Record
 
-#: More configurations than anybody measures: a space that goes on from here may have no end.
+#: The most configurations that are read of a space, which may be infinite. It is more than any tuner measures.
 MANY = 10_000
 
 
@@ -25,43 +25,43 @@ MANY = 10_000
 class Invocation(Mapping[str, Any]):
     """One call of an operation, as its kernels see it: a mapping of the prepared arguments by name.
 
-    Every parameter of the operation is there; an array that was not given is None. Arrays are abstract
+    It has every parameter of the operation; an array that the call does not have is None. Arrays are abstract
     (``jax.ShapeDtypeStruct``) while a configuration is chosen, and JAX values while the kernel runs.
     """
 
     op: str
     arguments: Mapping[str, Any]
-    #: JAX's word: "cpu", "gpu", "tpu".
+    #: JAX's name: "cpu", "gpu", "tpu".
     platform: str
     #: The device's name: "NVIDIA H200", "AMD EPYC 9654 25-17, 16 cores" (JAX calls every processor "cpu"); None where
-    #: the device is not at hand (compiling for another machine).
+    #: this machine has no such device (JAX compiles for another machine).
     device_kind: str | None = None
-    #: (9, 0) on a Hopper GPU; None where the device says none, or is not at hand.
+    #: (9, 0) on a Hopper GPU; None where the device has none, or is not on this machine.
     compute_capability: tuple[int, int] | None = None
-    #: The arguments that are cut over several devices, and how: see ``sharding_fingerprint``.
+    #: The arguments that are sharded over several devices, and how: see ``sharding_fingerprint``.
     sharding: tuple[tuple[str, str], ...] = ()
-    #: What is called.
+    #: The operation that is called.
     operation: Operation | None = attrs.field(default=None, repr=False)
 
     @functools.cached_property
     def key(self) -> Key:
-        """What a configuration for exactly this call is remembered by."""
+        """The key under which a configuration for exactly this call is stored."""
         return self._key("arguments", self.arguments)
 
     @functools.cached_property
     def tuning_keys(self) -> tuple[Key, ...]:
-        """The key, and then that of all the calls that are alike as far as tuning goes."""
+        """The key, followed by the key of the bucket: of all calls that tuning does not distinguish from this one."""
         if self.operation is None or self.operation.tuning_key is None:
             return (self.key,)
         return self.key, self._key("bucket", self.operation.tuning_key(self.arguments))
 
-    def _key(self, what: str, arguments: Any) -> Key:
+    def _key(self, field: str, arguments: Any) -> Key:
         problem = {
             "operation": [self.op, self.operation.version if self.operation else 1],
             "device": [self.platform, self.device_kind],
             **({"sharding": dict(self.sharding)} if self.sharding else {}),
         }
-        return key_of(self.op, self.device_kind or self.platform, problem, what, arguments, self._counters)
+        return key_of(self.op, self.device_kind or self.platform, problem, field, arguments, self._counters)
 
     @functools.cached_property
     def _counters(self) -> Mapping[str, tuple[str | None, ...]]:
@@ -78,17 +78,17 @@ class Invocation(Mapping[str, Any]):
         return len(self.arguments)
 
     def __str__(self) -> str:
-        arguments = ", ".join(f"{name}={text}" for name, text in _described(self.arguments))
-        return f"{self.op}({arguments}) on {self._where}"
+        arguments = ", ".join(f"{name}={text}" for name, text in _argument_texts(self.arguments))
+        return f"{self.op}({arguments}) on {self._location}"
 
     def __repr__(self) -> str:
         return f"Invocation({one_line(self)})"
 
     def _repr_html_(self) -> str:
-        return html_table(f"{self.op} on {self._where}", _described(self.arguments))
+        return html_table(f"{self.op} on {self._location}", _argument_texts(self.arguments))
 
     @property
-    def _where(self) -> str:
+    def _location(self) -> str:
         return self.platform + (f" ({self.device_kind})" if self.device_kind else "")
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> Invocation:
@@ -96,31 +96,33 @@ class Invocation(Mapping[str, Any]):
         return attrs.evolve(self, arguments={**self.arguments, **arrays})
 
 
-def _described(arguments: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The arguments that are given, by name, as short texts."""
-    return [(name, _short(value)) for name, value in arguments.items() if value is not None and value is not False]
+def _argument_texts(arguments: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The names and short texts of the arguments that the call has; False and None are left out."""
+    return [
+        (name, _argument_text(value)) for name, value in arguments.items() if value is not None and value is not False
+    ]
 
 
-def _short(value: Any) -> str:
+def _argument_text(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     return repr(value)
 
 
-# -- what a configuration may be: a value that cannot be changed ------------------------------------------------------
+# -- a configuration is immutable --------------------------------------------------------------------------------------
 #
-# A kernel that changes the one it is given would have another value measured and stored than it ever offered, and the
-# next call of the same process would run with it.
+# If a kernel could change its configuration, the value that is measured and stored would not be the one that it
+# offered, and the next call of the process would run with the changed one.
 
 
-#: What attrs gives to every frozen class, and to no other.
+#: attrs gives this method to every frozen class, and to no other.
 _FROZEN = Key.__setattr__
 
 
-def changeable_type(kind: Any) -> str | None:
-    """Why values of this type can be changed, in words; None where they cannot.
+def why_mutable_type(kind: Any) -> str | None:
+    """Why values of this type are mutable, in words; None where they are immutable.
 
-    >>> changeable_type(tuple), changeable_type(list)
+    >>> why_mutable_type(tuple), why_mutable_type(list)
     (None, 'a list has no hash')
     """
     name = f"a {kind.__qualname__}"
@@ -134,31 +136,31 @@ def changeable_type(kind: Any) -> str | None:
     return f"{name} takes any attribute: use attrs.frozen" if is_plain and kind.__dictoffset__ else None
 
 
-def changeable(cfg: Any) -> str | None:
-    """The same of one value, with all that is in it.
+def why_mutable(cfg: Any) -> str | None:
+    """Why a value, or something in it, is mutable; None where all of it is immutable.
 
-    >>> changeable((128, "fast", None)), changeable(((1, 2), [3]))
+    >>> why_mutable((128, "fast", None)), why_mutable(((1, 2), [3]))
     (None, 'a list has no hash')
     """
     if isinstance(cfg, tuple):
-        return next(filter(None, map(changeable, cfg)), None)
-    reason = changeable_type(type(cfg))
+        return next(filter(None, map(why_mutable, cfg)), None)
+    reason = why_mutable_type(type(cfg))
     if reason is None:
         try:
             hash(cfg)
-        except Exception as fault:  # a frozen one that holds what is not
+        except Exception as fault:  # a frozen value that holds a mutable one
             reason = f"a {type(cfg).__qualname__} has no hash: {fault}"
     return reason
 
 
 @attrs.frozen(eq=False, repr=False)
 class LoadedKernel:
-    """One (operation, backend) pair. It has a plugin manager of its own, so no other plugin can answer for it."""
+    """One (operation, backend) pair. It has a plugin manager of its own, so no other plugin answers its hooks."""
 
     op: str
     backend: str
     provider: str
-    #: Platform to rank: where it runs, and how strongly it is preferred there. None: everywhere.
+    #: The platforms that it runs on, with its rank there: the highest is preferred. None for all platforms.
     platforms: Mapping[str, int] | None
     config_type: type | None
     #: The versions of the kernel, by its name, of JAX and of the compilers it names.
@@ -174,23 +176,23 @@ class LoadedKernel:
         return f"LoadedKernel({self.name}, {self.provider})"
 
     @contextlib.contextmanager
-    def _noted(self, hook: str) -> Iterator[None]:
-        """What is raised here is the asker's to see, as it is; a note has room for whose it is."""
+    def _name_in_faults(self, hook: str) -> Iterator[None]:
+        """Add the kernel and its distribution, as a note, to an exception that a hook raises."""
         try:
             yield
         except BaseException as fault:
             fault.add_note(f"in {hook} of {self.name} ({self.provider})")
             raise
 
-    def unfit(self, cfg: Any) -> str | None:
-        """Why this value is no configuration of its own, in words that follow "gives"; None where it is one."""
+    def config_fault(self, cfg: Any) -> str | None:
+        """Why a value is no configuration of this kernel, in words that follow "gives"; None where it is one."""
         if self.config_type is not None and not isinstance(cfg, self.config_type):
             return f"a value of type {type(cfg).__qualname__}, not its Config"
-        reason = changeable(cfg)
+        reason = why_mutable(cfg)
         return None if reason is None else f"what can be changed: {reason}"
 
     def heuristic_cfg(self, inv: Invocation) -> Any:
-        with self._noted("heuristic_cfg"):
+        with self._name_in_faults("heuristic_cfg"):
             return self._hooks.heuristic_cfg(inv=inv)
 
     @property
@@ -201,54 +203,54 @@ class LoadedKernel:
         return self._hooks.config_space(inv=inv) if self._has_space else [self.heuristic_cfg(inv)]
 
     def configurations(self, inv: Invocation, report: Callable[[str], object], at_most: int = MANY) -> Iterator[Any]:
-        """The configurations among what its space gives, which may be anything: ``report`` hears what is wrong."""
+        """The valid configurations in its space. ``report`` is called with a sentence for everything that is wrong."""
         try:
             for cfg in itertools.islice(self.config_space(inv), at_most):
-                unfit = self.unfit(cfg)
-                if unfit is None:
+                config_fault = self.config_fault(cfg)
+                if config_fault is None:
                     yield cfg
                 else:
-                    report(f"config_space gives {unfit}")
-        except PASSING:
+                    report(f"config_space gives {config_fault}")
+        except NEVER_CAUGHT:
             raise
         except BaseException as fault:
-            report(f"config_space raised {described(fault)}")
+            report(f"config_space raised {description(fault)}")
 
     def offers(self, inv: Invocation, cfg: Any) -> bool:
-        """Whether its ``config_space`` has it here and now; without one there is no telling, and it may."""
-        return not self._has_space or cfg in self.configurations(inv, _unheard)
+        """Whether its ``config_space`` has this configuration for the call; True for a kernel without the hook."""
+        return not self._has_space or cfg in self.configurations(inv, _ignore)
 
     @property
     def checks_cfg(self) -> bool:
-        """Whether it says itself which configurations of a caller's it takes."""
+        """Whether it has the hook ``check_cfg``."""
         return bool(self._hooks.check_cfg.get_hookimpls())
 
     def check_cfg(self, inv: Invocation, cfg: Any) -> None:
-        with self._noted("check_cfg"):
+        with self._name_in_faults("check_cfg"):
             self._hooks.check_cfg(inv=inv, cfg=cfg)
 
     def run_backend(self, inv: Invocation, cfg: Any) -> tuple[Any, ...]:
-        with self._noted("run_backend"):
+        with self._name_in_faults("run_backend"):
             results = self._hooks.run_backend(inv=inv, cfg=cfg)
         return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
 
-def _unheard(fault: str) -> None:
-    """Explanations tell it."""
+def _ignore(fault: str) -> None:
+    """Drop a fault of a configuration space: explanations look at the space by themselves, and report it."""
 
 
 @attrs.frozen(eq=False)
 class Candidate:
-    """A kernel that can do the invocation, with its heuristic configuration, or the one that the caller gave."""
+    """A kernel that can run the invocation, with its heuristic configuration or the caller's explicit one."""
 
     kernel: LoadedKernel
     cfg: Any
     explicit: bool = False
-    #: The versions of all that could change which candidate is best, and with which configuration.
+    #: The versions on which the best candidate and its best configuration may depend.
     software: Mapping[str, str] = attrs.field(factory=dict, repr=False)
-    #: That of the kernel.
+    #: The kernel's backend.
     backend: str = attrs.field(init=False, repr=False)
-    #: The type of its configurations: as the kernel says, or as its heuristic does.
+    #: The type of its configurations: the kernel's ``Config``, or else the type of ``cfg``.
     config_type: type | None = attrs.field(init=False, repr=False)
 
     @backend.default
@@ -261,30 +263,30 @@ class Candidate:
 
 
 def fitting(records: Iterable[Record], candidate: Candidate) -> Record | None:
-    """The first that is for the candidate's kernel; one without a backend is for every kernel that takes its type.
+    """The first record for the candidate's kernel. A record without a backend is for every kernel of its type.
 
-    What was measured with other versions comes after all that was not.
+    Records that were measured with other versions come last.
 
     >>> from types import SimpleNamespace
-    >>> candidate = SimpleNamespace(backend="xla", config_type=int, software={})  # as far as is looked at here
+    >>> candidate = SimpleNamespace(backend="xla", config_type=int, software={})  # what this function reads of one
     >>> fitting([Record(64, "triton"), Record("no int"), Record(128)], candidate)
     Record(cfg=128, backend=None, provenance=None)
     """
     kind = candidate.config_type or type(None)
-    ours = [r for r in records if r.backend in (None, candidate.backend) and isinstance(r.cfg, kind)]
-    return min(ours, key=lambda record: bool(changes(record, candidate)), default=None)
+    matching = [r for r in records if r.backend in (None, candidate.backend) and isinstance(r.cfg, kind)]
+    return min(matching, key=lambda record: bool(version_changes(record, candidate)), default=None)
 
 
-def changes(record: Record, candidate: Candidate) -> str:
-    """Which versions are others than those that the record was measured with; "" for none."""
+def version_changes(record: Record, candidate: Candidate) -> str:
+    """The versions that have changed since the record was measured, as text; "" for none."""
     return record.provenance.changes(candidate.software) if record.provenance else ""
 
 
-def of_here(record: Record, candidates: Iterable[Candidate]) -> Record:
-    """The record of what was measured just now, with the versions that are here."""
+def with_versions(record: Record, candidates: Iterable[Candidate]) -> Record:
+    """Add the versions of the candidates to a record that was measured just now."""
     if record.provenance is None:
         return record
-    here = {name: version for candidate in candidates for name, version in candidate.software.items()}
+    software = {name: version for candidate in candidates for name, version in candidate.software.items()}
     return attrs.evolve(
-        record, provenance=attrs.evolve(record.provenance, software={**here, **record.provenance.software})
+        record, provenance=attrs.evolve(record.provenance, software={**software, **record.provenance.software})
     )

@@ -1,5 +1,7 @@
-"""Content as text: what configurations are remembered by. Equal things give equal text, in every process; what has no
-content of its own to give (an unknown object, an array's numbers) is a ``TypeError``, never an address.
+"""Values as text by their content, and the keys under which configurations are stored.
+
+Equal values give equal text in every process. A value without such content (an object of an unknown class, the numbers
+of an array) is a ``TypeError``: its address would differ between processes.
 """
 
 from __future__ import annotations
@@ -21,22 +23,22 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-#: A tagged object in place of what JSON has no word for. No plain mapping can look like one: see ``_mapping``.
+#: Begins the name in an object that stands for a value JSON has no type for. Other objects differ: see ``_mapping``.
 TAG = "!"
 
 
 def stable_json(value: Any) -> str:
-    """One text for one content: keys sorted, no spaces, dtypes by name, functions by code and what they close over.
+    """The content of a value as JSON: keys are sorted, dtypes have their names, functions their code and closures.
 
     >>> import jax.numpy as jnp
     >>> stable_json({"b": (1, 2.0), "a": jnp.float32})
     '{"a":{"!dtype":"float32"},"b":{"!tuple":[1,2.0]}}'
     """
-    return canonical_json(_plain(value, ()))
+    return canonical_json(_to_json(value, ()))
 
 
 def canonical_json(data: Any) -> str:
-    """JSON's own types as ``stable_json`` writes them, which marks what is none of them."""
+    """The text of a value of JSON's own types, in the form that ``stable_json`` uses."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -49,14 +51,14 @@ def short_hash(value: Any, length: int = 16) -> str:
     return hashlib.sha256(stable_json(value).encode()).hexdigest()[:length]
 
 
-#: Of these, equal means the same.
+#: Types whose equal values have equal content.
 _SIMPLE = frozenset({type(None), bool, int, str, bytes})
 
 
 def content(value: Any) -> Any:
-    """What is hashable and equal where two values are the same: of one type, and so is everything inside of them.
+    """A hashable value that is equal for two values only if they and all their parts have the same type and content.
 
-    In Python, 1, 1.0 and True are equal, 0.0 and -0.0 too, and a class may leave fields out of its comparison.
+    In Python, 1, 1.0 and True are equal, so are 0.0 and -0.0, and a class may leave fields out of its comparison.
 
     >>> content((1, 0.0)) == content((1, 0.0)), content(1) == content(True), content(0.0) == content(-0.0)
     (True, False, False)
@@ -83,19 +85,19 @@ def content(value: Any) -> Any:
 
 @functools.cache
 def _fields(kind: Any) -> tuple[str, ...]:
-    """The names of all fields of a class of attrs, or of a dataclass."""
+    """The names of the fields of an attrs class or a dataclass; none for another class."""
     if attrs.has(kind):
         return tuple(field.name for field in attrs.fields(kind))
     return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
 
 
 def abstract(value: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array, and nothing else of it."""
+    """The shape and dtype of an array."""
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
 def abstractify(tree: Any) -> Any:
-    """The tree with every array in it, concrete or traced, replaced by its ``jax.ShapeDtypeStruct``.
+    """The tree, with a ``jax.ShapeDtypeStruct`` in the place of every array, concrete or traced.
 
     >>> import numpy as np
     >>> abstractify({"x": np.zeros((2, 3), np.float32), "causal": True})
@@ -105,9 +107,9 @@ def abstractify(tree: Any) -> Any:
 
 
 def sharding_fingerprint(array: Any) -> str:
-    """How an array is cut: the pieces along each axis, and the devices they are on; "" on one device, or unknown.
+    """How an array is sharded: the number of shards along each axis, and of devices; "" for one device, or unknown.
 
-    Two shardings that cut alike are one, whatever the mesh axes are called.
+    The names of mesh axes are not part of it.
 
     >>> sharding_fingerprint(jax.numpy.zeros((4, 2)))
     ''
@@ -116,25 +118,26 @@ def sharding_fingerprint(array: Any) -> str:
     if sharding is None or sharding.num_devices <= 1:
         return ""
     if AxisType.Manual in getattr(getattr(sharding, "mesh", None), "axis_types", ()):
-        return _fingerprint_of_a_part(array, sharding)
-    pieces = [whole // max(own, 1) for whole, own in zip(array.shape, sharding.shard_shape(array.shape), strict=True)]
-    return f"{'x'.join(map(str, pieces))} on {sharding.num_devices}"
+        return _fingerprint_in_shard_map(array, sharding)
+    shard_shape = sharding.shard_shape(array.shape)
+    shards = [size // max(shard_size, 1) for size, shard_size in zip(array.shape, shard_shape, strict=True)]
+    return f"{'x'.join(map(str, shards))} on {sharding.num_devices}"
 
 
-def _fingerprint_of_a_part(array: Any, sharding: Any) -> str:
-    """The same inside ``shard_map`` over some axes of a mesh: of the others. JAX has no ``shard_shape`` for it."""
+def _fingerprint_in_shard_map(array: Any, sharding: Any) -> str:
+    """The fingerprint inside ``shard_map`` over some mesh axes, for the others. JAX has no ``shard_shape`` there."""
     mesh = sharding.mesh
     sizes = dict(mesh.shape)
     others = {n: sizes[n] for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
-    cuts: list[Any] = [(axes,) if isinstance(axes, str) else axes or () for axes in sharding.spec]
-    cuts += [()] * (array.ndim - len(cuts))
+    mesh_axes: list[Any] = [(axes,) if isinstance(axes, str) else axes or () for axes in sharding.spec]
+    mesh_axes += [()] * (array.ndim - len(mesh_axes))
     count = math.prod(others.values())
-    pieces = [math.prod(others.get(name, 1) for name in axes) for axes in cuts]
-    return f"{'x'.join(map(str, pieces))} on {count}" if count > 1 else ""
+    shards = [math.prod(others.get(name, 1) for name in axes) for axes in mesh_axes]
+    return f"{'x'.join(map(str, shards))} on {count}" if count > 1 else ""
 
 
 def _known_sharding(array: Any) -> Any:
-    """Of a tracer it is known where the mesh has explicit axes, and is a part of its type."""
+    """The sharding of an array. A tracer has one where the mesh has explicit axes: it is a part of the type there."""
     if not isinstance(array, jax.core.Tracer):
         return getattr(array, "sharding", None)
     sharding = jax.typeof(array).sharding
@@ -145,18 +148,18 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
-# -- one rule a kind of value, asked in order ------------------------------------------------------------------------
+# -- one rule for each kind of value, tried in order -------------------------------------------------------------------
 
 
-def _plain(value: Any, path: tuple[int, ...]) -> Any:
-    """JSON's own types. ``path`` holds what is being written, to see what contains itself."""
+def _to_json(value: Any, path: tuple[int, ...]) -> Any:
+    """A value in JSON's own types. ``path`` has the ids of the values around it, to detect one that contains itself."""
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {f"{TAG}float": repr(value)}
     if id(value) in path:
         raise TypeError(f"stable_json: a {_type_name(value)} contains itself")
-    inner = functools.partial(_plain, path=(*path, id(value)))
+    inner = functools.partial(_to_json, path=(*path, id(value)))
     for rule in _RULES:
         text = rule(value, inner)
         if text is not None:
@@ -166,7 +169,7 @@ def _plain(value: Any, path: tuple[int, ...]) -> Any:
 
 Inner = Callable[[Any], Any]
 
-#: What ``jax.numpy.float32`` is one of.
+#: The type of ``jax.numpy.float32``.
 _JaxScalarType = type(jax.numpy.float32)
 
 
@@ -177,7 +180,7 @@ def _dtype(value: Any, inner: Inner) -> Any:
 
 
 def _dtype_content(dtype: np.dtype[Any]) -> Any:
-    """Its name; with the byte order where that is not this machine's, and with the fields of a record."""
+    """The name of a dtype; with the byte order where it is not this machine's, and the fields of a structured dtype."""
     if dtype.fields:
         fields = {name: [_dtype_content(part[0]), part[1]] for name, part in dtype.fields.items()}
         return [dtype.itemsize, fields]
@@ -205,7 +208,7 @@ def _array(value: Any, inner: Inner) -> Any:
 
 
 def _tree(value: Any, inner: Inner) -> Any:
-    """The structure of a pytree as JAX writes it; where there are classes in it, the way to each of its leaves."""
+    """The text that JAX gives for a pytree structure; where it has classes, the path of each leaf."""
     if not isinstance(value, jax.tree_util.PyTreeDef):
         return None
     if "CustomNode" not in (text := str(value)):
@@ -215,7 +218,7 @@ def _tree(value: Any, inner: Inner) -> Any:
 
 
 def _enum(value: Any, inner: Inner) -> Any:
-    return {f"{TAG}enum": [_path_of(type(value)), value.name]} if isinstance(value, enum.Enum) else None
+    return {f"{TAG}enum": [_import_path(type(value)), value.name]} if isinstance(value, enum.Enum) else None
 
 
 def _sequence(value: Any, inner: Inner) -> Any:
@@ -225,8 +228,8 @@ def _sequence(value: Any, inner: Inner) -> Any:
         return {f"{TAG}set": sorted((inner(v) for v in value), key=lambda v: json.dumps(v, sort_keys=True))}
     if type(value) is tuple:
         return {f"{TAG}tuple": [inner(v) for v in value]}
-    if isinstance(value, tuple):  # a named one
-        return {f"{TAG}object": [_path_of(type(value)), [inner(v) for v in value]]}
+    if isinstance(value, tuple):  # a named tuple
+        return {f"{TAG}object": [_import_path(type(value)), [inner(v) for v in value]]}
     return [inner(v) for v in value] if type(value) is list else None
 
 
@@ -246,7 +249,7 @@ def _record(value: Any, inner: Inner) -> Any:
         return None
     kind: Any = type(value)
     fields = {name: inner(getattr(value, name)) for name in _fields(kind)}
-    return {f"{TAG}object": [_path_of(type(value)), fields]}
+    return {f"{TAG}object": [_import_path(type(value)), fields]}
 
 
 def _callable(value: Any, inner: Inner) -> Any:
@@ -255,9 +258,9 @@ def _callable(value: Any, inner: Inner) -> Any:
     if isinstance(value, types.MethodType):
         return {f"{TAG}method": [inner(value.__self__), value.__name__]}
     if isinstance(value, (type, types.BuiltinFunctionType, np.ufunc)):
-        return {f"{TAG}name": _path_of(value)}
-    if callable(value) and _is_found_by_name(value):
-        return {f"{TAG}name": _path_of(value)}
+        return {f"{TAG}name": _import_path(value)}
+    if callable(value) and _is_importable(value):
+        return {f"{TAG}name": _import_path(value)}
     return _closure(value, inner) if isinstance(value, types.FunctionType) else None
 
 
@@ -265,35 +268,35 @@ _RULES = (_dtype, _number, _array, _tree, _enum, _record, _sequence, _mapping, _
 
 
 def code_fingerprint(function: Any) -> str:
-    """A short name for what a function or a method does itself; what it calls is not looked into."""
+    """A short hash of the code of a function or method, without the functions that it calls."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return "" if code is None else _code(code, functools.partial(_plain, path=()))
+    return "" if code is None else _code_hash(code, functools.partial(_to_json, path=()))
 
 
 def _closure(function: types.FunctionType, inner: Inner) -> Any:
-    """A lambda, or a function made inside another: its code, and what it brought from where it was made."""
+    """A lambda or a nested function: its code, its closure and its defaults."""
     cells = [inner(cell.cell_contents) for cell in function.__closure__ or ()]
     defaults = [inner(v) for v in function.__defaults__ or ()], inner(function.__kwdefaults__ or {})
-    return {f"{TAG}function": [function.__module__, _code(function.__code__, inner), cells, *defaults]}
+    return {f"{TAG}function": [function.__module__, _code_hash(function.__code__, inner), cells, *defaults]}
 
 
-def _code(code: types.CodeType, inner: Inner) -> str:
-    """What it reads from its module by name is taken for a part of the module."""
-    constants = [_code(c, inner) if isinstance(c, types.CodeType) else inner(c) for c in code.co_consts]
+def _code_hash(code: types.CodeType, inner: Inner) -> str:
+    """A hash of code. Of what it reads from its module, only the names are included."""
+    constants = [_code_hash(c, inner) if isinstance(c, types.CodeType) else inner(c) for c in code.co_consts]
     return short_hash([code.co_code.hex(), constants, code.co_names, code.co_varnames])
 
 
-def _is_found_by_name(value: Any) -> bool:
-    found: Any = sys.modules.get(getattr(value, "__module__", None) or "")
+def _is_importable(value: Any) -> bool:
+    target: Any = sys.modules.get(getattr(value, "__module__", None) or "")
     for part in getattr(value, "__qualname__", "<nameless>").split("."):
-        found = getattr(found, part, None)
-    return found is value
+        target = getattr(target, part, None)
+    return target is value
 
 
-def _path_of(value: Any) -> str:
+def _import_path(value: Any) -> str:
     if isinstance(value, np.ufunc):
         return f"numpy.{value.__name__}"
-    if not isinstance(value, types.BuiltinFunctionType) and not _is_found_by_name(value):
+    if not isinstance(value, types.BuiltinFunctionType) and not _is_importable(value):
         raise TypeError(
             f"stable_json: {value!r} cannot be found again by its name; define it at the top level of a module"
         )
@@ -304,18 +307,18 @@ def _type_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-# -- what a configuration is remembered by ---------------------------------------------------------------------------
+# -- the key of a configuration ----------------------------------------------------------------------------------------
 
 
 @attrs.frozen
 class Key:
-    """What a configuration is remembered by: content alone, so that it is the same in every process."""
+    """The key under which a configuration is stored. It consists of content, so it is the same in every process."""
 
     op: str
     #: The device's name.
     device: str
-    #: What is computed, of what, and on what: JSON as ``stable_json`` writes it. Where it has ``sizes``, these are the
-    #: sizes of the axes that only count things, by the names that the shapes have in their place.
+    #: The operation, the arguments and the device, as ``stable_json`` writes them. ``sizes`` in it has the sizes of the
+    #: axes that only count things; in the shapes these axes have names.
     problem: str
 
     def __attrs_post_init__(self) -> None:
@@ -325,12 +328,12 @@ class Key:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A short name for the key."""
+        """A short hash of the key."""
         return _key_digest(self.problem)
 
     @functools.cached_property
     def kind(self) -> str:
-        """A short name that all keys share that differ in axes that only count things."""
+        """A short hash that is the same for all keys that differ only in the sizes of axes that count things."""
         content = self._content
         return _key_digest(canonical_json({name: content[name] for name in content if name != "sizes"}))
 
@@ -342,7 +345,7 @@ class Key:
 
     @property
     def _content(self) -> dict[str, Any]:
-        """Of a key that somebody made of other text, that text."""
+        """The content of ``problem``. If it is no JSON object, as in a key made by hand, the text itself."""
         try:
             content = json.loads(self.problem)
         except (ValueError, RecursionError):
@@ -361,18 +364,18 @@ def key_of(
     op: str,
     device: str,
     problem: Mapping[str, Any],
-    what: str,
+    field: str,
     arguments: Any,
     counters: Mapping[str, tuple[str | None, ...]],
 ) -> Key:
-    """The key of a problem that is this beside the arguments, under ``what``: the names of axes that only count things
-    stand in the place of their sizes, which are beside them.
+    """The key of a problem, with the arguments under the name ``field``. In their shapes, the axes that only count
+    things have names, and ``sizes`` beside them has their sizes.
     """
-    # An argument that is not given says nothing: one that an operation gets later leaves the old keys as they are.
+    # Arguments that the call does not have are left out, so old keys stay valid when an operation gets a new parameter.
     if isinstance(arguments, Mapping):
         arguments = {name: value for name, value in abstractify(arguments).items() if value is not None}
-    content, sizes = json.loads(stable_json({**problem, what: arguments})), dict[str, int]()
-    shapes = content[what] if isinstance(content[what], dict) else {}
+    content, sizes = json.loads(stable_json({**problem, field: arguments})), dict[str, int]()
+    shapes = content[field] if isinstance(content[field], dict) else {}
     for name, axes in counters.items():
         array = shapes[name][f"{TAG}array"] if name in shapes else [""]
         for place, (axis, size) in enumerate(zip(axes, array[1:], strict=False), 1):

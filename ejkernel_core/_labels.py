@@ -1,6 +1,6 @@
-"""Labels that survive compilation: the kernel and its configuration, in the names of the instructions of a call.
+"""Labels of a kernel and its configuration, in the names of the compiled instructions of a call.
 
-XLA keeps these names, and profilers show them. Of the characters in them, it cuts at "@" and splits at "/".
+XLA keeps these names, and profilers show them. XLA truncates a name at "@" and splits it at "/".
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from ._errors import RecordError
 from ._keys import content, short_hash, stable_json
 from ._records import to_json
 
-#: A name stands in every instruction of a call.
-LONGEST = 100
+#: A label is short, because every instruction of a call has it.
+MAX_LENGTH = 100
 
 
-def call_label(kernel: str, cfg: Any, kind: type | None = None) -> str:
+def call_label(kernel: str, cfg: Any, config_type: type | None = None) -> str:
     """The label of a kernel and its configuration, of at most 100 characters.
 
     >>> Config = attrs.make_class("Config", {"q_block": attrs.field(type=int)}, frozen=True)
     >>> call_label("flash_attention.xla", Config(256))
     'flash_attention.xla(q_block=256)'
 
-    A configuration that has no short text, or one that cannot be read back, leaves a digest; so does one of another
-    type than ``kind``, the kernel's own.
+    The label has a digest in place of a configuration without a short, readable text, and of one that is not of
+    ``config_type``, the type of the kernel's configurations.
 
     >>> call_label("flash_attention.xla", Config({"no": "number"}))
     'flash_attention.xla(fa1365e83081)'
     """
     op, _, backend = quote(kernel, safe="").rpartition(".")
-    for text in _config_texts(cfg) if kind in (None, type(cfg)) else ():
-        if len(label := f"{op}.{backend}({text})") <= LONGEST:
+    for text in _config_texts(cfg) if config_type in (None, type(cfg)) else ():
+        if len(label := f"{op}.{backend}({text})") <= MAX_LENGTH:
             return label
     return digest_label(kernel, cfg)
 
 
 def digest_label(kernel: str, cfg: Any) -> str:
-    """The label that stands for a configuration without saying what is in it."""
+    """The label of a kernel with a digest of its configuration."""
     op, _, backend = quote(kernel, safe="").rpartition(".")
-    backend = backend[: LONGEST // 2]
-    end = f".{backend}({short_hash([kernel, _document(cfg)], 12)})"
-    return op[: LONGEST - len(end)] + end
+    backend = backend[: MAX_LENGTH // 2]
+    suffix = f".{backend}({short_hash([kernel, _document(cfg)], 12)})"
+    return op[: MAX_LENGTH - len(suffix)] + suffix
 
 
 def _config_texts(cfg: Any) -> Iterator[str]:
-    """All fields; and, where this is too long, those that have not their default. None where one has no text."""
+    """The text of all fields, then that of the fields without default values. Nothing where a field has no text."""
     if cfg is None:
         yield ""
         return
@@ -63,9 +63,9 @@ def _config_texts(cfg: Any) -> Iterator[str]:
     values = [(field, getattr(cfg, field.name)) for field in fields]
     texts = {field.name: value_text(value, types.get(field.name)) for field, value in values}
     if None not in texts.values():
-        named = {name: f"{quote(name)}={text}" for name, text in texts.items()}
-        yield ",".join(named.values())
-        yield ",".join(named[field.name] for field, value in values if not _is_default(field, value))
+        texts_by_field = {name: f"{quote(name)}={text}" for name, text in texts.items()}
+        yield ",".join(texts_by_field.values())
+        yield ",".join(texts_by_field[field.name] for field, value in values if not _is_default(field, value))
 
 
 def _is_default(field: Any, value: Any) -> bool:
@@ -73,27 +73,27 @@ def _is_default(field: Any, value: Any) -> bool:
 
 
 def field_types(kind: Any) -> dict[str, Any]:
-    """The types of the fields of a class; nothing where they cannot be told."""
+    """The types of the fields of a class; empty where its annotations cannot be evaluated."""
     try:
         return typing.get_type_hints(kind)
-    except Exception:  # an annotation may be any expression, and name what is not there
+    except Exception:  # an annotation may be any expression, and may fail in any way
         return {}
 
 
 def nested_class(hint: Any) -> Any:
-    """The attrs class in the type of a field, where there is one and no other."""
+    """The attrs class in the type of a field, if it is the only one."""
     classes = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and attrs.has(kind)]
     return classes[0] if len(classes) == 1 else None
 
 
 def value_text(value: Any, hint: Any) -> str | None:
-    """What stands in a label for the value of a field of this type; None where that has no short text."""
+    """The text of a field's value in a label; None where the value has no short text."""
     if value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value)):
         return str(value)
     if type(value) is str:
         return quote(repr(value) if _is_literal(value) else value, safe="", errors="surrogatepass")
     if type(value) is nested_class(hint) and (sizes := attrs.astuple(value, recurse=False)):
-        # Blocks, as their readers write them: 128x64.
+        # Blocks in the usual notation: 128x64.
         return "x".join(map(str, sizes)) + "x" * (len(sizes) == 1) if all(_is_size(size) for size in sizes) else None
     return None
 
@@ -103,21 +103,21 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_literal(text: str) -> bool:
-    """Whether it would be read as another value than this text."""
+    """Whether the text would be read as a value other than text."""
     try:
         ast.literal_eval(text)
-    except Exception:  # whatever it is, it is not that value
+    except Exception:  # it is no Python literal
         return text[:1].isdigit() or not text
     return True
 
 
 def _document(cfg: Any) -> Any:
-    """What the digest is of: the same in every process, and wherever the class is."""
+    """The content that a digest is made of, the same in every process. The module of the class is not part of it."""
     try:
         return [type(cfg).__qualname__, to_json(cfg)]
-    except RecordError:  # no store can have it
+    except RecordError:  # it has no JSON, so no store has it either
         pass
     try:
         return stable_json(cfg)
-    except TypeError:  # an object in it has no content either
+    except TypeError:  # something in it has no content
         return type(cfg).__qualname__

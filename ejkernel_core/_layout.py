@@ -1,4 +1,4 @@
-"""What the axes of one array mean, read from a text such as ``"batch #heads ... 2*dim"``; and how large they are."""
+"""The axes of one array, read from a text such as ``"batch #heads ... 2*dim"``, and their sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import jax.numpy as jnp
 
-#: The name of leading axes of any number, as in NumPy: all arrays that have them have the same.
+#: The name for any number of leading axes. All arrays of a call that have them have the same ones.
 LEADING = "..."
 
 _WORD = r"(?P<broadcast>#?)(?:(?P<factor>\d+)\*)?(?P<name>[a-z]\w*)(?:/(?P<divisor>\d+))?(?:\+(?P<offset>\d+))?"
@@ -17,9 +17,9 @@ _WORD = r"(?P<broadcast>#?)(?:(?P<factor>\d+)\*)?(?P<name>[a-z]\w*)(?:/(?P<divis
 
 @attrs.frozen
 class Axis:
-    """One axis, as long as ``factor * size / divisor + offset``, rounded up, where its name has a size.
+    """One axis. Its length is ``factor * size / divisor + offset``, rounded up, with the size of its name.
 
-    An axis without a name is as long as its offset.
+    The length of an axis without a name is its offset.
     """
 
     text: str
@@ -66,13 +66,13 @@ class Layout:
         return rank >= len(self.axes) - 1 if self.has_leading else rank == len(self.axes)
 
     def padded(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The shape with the leading axes that broadcasting supplies."""
+        """The shape, with the leading axes of length 1 that broadcasting adds."""
         missing = len(self.axes) - len(shape)
         may_be_missing = missing > 0 and all(axis.is_broadcast for axis in self.axes[:missing])
         return (1,) * missing + tuple(shape) if may_be_missing else tuple(shape)
 
     def lengths(self, shape: tuple[Any, ...]) -> list[tuple[Axis, Any]]:
-        """Each axis with its length; with those of all the leading axes, where it stands for them."""
+        """Each axis with its length. That of ``...`` is a tuple of lengths."""
         place, pairs = 0, []
         for axis in self.axes:
             count = len(shape) - len(self.axes) + 1 if axis.name == LEADING else 1
@@ -81,12 +81,12 @@ class Layout:
         return pairs
 
     def dimensions(self, shape: tuple[Any, ...]) -> list[Axis]:
-        """The axis that each dimension of an array of this shape is."""
+        """The axis of each dimension of an array of this shape."""
         pairs = self.lengths(shape)
         return [axis for axis, length in pairs for _ in (length if axis.name == LEADING else (length,))]
 
     def place(self, name: str, rank: int) -> int | None:
-        """Where the axis of this name is, in an array of this rank; where the leading ones begin."""
+        """The dimension of the axis of this name, in an array of this rank; for ``...``, the first one."""
         place = 0
         for axis in self.axes:
             if axis.name == name:
@@ -99,12 +99,12 @@ class Layout:
         return tuple(size for length in lengths for size in (length if isinstance(length, tuple) else (length,)))
 
     def is_shared(self, name: str) -> bool:
-        """Whether the array has no axis of this name that is always as long as the name says."""
+        """Whether the array has no axis whose length is always the size of this name."""
         return not any(axis.name == name and axis.is_plain and not axis.is_broadcast for axis in self.axes)
 
 
 def padded_shapes(layouts: Mapping[str, Layout], arrays: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """The shapes of the arrays, with the leading axes that broadcasting supplies."""
+    """The shapes of the arrays, with the leading axes that broadcasting adds."""
     return {name: layouts[name].padded(array.shape) for name, array in arrays.items()}
 
 
@@ -119,7 +119,7 @@ def dimensions(layouts: Mapping[str, Layout], arrays: Mapping[str, Any]) -> dict
 def result_shapes(
     layouts: Mapping[str, Layout], results: Collection[str], known: Mapping[str, Any]
 ) -> list[tuple[Any, ...]]:
-    """The shapes of results, by the sizes that the arrays of a call give."""
+    """The shapes of results, from the sizes in a call."""
     absent = sorted({axis for name in results for axis in layouts[name].names} - {*known})
     if absent:
         raise ValueError(f"{', '.join(results)}: no array of the call tells how long {absent[0]} is")
@@ -127,7 +127,7 @@ def result_shapes(
 
 
 def layout(array: str, text: str) -> Layout:
-    """Read it; ``array`` is who has it, for messages."""
+    """Read a layout from text. ``array`` is the name of its array, for messages."""
     if not isinstance(text, str):
         raise TypeError(f"axes of {array}: takes a text such as 'batch dim'; got {type(text).__name__} {text!r:.60}")
     axes = tuple(_axis(array, word) for word in text.split())
@@ -150,7 +150,7 @@ def _axis(array: str, word: str) -> Axis:
     return Axis(word, match["name"], bool(match["broadcast"]), factor, divisor, offset)
 
 
-# -- the sizes that the arrays of a call give to names, or what is wrong with their shapes ----------------------------
+# -- the sizes of names in a call, and errors for wrong shapes ---------------------------------------------------------
 
 
 Shapes = Mapping[str, tuple[Any, ...]]
@@ -159,27 +159,29 @@ Shapes = Mapping[str, tuple[Any, ...]]
 def sizes(
     layouts: Mapping[str, Layout], shapes: Shapes, positive: tuple[str, ...], multiples: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The size of each name. The first array that has an axis says how long it is, and is held against all others."""
-    found, owners = dict[str, Any](), dict[str, str]()
+    """The size of each name. The first array with the name has its size, and all others are checked against it."""
+    sizes_by_name, owners = dict[str, Any](), dict[str, str]()
     for name, shape in shapes.items():
         for axis, length in _lengths(name, layouts[name], shape):
             if axis.name and axis.divisor == 1 and not axis.is_broadcast:
-                _agree(name, axis, length, found, owners)
+                _check_size(name, axis, length, sizes_by_name, owners)
     for name, shape in shapes.items():
-        _check_others(name, layouts[name], shape, found)
-    known = {name: size for name, size in found.items() if isinstance(size, int)}  # others are symbolic, or several
+        _check_others(name, layouts[name], shape, sizes_by_name)
+    known = {
+        name: size for name, size in sizes_by_name.items() if isinstance(size, int)
+    }  # others are symbolic, or several
     for name in positive:
         if known.get(name, 1) < 1:
             raise ValueError(f"{owners[name]}: {name} must be at least 1; got {known[name]}")
-    for many, one in multiples.items():
-        if known.get(many, 0) % max(known.get(one, 1), 1):
-            base = f"{one}, which is {known[one]} in {owners[one]}"
-            raise ValueError(f"{owners[many]}: {many} must be a multiple of {base}; got {known[many]}")
-    return found
+    for multiple, base_name in multiples.items():
+        if known.get(multiple, 0) % max(known.get(base_name, 1), 1):
+            base = f"{base_name}, which is {known[base_name]} in {owners[base_name]}"
+            raise ValueError(f"{owners[multiple]}: {multiple} must be a multiple of {base}; got {known[multiple]}")
+    return sizes_by_name
 
 
 def _lengths(name: str, own: Layout, shape: tuple[Any, ...]) -> list[tuple[Axis, Any]]:
-    """The axes and their lengths, of a shape that has the rank."""
+    """The axes of an array and their lengths. Raises where the array has another rank."""
     padded = own.padded(shape)
     if own.fits(len(padded)):
         return own.lengths(padded)
@@ -188,55 +190,59 @@ def _lengths(name: str, own: Layout, shape: tuple[Any, ...]) -> list[tuple[Axis,
     raise ValueError(f"{name}: takes {own if own.axes else 'a single number'}; got shape {shape}")
 
 
-def _agree(name: str, axis: Axis, length: Any, found: dict[str, Any], owners: dict[str, str]) -> None:
+def _check_size(name: str, axis: Axis, length: Any, sizes_by_name: dict[str, Any], owners: dict[str, str]) -> None:
     size = length if axis.is_plain else axis.size(length)
     if size is None:
         raise ValueError(f"{name}: takes {axis.text} entries along an axis; got {length}")
-    wanted = found.setdefault(axis.name, size)
+    expected = sizes_by_name.setdefault(axis.name, size)
     owner = owners.setdefault(axis.name, name)
-    if size == wanted:
+    if size == expected:
         return
     if axis.is_plain:
         word = "leading axes" if axis.name == LEADING else axis.name
-        raise ValueError(f"{name}: {word} must be {wanted}, as in {owner}; got {size}")
+        raise ValueError(f"{name}: {word} must be {expected}, as in {owner}; got {size}")
     raise ValueError(
-        f"{name}: takes {axis.text} = {axis.length(wanted)}, with the {axis.name} of {owner}; got {length}"
+        f"{name}: takes {axis.text} = {axis.length(expected)}, with the {axis.name} of {owner}; got {length}"
     )
 
 
-def _check_others(name: str, own: Layout, shape: tuple[Any, ...], found: Mapping[str, Any]) -> None:
-    """The axes that may be 1, and those that give their names no size."""
+def _check_others(name: str, own: Layout, shape: tuple[Any, ...], sizes_by_name: Mapping[str, Any]) -> None:
+    """Check the axes that may be of length 1, and those from which no size can be computed."""
     lengths = own.lengths(own.padded(shape))
-    full = tuple(axis.length(found.get(axis.name, length)) if axis.name else axis.offset for axis, length in lengths)
-    for (axis, length), wanted in zip(lengths, full, strict=True):
-        if axis.is_broadcast and length not in (1, wanted):
+    full = tuple(
+        axis.length(sizes_by_name.get(axis.name, length)) if axis.name else axis.offset for axis, length in lengths
+    )
+    for (axis, length), expected in zip(lengths, full, strict=True):
+        if axis.is_broadcast and length not in (1, expected):
             raise ValueError(f"{name}: takes what broadcasts to {own} = {full}; got {shape}")
-        if not axis.is_broadcast and length != wanted:
+        if not axis.is_broadcast and length != expected:
             raise ValueError(f"{name}: takes {own} = {full}; got {shape}")
 
 
-# -- a mapped axis, and the axis that takes it in --------------------------------------------------------------------
+# -- folding: a mapped axis becomes a part of another axis -------------------------------------------------------------
 
 
-def merged(value: Any, own_axes: Layout, into: str, mapped: bool, size: int, own: Any) -> Any:
-    """The array with the mapped axis, its first or one that it lacks, in front of the axis ``into``; as one of them."""
-    place = own_axes.place(into, value.ndim - mapped)
+def fold_axis(value: Any, own: Layout, into: str, mapped: bool, size: int, own_size: Any) -> Any:
+    """Merge a mapped axis of this ``size`` into the axis ``into``, in front of its own entries. The mapped axis is the
+    first one; an array that is not ``mapped`` is repeated along it.
+    """
+    place = own.place(into, value.ndim - mapped)
     if place is None:
         return value
-    if into != LEADING and value.shape[place + mapped] == 1 and own_axes.is_shared(into):
+    if into != LEADING and value.shape[place + mapped] == 1 and own.is_shared(into):
         if not mapped:
             return value
-        value = jnp.repeat(value, own, place + 1)  # beside others, what stands for them all has to be written out
-    every = jnp.moveaxis(value if mapped else jnp.broadcast_to(value, (size, *value.shape)), 0, place)
+        value = jnp.repeat(value, own_size, place + 1)  # the merged axis has other entries too, so nothing broadcasts
+    stacked = jnp.moveaxis(value if mapped else jnp.broadcast_to(value, (size, *value.shape)), 0, place)
     if into == LEADING:
-        return every
-    return every.reshape(*every.shape[:place], size * every.shape[place + 1], *every.shape[place + 2 :])
+        return stacked
+    return stacked.reshape(*stacked.shape[:place], size * stacked.shape[place + 1], *stacked.shape[place + 2 :])
 
 
-def parted(value: Any, own_axes: Layout, into: str, size: int, own: Any) -> Any:
-    """The reverse, for a result."""
-    place = own_axes.place(into, value.ndim)
+def unfold_axis(value: Any, own: Layout, into: str, size: int, own_size: Any) -> Any:
+    """Split the mapped axis off the axis ``into`` of a result, and move it to the front."""
+    place = own.place(into, value.ndim)
     assert place is not None
     if into != LEADING:
-        value = value.reshape(*value.shape[:place], size, own, *value.shape[place + 1 :])
+        value = value.reshape(*value.shape[:place], size, own_size, *value.shape[place + 1 :])
     return jnp.moveaxis(value, place, 0)

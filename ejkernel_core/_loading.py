@@ -1,4 +1,4 @@
-"""From what an entry point names to a plugin, checked against the hooks."""
+"""Load what an entry point names, and check it against the hooks."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Any
 
 import pluggy
 
-from ._discovery import KERNELS, POLICIES, Broken, Entry, duplicates, version_of
-from ._errors import PASSING, EjkernelError, PluginError, described
-from ._hookspecs import BUILT_IN_PREFIX, PROJECT, REQUIRED_HOOKS, KernelHooks, PolicyHooks, specifications
-from ._kernel import LoadedKernel, changeable_type
+from ._discovery import KERNELS, POLICIES, Broken, Entry, conflict, version_of
+from ._errors import NEVER_CAUGHT, EjkernelError, PluginError, description
+from ._hooks import BUILT_IN_PREFIX, PROJECT, REQUIRED_HOOKS, KernelHooks, PolicyHooks, specifications
+from ._kernel import LoadedKernel, why_mutable_type
 from ._keys import code_fingerprint, short_hash
 from ._operation import Operation
 
-#: By the names of kernels, the types of their configurations, as they were loaded last in this process.
+#: By the name of a kernel: the type of its configurations, as last loaded in this process.
 config_types: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
 
 def load(entries: tuple[Entry, ...]) -> Any:
-    """The operation, kernel or policy that the entry names, or Broken."""
+    """Import the operation, kernel or policy that the entry names; Broken where that fails."""
     entry = entries[0]
     if len(entries) > 1:
-        return Broken(entry, f"{entry.name!r} is {duplicates(entries)}")
+        return Broken(entry, f"{entry.name!r} is {conflict(entries)}")
     try:
-        return checked(entry, entry.load())
+        return check_plugin(entry, entry.load())
     except EjkernelError as fault:
         return Broken(entry, str(fault))
-    except PASSING:
+    except NEVER_CAUGHT:
         raise
-    except BaseException as fault:  # whatever its import raises, it is the plugin that is broken
-        return Broken(entry, f"{entry.title} does not load: {described(fault)}")
+    except BaseException as fault:  # an import may raise anything, and a broken plugin must not break other calls
+        return Broken(entry, f"{entry.title} does not load: {description(fault)}")
 
 
-def checked(entry: Entry, plugin: Any) -> Any:
-    """What the registry keeps of a plugin; ``PluginError`` where it does not keep the contract."""
+def check_plugin(entry: Entry, plugin: Any) -> Any:
+    """Return the plugin, or the ``LoadedKernel`` made of it. Raise ``PluginError`` where it breaks the contract."""
     if entry.group == KERNELS:
         return load_kernel(entry, plugin)
     if entry.group == POLICIES:
@@ -52,7 +52,7 @@ def checked(entry: Entry, plugin: Any) -> Any:
 
 
 def load_kernel(entry: Entry, plugin: Any) -> LoadedKernel:
-    """The kernel that ``plugin``, a module or any object with the hooks as attributes, makes."""
+    """The kernel of ``plugin``, which is a module or any object with the hooks as attributes."""
     op, _, backend = entry.name.rpartition(".")
     if not (op and backend):
         raise PluginError(
@@ -74,13 +74,13 @@ def load_kernel(entry: Entry, plugin: Any) -> LoadedKernel:
 
 
 def _software(entry: Entry, plugin: Any) -> dict[str, str]:
-    """The versions of the kernel, by its name, and of all that its results come through."""
+    """The versions of the kernel (by its name), of JAX and of the compilers it uses."""
     compilers = ("jax", "jaxlib", *getattr(plugin, "COMPILERS", ()))
     return {**{name: version_of(name) for name in compilers}, entry.name: _version(entry, plugin)}
 
 
 def _version(entry: Entry, plugin: Any) -> str:
-    """As the kernel says. Else its distribution says it; of one registered at run time, the code itself."""
+    """The kernel's ``VERSION``; else that of its distribution, or of a kernel registered at run time, a code hash."""
     if (version := getattr(plugin, "VERSION", None)) is not None:
         return str(version)
     if not entry.is_local:
@@ -90,9 +90,14 @@ def _version(entry: Entry, plugin: Any) -> str:
 
 
 def hook_manager(entry: Entry, plugin: Any, hooks: type) -> pluggy.PluginManager:
-    """A manager with these hooks and this plugin alone. Every fault of the plugin is told at once, by name."""
+    """A plugin manager for these hooks and this plugin alone. ``PluginError`` lists all faults of the plugin."""
     specs = specifications(hooks)
-    faults = [*_wrong_names(plugin), *_missing(plugin, specs), *_misspelt(plugin, specs), *_malformed(plugin, specs)]
+    faults = [
+        *_wrong_attributes(plugin),
+        *_missing_hooks(plugin, specs),
+        *_misspelt_hooks(plugin, specs),
+        *_wrong_functions(plugin, specs),
+    ]
     if faults:
         raise PluginError(f"{entry.title}: " + "; ".join(faults))
     manager = pluggy.PluginManager(PROJECT)
@@ -104,7 +109,7 @@ def hook_manager(entry: Entry, plugin: Any, hooks: type) -> pluggy.PluginManager
     return manager
 
 
-def _wrong_names(plugin: Any) -> Iterator[str]:
+def _wrong_attributes(plugin: Any) -> Iterator[str]:
     platforms, config = getattr(plugin, "PLATFORMS", None), getattr(plugin, "Config", None)
     ranks = platforms if isinstance(platforms, Mapping) else {None: None}
     if platforms is not None and not all(isinstance(k, str) and isinstance(r, int) for k, r in ranks.items()):
@@ -118,33 +123,32 @@ def _wrong_names(plugin: Any) -> Iterator[str]:
         yield f"RANK takes a whole number; got {plugin.RANK!r}"
     if config is not None and not isinstance(config, type):
         yield f"Config is the type of the configurations; got {config!r}"
-    elif config is not None and (reason := changeable_type(config)):
+    elif config is not None and (reason := why_mutable_type(config)):
         yield f"Config takes values that cannot be changed; {reason}"
 
 
-def _missing(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:
-    # None is what a name is set to after an import that failed.
+def _missing_hooks(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:
+    # A plugin may set a name to None after an import that failed.
     present = {name for name in specs if getattr(plugin, name, None) is not None}
-    if "measure" not in present:  # what measures has nothing to look up
+    if "measure" not in present:  # a tuner needs no select_config
         yield from (f"the hook {name} is missing" for name in specs if name in REQUIRED_HOOKS - present)
 
 
-def _misspelt(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:
+def _misspelt_hooks(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:
     names = vars(plugin) if isinstance(plugin, ModuleType) else dir(plugin)
     for name in list(names):
         if name not in specs and _is_marked(getattr(plugin, name, None)):
-            near = difflib.get_close_matches(name, specs, 1)
-            yield f"{name} is marked @hookimpl but is no hook" + (f"; did you mean {near[0]}?" if near else "")
+            matches = difflib.get_close_matches(name, specs, 1)
+            yield f"{name} is marked @hookimpl but is no hook" + (f"; did you mean {matches[0]}?" if matches else "")
 
 
-def _malformed(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:
+def _wrong_functions(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:
     for name, spec in specs.items():
         function = getattr(plugin, name, None)
         if function is None:
             continue
-        if not (
-            inspect.isfunction(function) or inspect.ismethod(function)
-        ):  # pluggy would pass it over, or call it wrong
+        # pluggy would ignore anything else, or call it with wrong arguments.
+        if not (inspect.isfunction(function) or inspect.ismethod(function)):
             kind = f"{type(function).__module__}.{type(function).__qualname__}"
             yield f"{name} is a {kind}: a hook is a plain function; jit or bind what it calls instead"
             continue
@@ -152,16 +156,16 @@ def _malformed(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(options, dict):
             yield f"{name} is not marked @hookimpl"
         elif options["specname"] or options["wrapper"] or options["hookwrapper"]:
-            # Under another name it would never be called; a wrapper's answer is not a hook's.
+            # A hook with another name is never called, and a wrapper does not return what a hook returns.
             yield f"{name} is marked with specname or wrapper: a hook is found by its own name, and answers itself"
         yield from _wrong_parameters(name, function, spec)
 
 
 def _wrong_parameters(name: str, function: Callable[..., Any], spec: Callable[..., Any]) -> Iterator[str]:
-    takes = list(inspect.signature(spec).parameters)
+    parameters = list(inspect.signature(spec).parameters)
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.name not in takes:
-            yield f"{name} takes no argument {parameter.name!r}: its arguments are ({', '.join(takes)})"
+        if parameter.name not in parameters:
+            yield f"{name} takes no argument {parameter.name!r}: its arguments are ({', '.join(parameters)})"
         elif parameter.default is not parameter.empty:  # pluggy would never pass it
             yield f"{name} has a default for {parameter.name!r}: hook arguments have none"
 

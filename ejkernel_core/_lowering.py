@@ -1,9 +1,9 @@
-"""A call as JAX sees it: one primitive, from what a call asks for to its compiled kernel.
+"""A call as JAX sees it: one primitive, which becomes the chosen kernel when JAX lowers it.
 
-Nothing is chosen while JAX traces. The plan is made when JAX lowers the primitive: the shapes are final then (``vmap``
-has folded its axes, ``shard_map`` has given each device its shard), the platform is known even when it is not this
-machine's, and no tracer is near that a measurement could disturb. A kernel is traced for its own shapes alone and never
-sees how its arguments vary over a mesh.
+No kernel is chosen while JAX traces. The plan is made when JAX lowers the primitive. The shapes are final then, because
+``vmap`` has folded its axes, and ``shard_map`` has given each device its shard. The platform is known, even when it is
+another machine's. There is no trace that a measurement could disturb. A kernel is traced with its own shapes, and does
+not see how its arguments vary over a mesh.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ._jax_versions import (
     avals_like,
     explicit_spec,
     is_sharded,
-    leading_over,
     lower_with_devices,
+    reshard_leading,
     vary_alike,
 )
 from ._kernel import Invocation
@@ -40,16 +40,16 @@ from ._labels import call_label
 from ._operation import Arguments, Operation
 from ._plan import Plan
 from ._plugins import Plugins
-from ._scopes import NOTHING, Scope
+from ._scopes import EMPTY, Scope
 
-# -- what a call asks for, all but its arrays --------------------------------------------------------------------------
+# -- a request: all of a call but the values of its arrays -------------------------------------------------------------
 
 
 class Settings(NamedTuple):
-    """JAX's settings that change what a function computes.
+    """The settings of JAX that change what a function computes.
 
-    They are a thread's own and hold while JAX traces. A kernel is traced when JAX lowers the call, which may be
-    elsewhere.
+    They belong to a thread, and are in effect where a call is traced. Its kernel is traced when JAX lowers the call,
+    which may happen in another thread or with other settings.
     """
 
     x64: bool
@@ -57,12 +57,12 @@ class Settings(NamedTuple):
 
     @classmethod
     def here(cls) -> Settings:
-        """As they are now."""
+        """The settings that are in effect now."""
         config: Any = jax.config
         return cls(bool(config.jax_enable_x64), config.jax_default_matmul_precision)
 
-    def entered(self) -> contextlib.ExitStack:
-        """Have them hold, for a ``with`` block."""
+    def in_effect(self) -> contextlib.ExitStack:
+        """Put the settings into effect for a ``with`` block."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(jax.enable_x64(self.x64))
             stack.enter_context(jax.default_matmul_precision(self.precision))
@@ -71,74 +71,74 @@ class Settings(NamedTuple):
 
 
 def standard_promotion() -> contextlib.AbstractContextManager[None]:
-    """Who wants strict promotion wants it of his own code, not of that of operations and kernels."""
+    """Use standard promotion of dtypes for a ``with`` block: a user's strict promotion is not meant for kernels."""
     promotion: contextlib.AbstractContextManager[None] = jax.numpy_dtype_promotion("standard")
     return promotion
 
 
-class Kinds:
-    """What a compiled function has chosen by: operations, and the kinds of keys. Itself alone is equal to it, so that
-    what JAX keeps for one function does not serve another.
+class Dependencies:
+    """The kinds of keys by which a compiled function has chosen its kernels, with their operations. An instance equals
+    itself alone, so that JAX does not reuse for one function what it cached for another.
     """
 
     def __init__(self) -> None:
-        self.seen: set[tuple[str, str]] = set()
+        self.kinds: set[tuple[str, str]] = set()
 
 
 @attrs.frozen
-class Terms:
-    """What a call is made on, beside its arguments."""
+class CallContext:
+    """What a call depends on beside its operation and arguments."""
 
     registry: Plugins = attrs.field(repr=False)
     backend: str | None = None
     cfg: Any = None
-    #: Taken where the call is written: when JAX lowers it, another scope may hold.
-    scope: Scope = NOTHING
+    #: The scope where the call is made. When JAX lowers it, another one may be in effect.
+    scope: Scope = EMPTY
     #: The arguments that are sharded over several devices, and how.
     sharding: tuple[tuple[str, str], ...] = ()
-    kinds: Kinds = attrs.field(factory=Kinds, repr=False)
+    dependencies: Dependencies = attrs.field(factory=Dependencies, repr=False)
 
 
 @attrs.frozen
 class Request:
-    """Hashable, so that JAX can keep it in a jaxpr and compare it."""
+    """A call without the values of its arrays. It is hashable, so that it can be a parameter of a primitive."""
 
-    terms: Terms
+    context: CallContext
     operation: Operation = attrs.field(repr=lambda operation: operation.name)
-    #: The arrays that are given, in the order in which they travel.
+    #: The names of the arrays that the call has, in the order of the primitive's operands.
     arrays: tuple[str, ...]
     options: tuple[tuple[str, Any], ...]
-    #: The content of the options and of the explicit cfg: what tells apart values that Python takes for equal.
+    #: The content of the options and of the explicit cfg, which differs where Python's equality does not.
     content: tuple[Any, ...] = attrs.field(repr=False)
-    #: What holds where the call is traced: the kernel is traced under it, too.
+    #: The settings where the call is traced, with which its kernel is traced too.
     settings: Settings = attrs.field(factory=Settings.here, repr=False)
 
     @property
     def registry(self) -> Plugins:
-        return self.terms.registry
+        return self.context.registry
 
     def arguments(self, values: Sequence[Any]) -> Arguments:
-        """Every parameter by name, with these arrays; an array that was not given is None."""
+        """Every parameter by name, with these arrays. An array that the call does not have is None."""
         missing = dict.fromkeys(self.operation.arrays)
         return {**missing, **dict(self.options), **dict(zip(self.arrays, values, strict=True))}
 
     def invocation(self, values: Sequence[Any], target: Target) -> Invocation:
-        """The abstract invocation of arrays like these."""
+        """The invocation of this request on abstract arrays like these."""
         return Invocation(
             self.operation.name,
             self.arguments([abstract(value) for value in values]),
             target.platform,
             target.device_kind,
             target.compute_capability,
-            self.terms.sharding,
+            self.context.sharding,
             self.operation,
         )
 
     def plan(self, values: Sequence[Any], target: Target) -> Plan:
-        terms, inv = self.terms, self.invocation(values, target)
-        with contextlib.suppress(TypeError):  # nothing is remembered by an option that has no content
-            terms.kinds.seen.update((key.op, key.kind) for key in inv.tuning_keys)
-        return self.registry.choose(inv, terms.backend, terms.cfg, terms.scope)
+        context, inv = self.context, self.invocation(values, target)
+        with contextlib.suppress(TypeError):  # an option without content, so there is no key
+            context.dependencies.kinds.update((key.op, key.kind) for key in inv.tuning_keys)
+        return self.registry.choose(inv, context.backend, context.cfg, context.scope)
 
     def run(self, plan: Plan, values: Sequence[Any]) -> tuple[Any, ...]:
         inv = plan.invocation.with_arrays(dict(zip(self.arrays, values, strict=True)))
@@ -151,12 +151,12 @@ class Request:
         return _outputs_of_reference(self, [abstract(value) for value in values])
 
 
-def as_request(terms: Terms, operation: Operation, arguments: Mapping[str, Any]) -> tuple[Request, list[Any]]:
-    """Part prepared arguments into a request and the arrays that it is made of."""
-    given = tuple(name for name in operation.arrays if arguments[name] is not None)
+def make_request(context: CallContext, operation: Operation, arguments: Mapping[str, Any]) -> tuple[Request, list[Any]]:
+    """Split prepared arguments into a request and its arrays."""
+    names = tuple(name for name in operation.arrays if arguments[name] is not None)
     options = tuple((name, value) for name, value in arguments.items() if name not in operation.arrays)
-    static = content((*(value for _, value in options), terms.cfg))
-    return Request(terms, operation, given, options, static), [arguments[name] for name in given]
+    static = content((*(value for _, value in options), context.cfg))
+    return Request(context, operation, names, options, static), [arguments[name] for name in names]
 
 
 def _outputs_of_reference(request: Request, avals: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -183,50 +183,50 @@ def _outputs_of_reference(request: Request, avals: Sequence[Any]) -> tuple[jax.S
 
 kernel_call = Primitive("ejkernel_call")
 lower_with_devices(kernel_call)
-#: The same, where JAX compiles for a device that is not here and could not say which ones.
-absent_call = Primitive("ejkernel_call")
-CALLS = (kernel_call, absent_call)
+#: The same primitive for JAX compiling for an absent device, where it cannot pass devices to ``_lower``.
+absent_device_call = Primitive("ejkernel_call")
+CALLS = (kernel_call, absent_device_call)
 
 
 def bind(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """The results of the best kernel for the request, whatever JAX does with it around here."""
-    primitive = kernel_call if absent() is None else absent_call
+    """The results of the best kernel for the request, by the primitive."""
+    primitive = kernel_call if absent() is None else absent_device_call
     return tuple(primitive.bind(*vary_alike(arrays), request=request))
 
 
 def apply(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """The results of a call, differentiable as far as anything installed makes it."""
+    """The results of a call, with its derivative."""
     arrays = vary_alike(arrays)
-    if request.terms.backend == request.operation.reference:
-        return inlined(request, arrays)
+    if request.context.backend == request.operation.reference:
+        return apply_inline(request, arrays)
     return bind(request, arrays)
 
 
-def inlined(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """A kernel of plain JAX, as the reference is, is not hidden in a primitive: JAX differentiates it in every mode."""
+def apply_inline(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """The results of a kernel in plain JAX, such as the reference, without the primitive: JAX can differentiate it."""
     plan = request.plan(arrays, target(current_platform(arrays)))
     with standard_promotion():
-        return tuple(named(request, request.run(plan, arrays)))
+        return tuple(with_checkpoint_names(request, request.run(plan, arrays)))
 
 
-def named(request: Request, results: Sequence[Any]) -> list[Any]:
-    """The results, by the names that ``jax.checkpoint`` may save them by."""
+def with_checkpoint_names(request: Request, results: Sequence[Any]) -> list[Any]:
+    """The results, with the names that a policy of ``jax.checkpoint`` may save."""
     names = request.operation.results
-    if len(names) != len(results):  # a backward operation: its results are the gradients that are wanted
+    if len(names) != len(results):  # a backward operation: its results are the gradients that ``wrt`` names
         names = tuple(f"d_{name}" for name in dict(request.options)["wrt"])
     return [checkpoint_name(r, f"{request.operation.name}.{n}") for r, n in zip(results, names, strict=True)]
 
 
-def execute(request: Request, plan: Plan, arrays: Sequence[Any], promised: Sequence[Any]) -> tuple[Any, ...]:
-    """Run the plan and hold the kernel to what the operation promises."""
-    if request.terms.backend is None and request.terms.cfg is None:
+def execute(request: Request, plan: Plan, arrays: Sequence[Any], declared: Sequence[Any]) -> tuple[Any, ...]:
+    """Run the plan, and check the results against those that the operation declares."""
+    if request.context.backend is None and request.context.cfg is None:
         warn_of_reference(plan, request.registry)
     results = request.run(plan, arrays)
-    returned, wanted = _types(results), [f"{array.dtype}{list(array.shape)}" for array in promised]
-    if returned != wanted:
+    returned, expected = _types(results), [f"{array.dtype}{list(array.shape)}" for array in declared]
+    if returned != expected:
         raise PluginError(
             f"{plan.kernel.name} ({plan.kernel.provider}) returned ({', '.join(returned)}); "
-            f"the operation {request.operation.name!r} promises ({', '.join(wanted)})"
+            f"the operation {request.operation.name!r} promises ({', '.join(expected)})"
         )
     return results
 
@@ -251,79 +251,85 @@ def _run_eagerly(*arrays: Any, request: Request) -> tuple[Any, ...]:  # only und
     return execute(request, plan, arrays, request.outputs(arrays))
 
 
-def _lower(context: Any, *operands: Any, request: Request, platform: str | None) -> Any:
-    # A kernel computes on its shard: it has no business with the mesh, so its avals carry no trace of one.
-    avals = [ShapedArray(aval.shape, aval.dtype) for aval in context.avals_in]
-    with request.settings.entered():
-        plan = request.plan(avals, target(platform or context.module_context.platforms[0]))
+def _lower(ctx: Any, *operands: Any, request: Request, platform: str | None) -> Any:
+    # A kernel computes on its shard, so its avals have no mesh.
+    avals = [ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+    with request.settings.in_effect():
+        plan = request.plan(avals, target(platform or ctx.module_context.platforms[0]))
     label = call_label(plan.kernel.name, plan.choice.cfg, plan.kernel.config_type)
 
     def run(*arrays: Any) -> tuple[Any, ...]:
-        with request.settings.entered(), jax.named_scope(label):
-            return execute(request, plan, arrays, context.avals_out)
+        with request.settings.in_effect(), jax.named_scope(label):
+            return execute(request, plan, arrays, ctx.avals_out)
 
-    return mlir.lower_fun(run, multiple_results=True)(context.replace(avals_in=avals), *operands)
+    return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *operands)
 
 
-# -- vmap: one call on a larger batch where the operation says how, else a loop ----------------------------------------
+# -- vmap: one call on a larger batch if the operation has ``fold``, else a loop ---------------------------------------
 
 
 def _batch(arrays: Sequence[Any], axes: Sequence[int | None], *, request: Request) -> tuple[Sequence[Any], list[int]]:
-    results = _batched(request, arrays, axes)
+    results = _vmap(request, arrays, axes)
     return results, [0] * len(results)
 
 
-def _batched(request: Request, arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[Any, ...]:
+def _vmap(request: Request, arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[Any, ...]:
     """The results of one call for each index of the mapped axes, stacked along axis 0."""
     leading = [
         array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True)
     ]
     mapped = [axis is not None for axis in axes]
-    sharded = next((a for a, yes in zip(leading, mapped, strict=True) if yes and explicit_spec(a)[0] is not None), None)
-    if sharded is not None:
-        return _batched_over_devices(request, leading, mapped, sharded)
-    return _folded(request, leading, mapped) or _looped(request, leading, mapped)
+    sharded_array = next(
+        (a for a, is_mapped in zip(leading, mapped, strict=True) if is_mapped and explicit_spec(a)[0] is not None), None
+    )
+    if sharded_array is not None:
+        return _vmap_over_devices(request, leading, mapped, sharded_array)
+    return _vmap_by_folding(request, leading, mapped) or _vmap_by_loop(request, leading, mapped)
 
 
-def _batched_over_devices(
-    request: Request, arrays: Sequence[Any], mapped: Sequence[bool], sharded: Any
+def _vmap_over_devices(
+    request: Request, arrays: Sequence[Any], mapped: Sequence[bool], sharded_array: Any
 ) -> tuple[Any, ...]:
-    """Every device takes its own part of the mapped axis, which is that of ``sharded`` for all: a loop could not walk
-    over what others have.
+    """Split the mapped axis of all arrays over devices as that of ``sharded_array``: a loop on one device has no access
+    to the shards of others.
     """
-    mesh, over = jax.typeof(sharded).sharding.mesh, explicit_spec(sharded)[0]
-    specs = tuple(PartitionSpec(over) if yes else PartitionSpec() for yes in mapped)
+    mesh, mesh_axes = jax.typeof(sharded_array).sharding.mesh, explicit_spec(sharded_array)[0]
+    specs = tuple(PartitionSpec(mesh_axes) if is_mapped else PartitionSpec() for is_mapped in mapped)
 
-    def own(*parts: Any) -> tuple[Any, ...]:
-        return _batched(request, vary_alike(parts), [0 if yes else None for yes in mapped])
+    def call_on_part(*parts: Any) -> tuple[Any, ...]:
+        return _vmap(request, vary_alike(parts), [0 if is_mapped else None for is_mapped in mapped])
 
-    placed = [leading_over(array, mesh, over, yes) for array, yes in zip(arrays, mapped, strict=True)]
-    names = set(over) if isinstance(over, tuple) else {over}
-    run = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(over), axis_names=names)
-    results: tuple[Any, ...] = run(*placed)
+    resharded = [
+        reshard_leading(array, mesh, mesh_axes, is_mapped) for array, is_mapped in zip(arrays, mapped, strict=True)
+    ]
+    names = set(mesh_axes) if isinstance(mesh_axes, tuple) else {mesh_axes}
+    run = jax.shard_map(call_on_part, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(mesh_axes), axis_names=names)
+    results: tuple[Any, ...] = run(*resharded)
     return results
 
 
-def _folded(request: Request, arrays: Sequence[Any], mapped: Sequence[bool]) -> tuple[Any, ...] | None:
+def _vmap_by_folding(request: Request, arrays: Sequence[Any], mapped: Sequence[bool]) -> tuple[Any, ...] | None:
     # Folding merges axes, and an axis that is sharded cannot be merged without moving data between devices.
     if request.operation.fold is None or any(map(is_sharded, arrays)):
         return None
-    names = frozenset(name for name, yes in zip(request.arrays, mapped, strict=True) if yes)
-    size = next(array.shape[0] for array, yes in zip(arrays, mapped, strict=True) if yes)
+    names = frozenset(name for name, is_mapped in zip(request.arrays, mapped, strict=True) if is_mapped)
+    size = next(array.shape[0] for array, is_mapped in zip(arrays, mapped, strict=True) if is_mapped)
     folded = request.operation.fold(request.arguments(arrays), names, size)
     if folded is None:
         return None
     arguments, unfold = folded
-    return tuple(unfold(bind(*as_request(request.terms, request.operation, arguments))))
+    return tuple(unfold(bind(*make_request(request.context, request.operation, arguments))))
 
 
-def _looped(request: Request, arrays: Sequence[Any], mapped: Sequence[bool]) -> tuple[Any, ...]:
-    def one(slices: Sequence[Any]) -> tuple[Any, ...]:
+def _vmap_by_loop(request: Request, arrays: Sequence[Any], mapped: Sequence[bool]) -> tuple[Any, ...]:
+    def call_at_index(slices: Sequence[Any]) -> tuple[Any, ...]:
         rest = iter(slices)
-        return bind(request, [next(rest) if yes else array for array, yes in zip(arrays, mapped, strict=True)])
+        return bind(
+            request, [next(rest) if is_mapped else array for array, is_mapped in zip(arrays, mapped, strict=True)]
+        )
 
-    moving = [array for array, yes in zip(arrays, mapped, strict=True) if yes]
-    results: tuple[Any, ...] = jax.lax.map(one, moving)
+    mapped_arrays = [array for array, is_mapped in zip(arrays, mapped, strict=True) if is_mapped]
+    results: tuple[Any, ...] = jax.lax.map(call_at_index, mapped_arrays)
     return results
 
 
@@ -332,7 +338,7 @@ for _primitive in CALLS:
     _primitive.def_impl(_run_eagerly)
     _primitive.def_abstract_eval(_abstract_eval)
     batching.primitive_batchers[_primitive] = _batch
-    # A function lowered for several platforms at once gets a plan for each; any other platform gets the last rule.
+    # A function that is lowered for several platforms gets a plan for each. Any other platform has the last rule.
     for _platform in ("cpu", "cuda", "rocm", "tpu"):
         mlir.register_lowering(_primitive, partial(_lower, platform=_platform), platform=_platform)
     mlir.register_lowering(_primitive, partial(_lower, platform=None))

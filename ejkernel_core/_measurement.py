@@ -1,4 +1,4 @@
-"""What a measurement tells of its configurations: to the stores that keep it, and to whoever shows how far it is."""
+"""The progress of a measurement, for stores that keep its results and for displays."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ import attrs
 
 from ._kernel import Invocation
 
-#: How the reasons begin that say nothing about the configuration.
+#: The beginning of reasons that say nothing about the configuration itself.
 OUT_OF_TIME = "out of time"
 
 
 @attrs.frozen
 class Entry:
-    """What became of one configuration."""
+    """The result for one configuration."""
 
     backend: str
     cfg: Any
-    #: The median of one call, and the distance of the quartiles; None where it was not measured.
+    #: The median time of one call, and the distance between the quartiles; None where it was not measured.
     milliseconds: float | None = None
     spread: float | None = None
-    #: Why it is out; "" for what stayed in to the end.
+    #: Why it was excluded; "" if it was measured to the end.
     reason: str = ""
-    #: It is what is taken without measuring.
+    #: Whether it is the kernel's heuristic configuration, which is used without measuring.
     is_usual: bool = False
-    #: Its results were compared with those of the reference.
+    #: Whether its results were compared with those of the reference.
     is_checked: bool = False
 
     @property
     def is_reached(self) -> bool:
-        """Whether anything was found out about it."""
+        """Whether there is a result: a time, or a reason that is about the configuration."""
         return self.milliseconds is not None or bool(self.reason and not self.reason.startswith(OUT_OF_TIME))
 
 
 @attrs.frozen(eq=False)
 class Trial:
-    """A configuration at hand: whatever it does to the process, it does now."""
+    """A configuration that is compiled or run now: if the process dies, it may be the cause."""
 
     backend: str
     cfg: Any
@@ -49,25 +49,25 @@ class Trial:
 
 @attrs.frozen
 class Progress:
-    """How far a measurement is."""
+    """The progress of a measurement."""
 
     inv: Invocation
     entries: tuple[Entry, ...]
     seconds: float
     budget_s: float
     finished: bool = False
-    #: What is compiled or run at this moment; several are compiled at once.
+    #: The configurations that are compiled or run now; several are compiled at once.
     trials: tuple[Trial, ...] = ()
-    #: It ends before its time, by Ctrl-C or a fault: the entries are all there will be.
+    #: Whether it ended early, by Ctrl-C or an exception, so that there will be no more entries.
     interrupted: bool = False
 
     def __str__(self) -> str:
-        ready = sum(entry.milliseconds is not None for entry in self.entries)
-        out = sum(bool(entry.reason) for entry in self.entries)
+        measured_count = sum(entry.milliseconds is not None for entry in self.entries)
+        excluded = sum(bool(entry.reason) for entry in self.entries)
         best = min((e.milliseconds for e in self.entries if e.milliseconds is not None), default=None)
         fastest = "" if best is None else f", best {best:.4g} ms"
         return (
-            f"tuning {self.inv.op}: {ready} of {len(self.entries)} measured, {out} out{fastest}, "
+            f"tuning {self.inv.op}: {measured_count} of {len(self.entries)} measured, {excluded} out{fastest}, "
             f"{self.seconds:.0f} of {self.budget_s:.0f} s{self._current}"
         )
 
@@ -76,15 +76,15 @@ class Progress:
         if not self.trials:
             return ""
         *others, last = self.trials
-        beside = f" and {len(others)} more" if others else ""
-        return f"; {last}{beside}, of {self.inv}"
+        others_text = f" and {len(others)} more" if others else ""
+        return f"; {last}{others_text}, of {self.inv}"
 
 
 @attrs.frozen
 class Earlier:
-    """What a store kept of a measurement that did not come to its end, because of Ctrl-C or the end of its process."""
+    """What a store has of an unfinished measurement, which ended by Ctrl-C or with its process."""
 
-    #: What was measured, and what is out; the latter also by a reason that begins with ``DIED``.
+    #: The configurations that were measured or excluded, some of them with a reason that begins with ``DIED``.
     entries: tuple[Entry, ...] = ()
-    #: What was being tried when a process died: it is tried last, and alone.
+    #: The configurations that were tried when a process died. They are tried last, one at a time.
     suspects: tuple[Trial, ...] = ()

@@ -1,8 +1,7 @@
-"""What is computed: the value a plugin provides for each operation."""
+"""An operation: what is computed, whichever kernel computes it."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,14 +10,14 @@ import attrs
 import numpy as np
 
 from ._axes import Axes
-from ._display import brief
+from ._display import brief, suggestion
 
 Arguments = dict[str, Any]
 Restore = Callable[[tuple[Any, ...]], Any]
 
-#: What every call takes beside the operation's parameters.
+#: The options of every call, beside the operation's parameters.
 CALL_OPTIONS = ("backend", "cfg", "validate")
-#: What is an array of no axes.
+#: The types of Python and NumPy that count as arrays without axes.
 NUMBERS = (bool, int, float, complex, np.generic)
 
 
@@ -32,54 +31,54 @@ def _unprepared(arguments: Arguments) -> tuple[Arguments, Restore]:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Operation:
-    """An operation, said once for all its kernels.
+    """An operation, described once for all its kernels.
 
-    A call binds to ``signature``; ``prepare`` checks the arguments and brings them into the one form that kernels see;
-    every kernel returns ``results`` of the shapes that ``outputs`` gives; what ``prepare`` returned beside the
-    arguments turns them into what the caller gets.
+    A call binds to ``signature``. ``prepare`` checks the arguments and brings them into the canonical form that kernels
+    see. Every kernel returns ``results`` in the shapes that ``outputs`` gives. The function that ``prepare`` returned
+    beside the arguments turns these results into what the caller gets.
 
     Only ``name`` and ``signature`` are required. The signature's positional parameters are arrays and its keyword-only
-    parameters static options, unless ``axes`` or ``arrays`` say otherwise. What ``axes`` says has not to be said again:
-    ``results``, ``outputs``, ``fold``, ``tuning_key``, ``samples`` and ``cost`` follow from it, and are given where an
-    operation needs more.
+    parameters static options, unless ``axes`` or ``arrays`` say otherwise. ``results``, ``outputs``, ``fold``,
+    ``tuning_key``, ``samples`` and ``cost`` follow from ``axes``; an operation that needs more gives its own.
     """
 
     name: str
     signature: inspect.Signature = attrs.field(converter=_signature)
-    #: Raised when results change for equal arguments: part of every stored configuration's key.
+    #: Increase it when results change for equal arguments. It is a part of the key of every stored configuration.
     version: int = 1
-    #: What the axes of the canonical arguments mean: every call is checked against it.
+    #: The meaning of the axes of the canonical arguments. Every call is checked against it.
     axes: Axes | None = None
-    #: The parameters that are arrays. Everything else is a static option, hashable and known while tracing.
+    #: The parameters that are arrays. All others are static options, hashable and known while tracing.
     arrays: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
-    #: The arrays a gradient may be asked for.
+    #: The arrays that have gradients.
     differentiable: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
     #: The names of what a kernel returns, in order.
     results: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
-    #: Arguments to (checked, canonical arguments; a function from the results to what the caller gets).
+    #: From arguments to a pair: the canonical arguments, checked; and a function from the results to what callers get.
     prepare: Callable[[Arguments], tuple[Arguments, Restore]] = _unprepared
-    #: For ``validate=True``: raises a ValueError for the first value of an array that results are not defined for, with
-    #: its place. It gets the arguments as ``prepare`` does, once that has found nothing, with values.
+    #: For ``validate=True``: raises a ValueError, with the place, for the first value of an array for which the results
+    #: are undefined. It takes the arguments of ``prepare``, after ``prepare`` has checked them, and all have values.
     validate: Callable[[Mapping[str, Any]], None] | None = None
-    #: Prepared arguments to one ``jax.ShapeDtypeStruct`` a result, with a sharding where the arguments' tells it. By
-    #: default the reference is asked.
+    #: From prepared arguments to one ``jax.ShapeDtypeStruct`` for each result, with a sharding if it follows from those
+    #: of the arguments. By default the shapes are those of the reference.
     outputs: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None = attrs.field()
-    #: The operation that computes the gradients, see ``gradient_signature``; else the reference is differentiated.
+    #: The operation that computes the gradients, see ``gradient_signature``. Without it, JAX differentiates the
+    #: reference.
     backward: str | None = None
-    #: Prepared arguments to what of them matters to tuning. Calls that agree in it share configurations, where none was
-    #: measured for exactly the call.
+    #: From prepared arguments to the part of them that matters to tuning. Calls with equal parts share configurations,
+    #: unless there is one for exactly the call.
     tuning_key: Callable[[Mapping[str, Any]], Any] | None = attrs.field()
-    #: The backend that is plain JAX: what JAX may differentiate, in any order.
+    #: The backend in plain JAX, which JAX can differentiate to any order.
     reference: str = "reference"
-    #: (prepared arguments, names of those with a leading mapped axis, its size) to (arguments without that axis, a
-    #: function that gives the results their leading axis back), or None where ``jax.vmap`` has to loop. The call that
-    #: it gives is like any other: its gradient is that of all the elements together.
+    #: How ``jax.vmap`` becomes one call. From (prepared arguments, names of those with a leading mapped axis, its size)
+    #: to (arguments without that axis, a function that gives the results their leading axis back); None where
+    #: ``jax.vmap`` has to loop. The gradient of the one call is the gradient of all elements together.
     fold: Callable[[Mapping[str, Any], frozenset[str], int], tuple[Arguments, Restore] | None] | None = attrs.field()
-    #: Abstract arguments to concrete ones that mean something, for measuring: (arguments, a random key).
+    #: From (abstract arguments, a random key) to concrete arguments with meaningful values, for measurements.
     samples: Callable[[Mapping[str, Any], Any], Arguments] | None = attrs.field()
-    #: Prepared arguments to a ``Cost``.
+    #: From prepared arguments to a ``Cost``.
     cost: Callable[[Mapping[str, Any]], Cost] | None = attrs.field()
-    #: The cases every kernel is proved on: see ``ejkernel_testing``.
+    #: The cases that every kernel is tested on: see ``ejkernel_testing``.
     cases: Callable[[], Iterable[Any]] | None = None
 
     @arrays.default
@@ -90,7 +89,7 @@ class Operation:
         return tuple(p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY)
 
     @differentiable.default
-    def _every_array(self) -> tuple[str, ...]:
+    def _all_arrays(self) -> tuple[str, ...]:
         return self.arrays
 
     @results.default
@@ -128,8 +127,10 @@ class Operation:
                 raise ValueError(f"{self.name}: a signature names every parameter; got {parameter}")
         if self.backward == self.name:
             raise ValueError(f"{self.name}: backward names another operation, see gradient_signature")
-        if taken := [name for name in CALL_OPTIONS if name in self.signature.parameters]:
-            raise ValueError(f"{self.name}: {taken[0]!r} is an option of every call, and no parameter of an operation")
+        if reserved := [name for name in CALL_OPTIONS if name in self.signature.parameters]:
+            raise ValueError(
+                f"{self.name}: {reserved[0]!r} is an option of every call, and no parameter of an operation"
+            )
         if self.axes is not None:
             self._check_parameters([*self.axes.arrays, *(option for option, _ in self.axes.when)])
 
@@ -139,12 +140,12 @@ class Operation:
                 raise ValueError(f"axes of {self.name}: {name!r} is no parameter{self._nearest([name])}")
 
     def prepared(self, arguments: Arguments) -> tuple[Arguments, Restore]:
-        """Checked, canonical arguments; and what turns the results into what the caller gets."""
+        """The canonical arguments, checked; and the function that turns the results into what the caller gets."""
         canonical, restore = self.prepare(arguments)
         return (canonical if self.axes is None else self.axes.canonical(canonical)), restore
 
     def gradients(self, **fields: Any) -> Operation:
-        """The backward operation, as far as it follows from this one's axes."""
+        """The backward operation that follows from this operation's axes. ``fields`` replace what is derived."""
         if self.axes is None or self.backward is None:
             raise ValueError(
                 f"{self.name}: gradients follow from 'axes', and 'backward' names their operation; give both"
@@ -162,29 +163,29 @@ class Operation:
         return Operation(**{**derived, **fields})
 
     def prepare_gradients(self, arguments: Arguments) -> tuple[Arguments, Restore]:
-        """The forward's checks; gradients in the shapes of what they belong to, as the caller has them."""
+        """Check the arguments of the backward operation; its gradients have the shapes of the caller's arrays."""
         canonical, _ = self.prepared(arguments)
         shapes = [arguments[name].shape for name in self._checked_wrt(arguments)]
         assert self.outputs is not None
-        for name, promised in zip(self.results, self.outputs(canonical), strict=True):
-            for saved in (name, f"d_{name}"):
-                _check_saved(saved, canonical[saved], promised)
+        for name, declared in zip(self.results, self.outputs(canonical), strict=True):
+            for array_name in (name, f"d_{name}"):
+                _check_against_forward(array_name, canonical[array_name], declared)
         return canonical, lambda gradients: tuple(g.reshape(s) for g, s in zip(gradients, shapes, strict=True))
 
     def _checked_wrt(self, arguments: Arguments) -> tuple[str, ...]:
         wrt = arguments["wrt"]
         if not isinstance(wrt, tuple) or not set(wrt) <= set(self.differentiable):
             raise ValueError(f"wrt: takes a tuple of names among {self.differentiable}; got {wrt!r}")
-        twice = [name for name in dict.fromkeys(wrt) if wrt.count(name) > 1]
-        if twice:
-            raise ValueError(f"wrt: takes each name once; got {', '.join(twice)} more often")
+        repeated = [name for name in dict.fromkeys(wrt) if wrt.count(name) > 1]
+        if repeated:
+            raise ValueError(f"wrt: takes each name once; got {', '.join(repeated)} more often")
         absent = [name for name in wrt if arguments[name] is None]
         if absent:
             raise ValueError(f"wrt: names {', '.join(absent)}, which the call does not have")
         return wrt
 
     def check_arrays(self, arrays: Mapping[str, Any]) -> None:
-        """Raise where one of these is no array; None is, where it is the parameter's default."""
+        """Raise where one of these is no array. None is allowed where it is the parameter's default."""
         for name, value in arrays.items():
             is_left_out = value is None and self.signature.parameters[name].default is None
             is_array = hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.ma.MaskedArray)
@@ -192,50 +193,49 @@ class Operation:
                 raise TypeError(f"{self.name}: {name} takes an array; got {type(value).__name__} {brief(value)}")
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """The given arguments by name, without the defaults."""
+        """The arguments of a call by name, without defaults."""
         try:
             return dict(self.signature.bind(*args, **kwargs).arguments)
         except TypeError as error:
             raise TypeError(f"{self.name}: {error}{self._nearest(kwargs)}") from None
 
-    def complete(self, given: Mapping[str, Any]) -> Arguments:
-        """Every parameter by name, with the defaults."""
-        return {name: given.get(name, p.default) for name, p in self.signature.parameters.items()}
+    def complete(self, arguments: Mapping[str, Any]) -> Arguments:
+        """The arguments with the defaults of all other parameters."""
+        return {name: arguments.get(name, p.default) for name, p in self.signature.parameters.items()}
 
     def _nearest(self, kwargs: Iterable[str]) -> str:
-        unknown = [name for name in kwargs if name not in self.signature.parameters]
-        near = [match for name in unknown for match in difflib.get_close_matches(name, self.signature.parameters, 1)]
-        return f"; did you mean {near[0]!r}?" if near else ""
+        unknown = (name for name in kwargs if name not in self.signature.parameters)
+        return next(filter(None, (suggestion(name, self.signature.parameters) for name in unknown)), "")
 
 
 @attrs.frozen
 class Cost:
-    """What an invocation takes at least: arithmetic operations, and bytes each read or written once."""
+    """The least work of an invocation: arithmetic operations, and bytes with each array read or written once."""
 
     flops: float
     bytes: float
 
 
-def _check_saved(name: str, value: Any, promised: Any) -> None:
+def _check_against_forward(name: str, value: Any, declared: Any) -> None:
     if value is None:
         return
-    if value.shape != promised.shape:
-        raise ValueError(f"{name}: takes the forward's shape {promised.shape}; got {value.shape}")
-    if value.dtype != promised.dtype:
-        raise TypeError(f"{name}: takes the forward's dtype {promised.dtype}; got {value.dtype}")
+    if value.shape != declared.shape:
+        raise ValueError(f"{name}: takes the forward's shape {declared.shape}; got {value.shape}")
+    if value.dtype != declared.dtype:
+        raise TypeError(f"{name}: takes the forward's dtype {declared.dtype}; got {value.dtype}")
 
 
 def gradient_signature(operation: inspect.Signature, results: Iterable[str]) -> inspect.Signature:
-    """The signature a backward operation has: the forward's parameters, its results, their cotangents, and ``wrt``.
+    """The signature of a backward operation: the forward's parameters, its results, their cotangents, and ``wrt``.
 
-    A cotangent ``d_<result>`` is None where nothing depends on that result. ``wrt`` names the arrays whose gradients
-    are wanted: the operation's results are these, in that order.
+    A cotangent ``d_<result>`` is None where nothing depends on that result. ``wrt`` names arrays of the forward; the
+    results of the backward operation are their gradients, in that order.
 
     >>> print(gradient_signature(inspect.signature(lambda x, scale=1.0: None), ["out"]))
     (*, x, scale=1.0, out, d_out=None, wrt)
     """
     keyword = inspect.Parameter.KEYWORD_ONLY
     forward = [p.replace(kind=keyword) for p in operation.parameters.values()]
-    saved = [inspect.Parameter(name, keyword) for name in results]
+    residuals = [inspect.Parameter(name, keyword) for name in results]
     cotangents = [inspect.Parameter(f"d_{name}", keyword, default=None) for name in results]
-    return inspect.Signature([*forward, *saved, *cotangents, inspect.Parameter("wrt", keyword)])
+    return inspect.Signature([*forward, *residuals, *cotangents, inspect.Parameter("wrt", keyword)])

@@ -1,4 +1,4 @@
-"""How a call is cut over devices: what the types of its arrays say, and by which rule it may be."""
+"""How a call is sharded over devices: the rule by which it may be, and the shardings of its results."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ Layouts = Mapping[str, Layout]
 
 @attrs.frozen
 class Partitioning:
-    """The rule by which a call may be cut, in words that Shardy has: every dimension is a product of factors.
+    """The rule by which a call may be sharded, in Shardy's terms: every dimension is a product of factors.
 
-    Where a factor is cut, it is cut in everything that has it. What a call has for a shard is then the shard of what it
-    has for all; but a result in ``sums`` is a sum over these factors, and every shard has a part of the sum.
+    A factor is sharded in all arrays and results that have it. The call on a shard then gives the shard of the results.
+    A result in ``sums`` is the exception: every shard has a part of a sum over these factors.
     """
 
     arrays: Mapping[str, tuple[Factors, ...]]
     results: Mapping[str, tuple[Factors, ...]]
-    #: How large each factor is.
+    #: The size of each factor.
     sizes: Mapping[str, Any]
-    #: The factors that are never cut.
+    #: The factors that are never sharded.
     whole: frozenset[str]
     sums: Mapping[str, Factors]
 
 
 @attrs.frozen
 class Factoring:
-    """From axes to factors, for the sizes of one call."""
+    """Converts axes to factors, for the sizes of one call."""
 
     sizes: Mapping[str, Any]
-    #: Of two axes, the first is a multiple of the second.
+    #: By the name of an axis: the axis that it is a multiple of.
     multiples: Mapping[str, str]
     independent: frozenset[str]
     factors: dict[str, Any] = attrs.field(factory=dict)
     free: set[str] = attrs.field(factory=set)
 
     def dimensions(self, array: str, layout: Layout, shape: Sequence[Any]) -> tuple[Factors, ...]:
-        found: list[Factors] = []
+        factors: list[Factors] = []
         for axis, length in layout.lengths(tuple(shape)):
             if axis.name == LEADING:
-                found += [self._add(axis, (f"{LEADING}{i}", size)) for i, size in enumerate(length)]
+                factors += [self._add(axis, (f"{LEADING}{i}", size)) for i, size in enumerate(length)]
             elif axis.offset or axis.divisor > 1 or (axis.is_broadcast and length != self.sizes.get(axis.name)):
-                found.append(self._add(Axis(""), (f"{array}.{len(found)}", length)))  # like no other
+                factors.append(self._add(Axis(""), (f"{array}.{len(factors)}", length)))  # a factor of its own
             else:
                 pair = ((axis.text, axis.factor),) if axis.factor > 1 else ()
-                found.append(self._add(axis, *self._parts(axis.name), *pair))
-        return tuple(found)
+                factors.append(self._add(axis, *self._parts(axis.name), *pair))
+        return tuple(factors)
 
     def _parts(self, name: str) -> tuple[tuple[str, Any], ...]:
-        """Query heads are so many for each key head: the key heads are a factor of both."""
+        """The factors of an axis. Query heads are a multiple of key heads, so the key heads are a factor of both."""
         one = self.multiples.get(name)
         size, group = self.sizes[name], self.sizes.get(one or "", 1)
         if one is None or group == 1:
@@ -71,9 +71,9 @@ class Factoring:
     def partitioning(
         self, arrays: Mapping[str, tuple[Factors, ...]], results: Mapping[str, tuple[Factors, ...]]
     ) -> Partitioning:
-        cut = [factor for factor, size in self.factors.items() if factor in self.free and size != 1]
+        shardable = [factor for factor, size in self.factors.items() if factor in self.free and size != 1]
         sums = {
-            name: tuple(factor for factor in cut if all(factor not in each for each in dimensions))
+            name: tuple(factor for factor in shardable if all(factor not in each for each in dimensions))
             for name, dimensions in results.items()
         }
         whole = frozenset(self.factors) - self.free
@@ -82,26 +82,28 @@ class Factoring:
 
 @attrs.frozen
 class Shardings:
-    """What the arrays of a call say about how each axis is cut, where shardings are a part of types."""
+    """The shardings of the arrays of a call by axis, where shardings are a part of types (explicit mesh axes)."""
 
     first: NamedSharding | None
     over: Mapping[str, tuple[Any, ...]]
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], layouts: Layouts, independent: Sequence[str]) -> Shardings:
-        """The first array that has an axis tells; of an axis that is not independent, only the first array of all."""
+    def from_arrays(cls, arrays: Mapping[str, Any], layouts: Layouts, independent: Sequence[str]) -> Shardings:
+        """Take the sharding of each axis from the first array that has it. For an axis that is not independent, only
+        the first array of the call counts.
+        """
         first: NamedSharding | None = None
         over: dict[str, tuple[Any, ...]] = {}
-        for name, array in given.items():
+        for name, array in arrays.items():
             sharding = getattr(array, "sharding", None)
             if not isinstance(sharding, NamedSharding):
                 continue
             first = first or sharding
             for axis, names in layouts[name].lengths(spec_of(array)):
-                is_told = sharding is first or (sharding.mesh == first.mesh and axis.name in independent)
+                is_explicit = sharding is first or (sharding.mesh == first.mesh and axis.name in independent)
                 if axis.is_plain and not axis.is_broadcast:
                     each = names if axis.name == LEADING else (names,)
-                    over.setdefault(axis.name, tuple(own if is_told else None for own in each))
+                    over.setdefault(axis.name, tuple(own if is_explicit else None for own in each))
         return cls(first, over)
 
     def sharding(self, result: Layout, sizes: Mapping[str, Any]) -> NamedSharding | None:
@@ -112,13 +114,13 @@ class Shardings:
         for axis in result.axes:
             nothing: tuple[Any, ...] = (None,) * (len(sizes[LEADING]) if axis.name == LEADING else 1)
             for names in self.over.get(axis.name, nothing) if axis.is_plain else nothing:
-                own = {*names} if isinstance(names, tuple) else {names} - {None}
-                spec.append(None if own & used else names)  # a mesh axis cuts one axis of an array
-                used |= own
+                axes_of_mesh = {*names} if isinstance(names, tuple) else {names} - {None}
+                spec.append(None if axes_of_mesh & used else names)  # a mesh axis shards one axis of an array
+                used |= axes_of_mesh
         return self.first.update(spec=PartitionSpec(*spec))
 
 
 def spec_of(array: Any) -> tuple[Any, ...]:
-    """What each axis is cut over."""
+    """The mesh axes that each axis is sharded over."""
     spec = array.sharding.spec
     return (*spec, *(None,) * (len(array.shape) - len(spec)))

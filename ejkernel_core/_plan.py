@@ -1,4 +1,4 @@
-"""The outcome of a choice, and what it is made of."""
+"""The plan of a call: the choice, and the verdicts on all kernels and policies."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from ._records import Record
 
 @attrs.frozen
 class Choice:
-    """What a policy answers: which candidate, with which configuration, and where the answer came from."""
+    """The answer of a policy: a candidate's backend, a configuration, and where it comes from."""
 
     backend: str
     cfg: Any
     origin: str
-    #: What it was remembered by, and how it was found out.
+    #: The key and the record that it comes from.
     key: Key | None = attrs.field(default=None, repr=str)
     record: Record | None = None
-    #: True for what was measured just now: those who remember are told.
+    #: True for a result that was measured just now, which the stores have to store.
     measured: bool = False
-    #: How far the call is from the one that is remembered, in powers of two; 0 for the call itself, or one like it.
+    #: How far the call is from that of the record, in powers of two; 0 for the call itself, or one in its bucket.
     distance: float = 0.0
-    #: What there is to know about it.
+    #: A remark for explanations.
     note: str = ""
 
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""
-        found = note + (f"\n  remembered as {self.key}" if self.key else "")
+        source = note + (f"\n  remembered as {self.key}" if self.key else "")
         provenance = self.record.provenance if self.record else None
         if provenance is None:
-            return f"{self.origin}{found}" + (", put there by hand" if found else "")
-        return "\n  ".join([f"{self.origin}{found}, {provenance}", *provenance.casualties])
+            return f"{self.origin}{source}" + (", put there by hand" if source else "")
+        return "\n  ".join([f"{self.origin}{source}, {provenance}", *provenance.casualties])
 
 
 @attrs.frozen
 class Verdict:
-    """What became of one installed kernel or policy, and why."""
+    """The status of one installed kernel or policy for a call, and the reason."""
 
     name: str
     provider: str
@@ -55,7 +55,7 @@ class Verdict:
 
 @attrs.frozen(eq=False, repr=False)
 class Plan:
-    """The outcome for one invocation: the kernel, its configuration, where they came from, and all the others."""
+    """The outcome for one invocation: the kernel, its configuration, their origin, and the verdicts on all others."""
 
     invocation: Invocation
     kernel: LoadedKernel
@@ -69,11 +69,11 @@ class Plan:
 
     @property
     def origin(self) -> str:
-        """Who chose it."""
+        """Where the configuration comes from."""
         return self.choice.origin
 
     def run(self, inv: Invocation) -> tuple[Any, ...]:
-        """Run the chosen kernel, and nobody else."""
+        """Run the chosen kernel."""
         return self.kernel.run_backend(inv, self.cfg)
 
     def __str__(self) -> str:
@@ -96,13 +96,13 @@ class Plan:
 
 @attrs.frozen(eq=False, repr=False)
 class Explanation:
-    """Why a call does what it does: its plan (or why it has none), and that of its backward operation."""
+    """The plan of a call, or the error in place of it; and the explanation of its backward operation."""
 
     op: str
     plan: Plan | None
     error: str | None
     backward: Explanation | None = None
-    #: What became of every installed kernel and policy, where there is a plan and where there is none.
+    #: The verdicts on all installed kernels and policies, also where there is no plan.
     verdicts: tuple[Verdict, ...] = ()
     note: str = "a function that JAX has already compiled keeps its choice until it is traced again"
 
@@ -112,7 +112,7 @@ class Explanation:
 
     @property
     def summary(self) -> str:
-        """That of the plan and of the backward's, or the error, in one line."""
+        """The summary of the plan, or the error, and that of the backward operation, in one line."""
         own = self.plan.summary if self.plan else one_line(self.error)
         return own + (f"; {self.backward.summary}" if self.backward else "")
 

@@ -1,7 +1,7 @@
-"""Configurations as JSON, by cattrs: written so that a person can read them, and read back whole or not at all.
+"""Records of configurations, and their JSON, which people can read too. cattrs converts them.
 
-Reading is strict. What another version of a class has more, less, or of another type is a ``RecordError`` that names
-the place; nothing is filled in by defaults and nothing is converted.
+Reading is strict. A field that is missing, unknown or of another type is a ``RecordError`` that names the place. No
+default is filled in, and no value is converted.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ._errors import RecordError
 from ._keys import TAG, Key, canonical_json, stable_json
 
 SCHEMA = 2
-#: How the reason begins of a configuration that took a process with it: it is told wherever its record is.
+#: How the reason of a configuration begins that ended its process. Explanations show it with the record.
 DIED = "the process died"
 
 
 @attrs.frozen
 class Shortfall:
-    """A budget that was too short to measure everything."""
+    """A budget that was too short to measure every configuration."""
 
-    #: How many configurations it did not reach.
+    #: The number of configurations that were not reached.
     unreached: int
     budget_s: float
 
@@ -47,30 +47,31 @@ def _is_duration(provenance: Any, field: Any, value: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class Provenance:
-    """How a configuration was found to be the best."""
+    """How a configuration was measured to be the best."""
 
-    #: When it was measured, in UTC, as ISO 8601 writes it.
+    #: The time of the measurement in UTC, in the format of ISO 8601.
     when: str = attrs.field(validator=instance_of(str))
-    #: On what: see ``device_fingerprint``.
+    #: The device: see ``device_fingerprint``.
     device: str = attrs.field(validator=instance_of(str))
-    #: How long one call took, in milliseconds.
+    #: The time of one call.
     milliseconds: float = attrs.field(validator=_is_duration)
-    #: The backends that took part. A measurement says nothing about the others.
+    #: The backends that were measured. The record says nothing about others.
     backends: tuple[str, ...] = attrs.field(validator=deep_iterable(instance_of(str), instance_of(tuple)))
     #: The versions of these backends' kernels ("flash_attention.xla"), of JAX and of the compilers.
     software: dict[str, str] = attrs.field(factory=dict)
-    #: Every configuration that was tried, as text, with its milliseconds, or why it has none.
+    #: The text of every configuration that was tried, with its milliseconds or the reason for having none.
     tried: tuple[tuple[str, float | str], ...] = ()
-    #: None where everything was measured; it is not written then, as in records that are older than this field.
+    #: None where everything was measured. None is not written, so records older than this field are still read.
     shortfall: Shortfall | None = None
 
     @property
     def casualties(self) -> list[str]:
-        """What is out because it took a process with it, and the way back."""
-        return [f"{what}: {why}" for what, why in self.tried if isinstance(why, str) and why.startswith(DIED)]
+        """The configurations that ended their processes, each with its reason, which says how to try it again."""
+        reasons = [(text, reason) for text, reason in self.tried if isinstance(reason, str)]
+        return [f"{text}: {reason}" for text, reason in reasons if reason.startswith(DIED)]
 
     def changes(self, software: Mapping[str, str]) -> str:
-        """Which of these versions are others than those that were measured with; "" for none."""
+        """The versions in ``software`` that differ from those of the measurement, as text; "" for none."""
         then = self.software
         changed = (name for name in sorted(software) if name in then and then[name] != software[name])
         return ", ".join(f"{name} was {then[name]}, is {software[name]}" for name in changed)
@@ -82,16 +83,16 @@ class Provenance:
 
 @attrs.frozen
 class Record:
-    """One configuration worth remembering. Without a provenance, it was put there by hand."""
+    """One configuration to store. A record without a provenance was put there by hand."""
 
     cfg: Any
-    #: The backend it is for; None for the first one that takes a configuration of its type.
+    #: The backend that it is for; None for the first kernel that takes configurations of its type.
     backend: str | None = None
     provenance: Provenance | None = None
 
 
 def as_record(value: Any) -> Record:
-    """The value itself, or a record of that configuration put there by hand.
+    """A record as it is; any other value as the configuration of a record put there by hand.
 
     >>> record = as_record(128)
     >>> record, as_record(record) is record
@@ -101,13 +102,16 @@ def as_record(value: Any) -> Record:
 
 
 def successor(old: Record | None, new: Record) -> Record:
-    """What to keep of two records of one backend: a race of fewer does not undo one of more, but may better it.
+    """The record to keep where a new one is stored for the same backend.
 
-    >>> def found(cfg, milliseconds, *raced):
-    ...     return Record(cfg, "xla", Provenance(when="", device="", milliseconds=milliseconds, backends=raced))
-    >>> successor(found(64, 2.0, "xla", "triton"), found(128, 3.0, "xla")).cfg
+    The new one replaces the old one, with one exception: where it was measured against fewer backends, a slower one is
+    dropped, and a faster one takes over the backends of the old one.
+
+    >>> def record(cfg, milliseconds, *backends):
+    ...     return Record(cfg, "xla", Provenance(when="", device="", milliseconds=milliseconds, backends=backends))
+    >>> successor(record(64, 2.0, "xla", "triton"), record(128, 3.0, "xla")).cfg
     64
-    >>> successor(found(64, 2.0, "xla", "triton"), found(128, 1.0, "xla")).provenance.backends
+    >>> successor(record(64, 2.0, "xla", "triton"), record(128, 1.0, "xla")).provenance.backends
     ('xla', 'triton')
     """
     if old is None or old.provenance is None or new.provenance is None:
@@ -122,7 +126,7 @@ def successor(old: Record | None, new: Record) -> Record:
 def to_json(value: Any) -> str:
     """A configuration (a frozen attrs class or dataclass) as JSON, with the version of the format.
 
-    Raises ``RecordError`` where a field holds something that JSON cannot.
+    Raises ``RecordError`` where a field has a value that JSON cannot represent.
 
     >>> Config = attrs.make_class("Config", {"block": attrs.field(type=int)}, frozen=True)
     >>> json.loads(to_json(Config(block=64)))["fields"]["block"]
@@ -132,13 +136,13 @@ def to_json(value: Any) -> str:
 
 
 def from_json(text: str, kind: type[Any]) -> Any:
-    """The configuration that ``to_json`` wrote. ``RecordError`` names the place where it does not fit ``kind``.
+    """Read a configuration that ``to_json`` wrote. ``RecordError`` names the place where it is not of type ``kind``.
 
     >>> Config = attrs.make_class("Config", {"block": attrs.field(type=int)}, frozen=True)
     >>> from_json(to_json(Config(block=64)), Config) == Config(block=64)
     True
     """
-    data = _parsed(text)
+    data = _parse(text)
     _check_schema(data)
     if "fields" not in data:
         raise RecordError("$ lacks fields")
@@ -146,7 +150,7 @@ def from_json(text: str, kind: type[Any]) -> Any:
 
 
 def record_to_json(key: Key, record: Record) -> str:
-    """A record as a document of its own: what the key stands for, the kernel and its configuration, how it was found.
+    """A record as a JSON document: the problem of its key, the kernel, the configuration and the provenance.
 
     >>> Config = attrs.make_class("Config", {"block": attrs.field(type=int)}, frozen=True)
     >>> key = Key("double", "cpu", problem=stable_json({"op": "double"}))
@@ -154,7 +158,7 @@ def record_to_json(key: Key, record: Record) -> str:
     >>> document["kernel"], document["config"]
     ('double.xla', {'block': 64})
 
-    The kernel says what the fields mean. What is for no kernel alone names the type of the configuration.
+    The kernel gives meaning to the fields. A record without a backend has the type of the configuration instead.
     """
     document = {
         "schema": SCHEMA,
@@ -169,7 +173,7 @@ def record_to_json(key: Key, record: Record) -> str:
 
 
 def record_from_json(text: str, key: Key, kind: type[Any] | None) -> Record:
-    """The record that was written for ``key``, with a configuration of this type (None: none at all).
+    """Read the record that was written for ``key``, with a configuration of type ``kind`` (None for no configuration).
 
     >>> Config = attrs.make_class("Config", {"block": attrs.field(type=int)}, frozen=True)
     >>> key = Key("double", "cpu", problem=stable_json({"op": "double"}))
@@ -177,7 +181,7 @@ def record_from_json(text: str, key: Key, kind: type[Any] | None) -> Record:
     >>> record_from_json(record_to_json(key, record), key, Config) == record
     True
     """
-    data = _parsed(text)
+    data = _parse(text)
     _check_schema(data)
     missing = {"problem", "kernel", "config", "provenance"} - data.keys()
     if missing:
@@ -204,7 +208,7 @@ def _backend(kernel: Any, op: str) -> str | None:
 
 
 def type_name(kind: Any) -> str:
-    """By which a type is imported."""
+    """The path by which a type is imported."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -217,22 +221,24 @@ def _fields(value: Any) -> dict[str, Any] | None:
     if isinstance(value, type) or not (attrs.has(type(value)) or hasattr(type(value), "__dataclass_fields__")):
         raise RecordError(f"a configuration is an attrs class or a dataclass; got {type(value).__qualname__} {value!r}")
     fields = _unstructured(value)
-    back = _structured(fields, type(value), "$")
-    if back != value:
-        raise RecordError(f"{value!r} would be read back as {back!r}")
-    own: dict[str, Any] = fields
-    return own
+    reread = _structured(fields, type(value), "$")
+    if reread != value:
+        raise RecordError(f"{value!r} would be read back as {reread!r}")
+    plain: dict[str, Any] = fields
+    return plain
 
 
 def _config(data: Any, kind: type[Any] | None, place: str) -> Any:
-    wanted = None if kind is type(None) else kind
-    if (data is None) != (wanted is None):
-        raise RecordError(f"{place} is {_brief(data)}, and {wanted.__qualname__ if wanted else 'nothing'} is wanted")
-    return None if wanted is None else _structured(data, wanted, place)
+    config_type = None if kind is type(None) else kind
+    if (data is None) != (config_type is None):
+        raise RecordError(
+            f"{place} is {_brief(data)}, and {config_type.__qualname__ if config_type else 'nothing'} is wanted"
+        )
+    return None if config_type is None else _structured(data, config_type, place)
 
 
 def _unstructured(value: Any) -> Any:
-    """Plain JSON of a value, or ``RecordError``."""
+    """A value in JSON's own types; ``RecordError`` where it has no such form."""
     try:
         return json.loads(_dump(_converter().unstructure(value)))
     except (TypeError, ValueError) as fault:
@@ -244,16 +250,16 @@ def _structured(data: Any, kind: Any, place: str) -> Any:
 
     try:
         value = _converter().structure(data, kind)
-    except Exception as fault:  # whatever a validator, a converter or cattrs raises, it is the text that is wrong
-        told = transform_error(fault, path=place, format_exception=_reason)
-        raise RecordError("; ".join(told)) from fault
-    # cattrs takes "3" for 3 and a default for what is missing: neither would be written as it was read.
+    except Exception as fault:  # validators, converters and cattrs raise any exception for a wrong text
+        reasons = transform_error(fault, path=place, format_exception=_reason)
+        raise RecordError("; ".join(reasons)) from fault
+    # cattrs reads "3" as 3, and fills in defaults. Written again, the text would be another one.
     try:
-        where = _difference(data, _unstructured(value), place)
+        difference = _difference(data, _unstructured(value), place)
     except RecursionError as fault:
         raise RecordError(f"{place} is nested too deep") from fault
-    if where is not None:
-        raise RecordError(where)
+    if difference is not None:
+        raise RecordError(difference)
     return value
 
 
@@ -265,40 +271,40 @@ def _reason(fault: BaseException, kind: type[Any] | None) -> str:
     return format_exception(fault, kind) if by_cattrs else str(fault)
 
 
-def _difference(given: Any, read: Any, place: str) -> str | None:
-    """Where the two first differ, and how."""
-    if isinstance(given, dict) and isinstance(read, dict):
-        for name in sorted({*given, *read}):
-            if name not in given or name not in read:
-                return f"{place}.{name} is " + ("missing" if name not in given else "unknown")
-            where = _difference(given[name], read[name], f"{place}.{name}")
-            if where is not None:
-                return where
+def _difference(data: Any, reread: Any, place: str) -> str | None:
+    """The first place where the two differ, and how, as text; None where they are equal."""
+    if isinstance(data, dict) and isinstance(reread, dict):
+        for name in sorted({*data, *reread}):
+            if name not in data or name not in reread:
+                return f"{place}.{name} is " + ("missing" if name not in data else "unknown")
+            difference = _difference(data[name], reread[name], f"{place}.{name}")
+            if difference is not None:
+                return difference
         return None
-    if isinstance(given, list) and isinstance(read, list) and len(given) == len(read):
-        found = (_difference(a, b, f"{place}[{i}]") for i, (a, b) in enumerate(zip(given, read, strict=True)))
-        return next((where for where in found if where is not None), None)
-    # A whole number in a field of floats is what everybody writes; nothing else may be of another type.
-    if given == read and (type(given) is type(read) or (type(given), type(read)) == (int, float)):
+    if isinstance(data, list) and isinstance(reread, list) and len(data) == len(reread):
+        differences = (_difference(a, b, f"{place}[{i}]") for i, (a, b) in enumerate(zip(data, reread, strict=True)))
+        return next((difference for difference in differences if difference is not None), None)
+    # People write whole numbers in fields of floats. No other difference of types is allowed.
+    if data == reread and (type(data) is type(reread) or (type(data), type(reread)) == (int, float)):
         return None
-    return f"{place} is {_brief(given)}; of its type it would be {_brief(read)}"
+    return f"{place} is {_brief(data)}; of its type it would be {_brief(reread)}"
 
 
 @functools.cache
 def _converter() -> Any:
-    # Imported here: a program that remembers nothing never loads it.
+    # Imported here: a program that stores nothing never loads cattrs.
     from cattrs.gen import make_dict_unstructure_fn, override
     from cattrs.preconf.json import make_converter
 
-    # The order of a set is another one in every process.
+    # Sorted, because the order of a set differs between processes.
     converter = make_converter(forbid_extra_keys=True, unstruct_collection_overrides={Set: _sorted})
-    # A dtype is written by its name, whichever of its three faces the field holds, and read as ``numpy.dtype``.
+    # A dtype is written by its name, in each of its three Python forms, and read as ``numpy.dtype``.
     for kind in (np.dtype, type, type(jax.numpy.float32)):
-        converter.register_unstructure_hook(kind, _named)
+        converter.register_unstructure_hook(kind, _dtype_json)
     converter.register_structure_hook(np.dtype, lambda data, _: np.dtype(data[f"{TAG}dtype"]))
-    converter.register_structure_hook_func(_may_be_a_dtype, lambda data, _: _plain(data))
-    written = make_dict_unstructure_fn(Provenance, converter, shortfall=override(omit_if_default=True))
-    converter.register_unstructure_hook(Provenance, written)
+    converter.register_structure_hook_func(_may_be_a_dtype, lambda data, _: _dtype_or_json(data))
+    unstructure_provenance = make_dict_unstructure_fn(Provenance, converter, shortfall=override(omit_if_default=True))
+    converter.register_unstructure_hook(Provenance, unstructure_provenance)
     return converter
 
 
@@ -306,15 +312,15 @@ def _may_be_a_dtype(kind: Any) -> bool:
     return kind in (Any, type, jax.typing.DTypeLike) or get_origin(kind) is type
 
 
-def _named(value: Any) -> dict[str, str]:
+def _dtype_json(value: Any) -> dict[str, str]:
     content: Any = json.loads(stable_json(value))
     if not isinstance(content, dict) or not isinstance(content.get(f"{TAG}dtype"), str):
         raise TypeError(f"{value!r} is no dtype of numbers")
-    named: dict[str, str] = content
-    return named
+    dtype_json: dict[str, str] = content
+    return dtype_json
 
 
-def _plain(data: Any) -> Any:
+def _dtype_or_json(data: Any) -> Any:
     return np.dtype(data[f"{TAG}dtype"]) if isinstance(data, dict) and data.keys() == {f"{TAG}dtype"} else data
 
 
@@ -323,7 +329,7 @@ def _sorted(values: Iterable[Any]) -> list[Any]:
 
 
 def _ago(when: str) -> str:
-    """How long ago that was, in the largest unit that fits."""
+    """The time since then in words, in days, hours or minutes."""
     try:
         seconds = (datetime.now(UTC) - datetime.fromisoformat(when)).total_seconds()
     except (ValueError, TypeError):
@@ -339,7 +345,7 @@ def _dump(data: Any) -> str:
     return json.dumps(data, indent=1, sort_keys=True, allow_nan=False)
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parse(text: str) -> dict[str, Any]:
     try:
         data = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as fault:

@@ -1,13 +1,12 @@
-"""What holds for a part of a program: configurations laid over all others, and a policy of tuning.
+"""Scopes: overlays of configurations, and a tuning policy, for the length of a ``with`` block.
 
-A scope is an immutable value. It is in a ``ContextVar``, so that it is a thread's and a task's own, and its content is
-in JAX's jit key: a function that was compiled under equal content is not traced again, and any other is.
+A scope is an immutable value in a ``ContextVar``, so every thread and task has its own. A hash of its content is in
+JAX's jit key: JAX traces a function again under a scope with other content, and only then.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 import numbers
 import os
@@ -19,6 +18,7 @@ from typing import Any
 import attrs
 import jax
 
+from ._display import suggestion
 from ._errors import RecordError
 from ._kernel import Candidate, Invocation, fitting
 from ._keys import Key, short_hash, stable_json
@@ -52,17 +52,17 @@ def _check_bool(name: str, value: Any) -> None:
 
 @attrs.frozen
 class AutotunePolicy:
-    """What to do for a call that nothing is remembered for.
+    """What to do for a call for which no store has a configuration.
 
     "off" takes the heuristic, "on_miss" measures, "error_on_miss" raises ``NoConfig``.
     """
 
     mode: str = attrs.field(default="off", validator=_is_mode)
-    #: How long one measurement may take, compiling included.
+    #: The longest time for one measurement, including compilation.
     budget_s: float = attrs.field(default=60.0, validator=_is_seconds)
-    #: Whether a thread waits for another that measures the same; if not, it takes the heuristic.
+    #: Whether a thread waits for another one that measures the same call. If not, it takes the heuristic.
     wait: bool = attrs.field(default=True, validator=_is_bool)
-    #: Whether what other versions of JAX, a compiler or a kernel measured is used: it may no longer be the fastest.
+    #: Whether to use records of other versions of JAX, a compiler or a kernel, which may no longer be the fastest.
     other_versions: bool = attrs.field(default=False, validator=_is_bool)
 
 
@@ -74,19 +74,19 @@ def _default_policy() -> AutotunePolicy:
     return AutotunePolicy(mode)
 
 
-#: What holds where nothing else was said: as EJKERNEL_AUTOTUNE says, read when the core is imported.
+#: The policy outside of any scope: EJKERNEL_AUTOTUNE has its mode, which is read when the core is imported.
 DEFAULT_POLICY = _default_policy()
 
 
 @attrs.frozen
 class Overlay:
-    """A snapshot of some configurations by key; equal where the contents are."""
+    """A snapshot of configurations by key. Overlays with equal content are equal."""
 
     digest: str
     records: Mapping[Any, tuple[Record, ...]] = attrs.field(eq=False, repr=False)
 
     def find(self, key: Key, candidate: Candidate) -> Record | None:
-        """The record for this kernel: what a store is asked by ``recall``."""
+        """The record for the candidate's kernel, or None; ``recall`` calls this method of stores."""
         records = self.records.get(key, ())
         record = fitting(records, candidate)
         for other in records if record is None else ():
@@ -97,19 +97,19 @@ class Overlay:
 
 @attrs.frozen
 class Scope:
-    """All that is entered, the innermost overlay first."""
+    """The overlays, the innermost first, and the policy that are in effect."""
 
     overlays: tuple[Overlay, ...] = ()
     policy: AutotunePolicy = DEFAULT_POLICY
-    #: The policies that answer instead of the registry's own, and the state in which they are.
+    #: Policies to ask instead of the registry's own ones, by name.
     policies: tuple[tuple[str, Any], ...] | None = attrs.field(default=None, eq=False, repr=False)
-    #: Who hears of every invocation that a choice is made for, and of the plugins that it is made among.
+    #: Called before every choice, with the invocation and the registry.
     listeners: tuple[Callable[[Invocation, Any], None], ...] = attrs.field(default=(), eq=False, repr=False)
-    #: What tells this chain of policies, and these listeners, from others.
+    #: Identifies these policies and listeners in the scope's content.
     state: str = ""
-    #: False for a question, as ``plan`` and ``explain`` are: a policy that measures says what it would do.
+    #: False in ``plan`` and ``explain``: the tuner then says what it would do, and measures nothing.
     may_measure: bool = True
-    #: The content as a text; "" for nothing.
+    #: A hash of the content; "" for an empty scope.
     digest: str = attrs.field(init=False, repr=False)
 
     @digest.default
@@ -118,63 +118,62 @@ class Scope:
         return "" if content == [[], DEFAULT_POLICY, ""] else short_hash(content)
 
 
-#: Nothing entered.
-NOTHING = Scope()
+#: The scope outside of any ``with`` block.
+EMPTY = Scope()
 
-_current: ContextVar[Scope] = ContextVar("ejkernel_scope", default=NOTHING)
-#: The scopes that were left for it, the last one last.
+_current: ContextVar[Scope] = ContextVar("ejkernel_scope", default=EMPTY)
+#: The scopes around the current one, the innermost last.
 _outer: ContextVar[tuple[Scope, ...]] = ContextVar("ejkernel_outer_scopes", default=())
-#: The digest of the scope, for JAX: a part of every jit key. JAX keeps it for a thread, not for a task, so it is not
-#: that of the current scope where another task of this thread entered one.
+#: The digest of the scope, as a part of JAX's jit key. JAX keeps it for each thread, not for each task, so it may be
+#: the digest of another scope, which another task of the thread has entered.
 jit_key = jax.make_user_context("")
 
 current = _current.get
 
 
 def overlay_cache(cache: Any) -> contextlib.AbstractContextManager[None]:
-    """Use these configurations before all others: a ``ConfigCache``, any store, or a mapping from keys.
+    """Prefer these configurations to all others: a ``ConfigCache``, any store, or a mapping from keys.
 
-    What the cache holds now is what counts; a later change is seen when it is entered again.
+    The overlay is a snapshot: later changes of the cache count when it is entered again.
 
     >>> with overlay_cache({"some key": 128}):
     ...     [overlay.records["some key"][0].cfg for overlay in current().overlays]
     [128]
     """
     overlay = _overlay(cache)
-    return entered(lambda scope: attrs.evolve(scope, overlays=(overlay, *scope.overlays)))
+    return ScopeChange(lambda scope: attrs.evolve(scope, overlays=(overlay, *scope.overlays)))
 
 
-def policy_override(*unnamed: Any, **fields: Any) -> contextlib.AbstractContextManager[None]:
+def policy_override(*positional: Any, **fields: Any) -> contextlib.AbstractContextManager[None]:
     """Change fields of the ``AutotunePolicy``; ``autotune=True`` is ``mode="on_miss"``, and False ``mode="off"``.
 
     >>> with policy_override(autotune=True, budget_s=5):
     ...     current().policy
     AutotunePolicy(mode='on_miss', budget_s=5, wait=True, other_versions=False)
     """
-    _check_names(unnamed, fields)
+    _check_names(positional, fields)
     if "autotune" in fields:
         autotune = fields.pop("autotune")
         _check_bool("autotune", autotune)
         fields["mode"] = "on_miss" if autotune else "off"
-    attrs.evolve(AutotunePolicy(), **fields)  # what is wrong with them is told here, where they are written
-    return entered(lambda scope: attrs.evolve(scope, policy=attrs.evolve(scope.policy, **fields)))
+    attrs.evolve(AutotunePolicy(), **fields)  # raises for wrong fields here, before the block is entered
+    return ScopeChange(lambda scope: attrs.evolve(scope, policy=attrs.evolve(scope.policy, **fields)))
 
 
-def _check_names(unnamed: Sequence[Any], fields: Mapping[str, Any]) -> None:
-    known = ["autotune", *(field.name for field in attrs.fields(AutotunePolicy))]
-    if unnamed:
-        raise TypeError(f"policy_override: takes its fields by name, as mode='on_miss'; got {unnamed[0]!r:.60}")
+def _check_names(positional: Sequence[Any], fields: Mapping[str, Any]) -> None:
+    names = ["autotune", *(field.name for field in attrs.fields(AutotunePolicy))]
+    if positional:
+        raise TypeError(f"policy_override: takes its fields by name, as mode='on_miss'; got {positional[0]!r:.60}")
     for name in fields:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise TypeError(f"policy_override: has no {name!r}{hint} It has {', '.join(known)}")
+        if name not in names:
+            hint = suggestion(name, names) or "."
+            raise TypeError(f"policy_override: has no {name!r}{hint} It has {', '.join(names)}")
     if {"autotune", "mode"} <= fields.keys():
         raise TypeError("policy_override: autotune=True is mode='on_miss'; give one of the two")
 
 
-class entered(contextlib.AbstractContextManager[None]):  # noqa: N801  # it reads as a function, and may be entered again
-    """The current scope, changed, for a ``with`` block; as often as one likes, also within itself."""
+class ScopeChange(contextlib.AbstractContextManager[None]):
+    """Changes the current scope for a ``with`` block. It can be entered any number of times, also within itself."""
 
     def __init__(self, change: Callable[[Scope], Scope]) -> None:
         self._change = change
@@ -190,7 +189,7 @@ class entered(contextlib.AbstractContextManager[None]):  # noqa: N801  # it read
 
 
 def leave() -> None:
-    """Back to the scope that held before the one that was entered last."""
+    """Restore the scope around the current one."""
     *others, scope = _outer.get()
     _outer.set(tuple(others))
     _current.set(scope)
@@ -198,21 +197,21 @@ def leave() -> None:
 
 
 def jit_key_of_scope() -> contextlib.AbstractContextManager[Any]:
-    """Have JAX's key hold the current scope for a ``with`` block: the thread may be another's afterwards."""
+    """Put the current scope into JAX's jit key for a ``with`` block. Another task may run in the thread afterwards."""
     context: contextlib.AbstractContextManager[Any] = jit_key(current().digest)
     return context
 
 
 def _update_jit_key() -> None:
-    # Entered and never left: leaving would bring back what held when it was entered, and tasks that take turns do not
-    # leave their scopes in the order in which they entered them.
+    # It is never exited: exiting restores the value from before, and the tasks of a thread do not leave their scopes in
+    # the reverse order of entering them.
     jit_key_of_scope().__enter__()
 
 
 def _overlay(cache: Any) -> Overlay:
     if not hasattr(cache, "items"):
         raise TypeError(f"overlay_cache: takes a ConfigCache, a store or a mapping; got {type(cache).__name__}")
-    records = {key: tuple(map(as_record, _several(value))) for key, value in cache.items()}
+    records = {key: tuple(map(as_record, _records_of(value))) for key, value in cache.items()}
     try:
         content = sorted((list(item) for item in records.items()), key=stable_json)
         return Overlay(short_hash(content), records)
@@ -220,6 +219,6 @@ def _overlay(cache: Any) -> Overlay:
         raise TypeError(f"overlay_cache: takes keys and configurations that have content; {fault}") from fault
 
 
-def _several(value: Any) -> tuple[Any, ...]:
-    """The records of a store, or the one value of a mapping."""
+def _records_of(value: Any) -> tuple[Any, ...]:
+    """The records that a store has under a key, or the one value of a mapping."""
     return value if isinstance(value, tuple) and all(isinstance(v, Record) for v in value) else (value,)

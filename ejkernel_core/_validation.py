@@ -1,4 +1,4 @@
-"""The arguments of a call: what is wrong with them, in words; and ``validate=True``, which looks at their values."""
+"""Clear errors for wrong arguments of a call, and ``validate=True``, which checks the values of arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._operation import Arguments, Operation
 
 
 def clearer_error(operation: Operation, arrays: Mapping[str, Any], error: Exception) -> Exception | None:
-    """What we can say better than the error that JAX raised."""
+    """A clearer error for the one that JAX raised; None where there is none."""
     try:
         operation.check_arrays(arrays)
     except TypeError as clearer:
@@ -22,7 +22,7 @@ def clearer_error(operation: Operation, arrays: Mapping[str, Any], error: Except
 
 
 def _too_large(op: str, arrays: Mapping[str, Any]) -> ValueError | None:
-    """A plain int takes the dtype that JAX has for ints, whatever the operation would make of it."""
+    """The error for a Python int that does not fit JAX's default integer dtype; None where all fit."""
     bits = 8 * jax.dtypes.canonicalize_dtype(int).itemsize
     for name, value in arrays.items():
         if type(value) is int and not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
@@ -34,7 +34,7 @@ def _too_large(op: str, arrays: Mapping[str, Any]) -> ValueError | None:
 
 
 def not_static(op: str, name: str, value: Any) -> TypeError:
-    """The error for an array that is given for an option."""
+    """The error for an array in the place of a static option."""
     traced = "a traced" if isinstance(value, jax.core.Tracer) else "an"
     return TypeError(
         f"{op}: {name} is a static option and takes a plain Python value, known while tracing; "
@@ -43,7 +43,7 @@ def not_static(op: str, name: str, value: Any) -> TypeError:
 
 
 def unhashable(op: str, options: Mapping[str, Any]) -> TypeError:
-    """The error for options of which one has no hash."""
+    """The error for the first option that is not hashable."""
     for name, value in options.items():
         for leaf in jax.tree.leaves(value):
             if isinstance(leaf, (jax.Array, np.ndarray)):
@@ -65,7 +65,7 @@ def _way_out(name: str, value: Any) -> str:
 
 
 def check_values(operation: Operation, arguments: Arguments, validate: Any, check_shapes: Callable[[], object]) -> None:
-    """Raise for a value that the operation does not take, once shapes and dtypes are known to be right."""
+    """Check shapes and dtypes, then raise for an array with a value that the operation does not accept."""
     if not isinstance(validate, (bool, np.bool_)):
         raise TypeError(f"{operation.name}: validate takes True or False; got {type(validate).__name__}")
     if not validate:

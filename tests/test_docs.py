@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ejkernel_core import _errors, _hookspecs
+from ejkernel_core import _errors, _hooks
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")])
@@ -90,7 +90,7 @@ def test_a_wrong_example_is_caught(tmp_path, monkeypatch):
 
 def hooks() -> dict[str, str]:
     """Every hook with its signature, as one writes it."""
-    marked = {name: value for name, value in vars(_hookspecs).items() if hasattr(value, f"{_hookspecs.PROJECT}_spec")}
+    marked = {name: value for name, value in vars(_hooks).items() if hasattr(value, f"{_hooks.PROJECT}_spec")}
     return {name: name + str(inspect.signature(hook)).replace("'", "") for name, hook in marked.items()}
 
 

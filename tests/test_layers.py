@@ -24,9 +24,9 @@ LAYERS = """
     _fallback _labels
     _plugins
     _choice
-    _turns
+    _tuning
     _loading _policies
-    _hookspecs
+    _hooks
     _scopes _cache _plan _measurement
     _kernel
     _records

@@ -270,9 +270,9 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]
     made: list[tuple[str, tuple[Any, ...]]] = []
     really_compile = _call._compile
 
-    def compile(layout: Any, options: Any, terms: Any) -> Any:
-        made.append((layout.operation.name, tuple(options)))
-        return really_compile(layout, options, terms)
+    def compile(form: Any, options: Any, context: Any) -> Any:
+        made.append((form.operation.name, tuple(options)))
+        return really_compile(form, options, context)
 
     monkeypatch.setattr(_call, "_compile", compile)
     return made

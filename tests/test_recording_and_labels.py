@@ -426,7 +426,7 @@ def test_what_cannot_be_tuned_does_not_stop_the_others() -> None:
     good = ejkernel_core.invocation("flash_attention", Q, K, V)
     cut = attrs.evolve(good, sharding=(("query", "2x1x1x1 on 2"),))
     result = autotune_recorded([cut, good])
-    assert ["cut over several devices" in str(t.notes) for t in result.tuned] == [True, False]
+    assert ["sharded over several devices" in str(t.notes) for t in result.tuned] == [True, False]
     assert result.tuned[1].best is not None
 
 

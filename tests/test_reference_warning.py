@@ -27,7 +27,7 @@ REFERENCE = KERNEL + "\n    PLATFORMS = {'cpu': 0, 'gpu': 0, 'tpu': 0}\n"
 
 @pytest.fixture(autouse=True)
 def nobody_was_warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fallback, "_WARNED", {})
+    monkeypatch.setattr(_fallback, "_warned_operations", {})
     monkeypatch.setattr(metadata, "requires", lambda name: ['ejkernel-sun; extra == "cpu"'])
 
 
@@ -147,7 +147,7 @@ def test_the_operations_of_this_repository_are_each_told_of_once() -> None:
     gradient = jax.grad(lambda q: registry.call("flash_attention", q, query, query).sum())
     warned = told(registry, lambda: gradient(query), lambda: gradient(query))
     assert [warning.partition(" ")[0] for warning in warned] == ["flash_attention", "flash_attention_bwd"]
-    _fallback._WARNED.clear()
+    _fallback._warned_operations.clear()
     both = Registry(plugins="ejkernel-ops, ejkernel-xla")
     assert told(both, lambda: both.call("flash_attention", query, query, query)) == []
 

@@ -25,7 +25,7 @@ from ejkernel_core import (
     Unsupported,
     hookimpl,
 )
-from ejkernel_core._policies import misfit
+from ejkernel_core._policies import fault_of_choice
 from tests.conftest import KERNEL, MakeDistribution
 
 X = np.array([1.0, 2.0], np.float32)
@@ -240,12 +240,12 @@ def test_numbers_are_arrays_with_and_without_jit(registry: Registry) -> None:
 
 
 def test_compiled_calls_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ejkernel_core._call.KEPT", 4)
+    monkeypatch.setattr("ejkernel_core._call.MAX_COMPILED", 4)
     registry = flag_registry()
     for n in range(7):
         registry.call("flag", X, n=(n,))
-    (layout,) = registry.calls.values()
-    assert len(layout.compiled) == 4
+    (form,) = registry.calls.values()
+    assert len(form.compiled) == 4
     np.testing.assert_array_equal(registry.call("flag", X, n=(0,)), 2 * X)
 
 
@@ -416,12 +416,12 @@ def test_a_policy_that_does_not_load_is_named_in_the_plan(distribution: MakeDist
 def test_a_policys_configuration_has_to_be_the_kernels(registry: Registry) -> None:
     candidate = Candidate(registry.kernel("scale", "two"), Config(2))
     assert "chose a value of type dict for scale.two, not its Config" in str(
-        misfit(Choice("two", {}, "p"), [candidate])
+        fault_of_choice(Choice("two", {}, "p"), [candidate])
     )
-    assert misfit(Choice("two", Config(9), "p"), [candidate]) is None
-    assert "p gives a str for a record" in str(misfit(Choice("two", Config(9), "p", record="?"), [candidate]))
+    assert fault_of_choice(Choice("two", Config(9), "p"), [candidate]) is None
+    assert "p gives a str for a record" in str(fault_of_choice(Choice("two", Config(9), "p", record="?"), [candidate]))
     for wrong in ("far", -1.0, float("nan")):
-        assert "for a distance" in str(misfit(Choice("two", Config(9), "p", distance=wrong), [candidate]))
+        assert "for a distance" in str(fault_of_choice(Choice("two", Config(9), "p", distance=wrong), [candidate]))
 
 
 # -- what is equal and not the same -------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def test_a_call_under_vmap_is_inside_the_scope(times: Counted) -> None:
 def test_an_exception_leaves_the_scope(times: Counted) -> None:
     with pytest.raises(ZeroDivisionError), times.overlay(5), policy_override(mode="on_miss"):
         1 / 0  # noqa: B018
-    assert _scopes.current() == _scopes.NOTHING
+    assert _scopes.current() == _scopes.EMPTY
     assert _scopes.jit_key.value == _scopes.current().digest
     np.testing.assert_allclose(times(X), X * 2)
 
@@ -227,7 +227,7 @@ def test_threads_never_see_each_others_scopes(times: Counted) -> None:
                 results = [float(run(X)[0]) for run in (times, function)]
                 if results != [factor, factor] or _scopes.current().policy.mode != mode:
                     wrong.append((number, results))
-            if float(times(X)[0]) != 2 or _scopes.current() != _scopes.NOTHING:
+            if float(times(X)[0]) != 2 or _scopes.current() != _scopes.EMPTY:
                 wrong.append((number, "after"))
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
@@ -244,7 +244,7 @@ def test_a_new_thread_starts_with_nothing(times: Counted) -> None:
         thread = threading.Thread(target=lambda: found.append((float(times(X)[0]), _scopes.current())))
         thread.start()
         thread.join()
-    assert found == [(2.0, _scopes.NOTHING)]
+    assert found == [(2.0, _scopes.EMPTY)]
 
 
 def test_tasks_that_take_turns_see_their_own(times: Counted) -> None:
@@ -345,7 +345,7 @@ def test_what_is_entered_may_be_entered_again(times: Counted) -> None:
                 assert len(_scopes.current().overlays) == 2
                 np.testing.assert_allclose(times(X), X * 5)
             assert len(_scopes.current().overlays) == 1
-        assert _scopes.current() == _scopes.NOTHING
+        assert _scopes.current() == _scopes.EMPTY
 
 
 def test_an_override_changes_its_own_fields_of_what_holds_where_it_is_entered() -> None:

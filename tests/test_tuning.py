@@ -21,11 +21,11 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_core
 from ejkernel_classes import Kernel
-from ejkernel_core import Choice, Operation, Registry, Unsupported, _turns, hookimpl, policy_override
-from ejkernel_core._choice import able
+from ejkernel_core import Choice, Operation, Registry, Unsupported, _tuning, hookimpl, policy_override
+from ejkernel_core._choice import candidates_for
 from ejkernel_core._devices import processor
 from ejkernel_core._scopes import current
-from ejkernel_core._turns import check_tunable
+from ejkernel_core._tuning import check_tunable
 from ejkernel_tuning import Entry, Progress, Tuned, TuningResult, _autotune, _timing, autotune
 from ejkernel_tuning._autotune import made, tune
 from ejkernel_tuning._contest import Contest, Entrant
@@ -147,7 +147,7 @@ def registry(*space: str, heuristic: str = "slow", reference: bool = True, **ope
 
 def contest(fresh: Registry, budget_s: float = 20.0, x: Any = X, inputs: Any = None, **more: Any) -> Tuned:
     inv = fresh.invocation("triple", x)
-    candidates, _ = able(inv, fresh.kernels(inv.op)[0], None, None)
+    candidates, _ = candidates_for(inv, fresh.kernels(inv.op)[0], None, None)
     return tune(inv, candidates, fresh.judge(inv), budget_s, inputs or {"x": x}, **more)
 
 
@@ -467,7 +467,7 @@ def test_a_thread_that_does_not_wait_takes_the_heuristic() -> None:
     RELEASE.clear()
     first = threading.Thread(target=lambda: tuned_call(fresh, budget_s=6.0))
     first.start()
-    while not _turns._flights:
+    while not _tuning._measurements:
         time.sleep(0.01)
     with policy_override(autotune=True, wait=False):
         choice, reasons = chosen(fresh, X)
@@ -533,7 +533,7 @@ def test_what_cannot_be_measured_here_is_not() -> None:
     with pytest.raises(Unsupported, match="there is no tpu here to measure on"):
         check_tunable(inv)
     cut = attrs.evolve(fresh.invocation("triple", X), sharding=(("x", "2x1 on 2"),))
-    with pytest.raises(Unsupported, match="cut over several devices: call it inside shard_map"):
+    with pytest.raises(Unsupported, match="sharded over several devices: call it inside shard_map"):
         check_tunable(cut)
 
 
@@ -657,7 +657,7 @@ def test_inputs_that_never_come_end_a_contest(monkeypatch: pytest.MonkeyPatch) -
     RELEASE.clear()
     fresh = registry("fast", samples=lambda arguments, key: RELEASE.wait(20))
     inv = fresh.invocation("triple", X)
-    candidates, _ = able(inv, fresh.kernels(inv.op)[0], None, None)
+    candidates, _ = candidates_for(inv, fresh.kernels(inv.op)[0], None, None)
     with pytest.raises(Unsupported, match=r"no inputs to measure with after 0.1 s"):
         tune(inv, candidates, fresh.judge(inv), 20.0)
     RELEASE.set()
@@ -696,7 +696,7 @@ def test_a_backward_is_measured_on_the_results_of_a_forward(name: str) -> None:
     }
     explained = ejkernel_core.explain("flash_attention", query, key, key, **given)
     inv = explained.backward.plan.invocation
-    candidates, _ = able(inv, ejkernel_core.registry.kernels(inv.op)[0], None, None)
+    candidates, _ = candidates_for(inv, ejkernel_core.registry.kernels(inv.op)[0], None, None)
     tuned = tune(
         inv,
         candidates,

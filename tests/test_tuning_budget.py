@@ -32,7 +32,7 @@ from ejkernel_core import (
     record_from_json,
     record_to_json,
 )
-from ejkernel_core._choice import able
+from ejkernel_core._choice import candidates_for
 from ejkernel_core._records import Shortfall
 from ejkernel_tuning import Tuned, _contest, _threads, autotune_recorded, recording
 from ejkernel_tuning._autotune import tune
@@ -130,7 +130,7 @@ def registry(space: Callable[[Any], Any], compiling: Callable[[int], None] = lam
 
 def contest(fresh: Registry, budget_s: float, **more: Any) -> Tuned:
     inv = fresh.invocation("triple", X)
-    candidates, _ = able(inv, fresh.kernels(inv.op)[0], None, None)
+    candidates, _ = candidates_for(inv, fresh.kernels(inv.op)[0], None, None)
     return tune(inv, candidates, fresh.judge(inv), budget_s, {"x": X}, calls=(1, 4), **more)
 
 

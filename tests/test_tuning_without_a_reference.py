@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel_core import Operation, Registry, Unsupported, hookimpl
-from ejkernel_core._choice import able
+from ejkernel_core._choice import candidates_for
 from ejkernel_tuning import DIED, Entry, Trial, Tuned
 from ejkernel_tuning._autotune import tune
 
@@ -96,7 +96,7 @@ def registry(reference: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None
 
 def contest(fresh: Registry, budget_s: float = 20.0, **more: Any) -> Tuned:
     inv = fresh.invocation("triple", X)
-    candidates, _ = able(inv, fresh.kernels(inv.op)[0], None, None)
+    candidates, _ = candidates_for(inv, fresh.kernels(inv.op)[0], None, None)
     return tune(inv, candidates, fresh.judge(inv), budget_s, {"x": X}, calls=(1, 4), **more)
 
 

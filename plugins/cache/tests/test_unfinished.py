@@ -20,7 +20,7 @@ import ejkernel_core
 from ejkernel_cache import PersistentCache, default_cache, policy
 from ejkernel_cache._unfinished import _locked
 from ejkernel_core import Key
-from ejkernel_core._scopes import NOTHING
+from ejkernel_core._scopes import EMPTY
 from ejkernel_tuning import Earlier, Entry, Progress
 
 #: ``triple`` with some configurations; every tracing of one is told in a file.
@@ -33,7 +33,6 @@ MODULE = """
     import jax, jax.numpy as jnp
     from ejkernel_cache import policy
     from ejkernel_core import Operation, Registry, hookimpl, policy_override
-    from ejkernel_core._choice import able
     from ejkernel_core._scopes import current
 
     LOG = Path(os.environ["TRACED"])
@@ -239,7 +238,7 @@ def test_where_nothing_can_be_written_measuring_goes_on(monkeypatch: Any, tmp_pa
 def test_a_measurement_that_finds_nothing_lets_the_others_go_on(scale_op: Any) -> None:
     inv = scale_op.registry.invocation("scale", jnp.ones(5))
     unfinished = default_cache().unfinished
-    assert policy.tuning_started(inv, NOTHING) == Earlier()
+    assert policy.tuning_started(inv, EMPTY) == Earlier()
     assert unfinished._held
     policy.tuning_progress(inv, Progress(inv, (Entry("two", Config(3), reason="wrong"),), 1.0, 2.0))
     assert unfinished.entries(inv.tuning_keys[-1])

@@ -10,8 +10,8 @@ import attrs
 
 import ejkernel_core
 from ejkernel_core import Candidate, Invocation, Key, Record, Unsupported
-from ejkernel_core._choice import able
-from ejkernel_core._scopes import Scope, entered
+from ejkernel_core._choice import candidates_for
+from ejkernel_core._scopes import Scope, ScopeChange
 
 from ._content import short_hash
 from ._params import BwdParams, FwdParams
@@ -58,7 +58,7 @@ def _is_their_own(op: str, cfg: Any) -> bool:
 def _first_that_fits(inv: Invocation, params: Any, backend: str | None) -> Any:
     """``TypeError`` with the reason of every kernel; None where no kernel can do the call, which the call tells."""
     known = backend if backend in ejkernel_core.registry.backends(inv.op) else None
-    candidates, _ = able(inv, ejkernel_core.registry.kernels(inv.op)[0], known, None)
+    candidates, _ = candidates_for(inv, ejkernel_core.registry.kernels(inv.op)[0], known, None)
     reasons = []
     for candidate in candidates:
         try:
@@ -145,4 +145,4 @@ def _for_the_backward(
     def change(scope: Scope) -> Scope:
         return attrs.evolve(scope, overlays=(overlay, *scope.overlays))
 
-    return entered(change)
+    return ScopeChange(change)

@@ -61,4 +61,4 @@ def _by_core(value: Any) -> Any:
 def _model(value: Any, inner: Callable[[Any], Any]) -> Any:
     if isinstance(value, type) or not callable(getattr(type(value), "model_dump", None)):
         return None
-    return {f"{_keys.TAG}model": [_keys._path_of(type(value)), inner(value.model_dump())]}
+    return {f"{_keys.TAG}model": [_keys._import_path(type(value)), inner(value.model_dump())]}

@@ -12,15 +12,15 @@ import attrs
 
 from ejkernel_core import AutotunePolicy, ConfigCache, Scope
 from ejkernel_core._discovery import POLICIES, Entry
-from ejkernel_core._hookspecs import BUILT_IN_PREFIX, PolicyHooks
+from ejkernel_core._hooks import BUILT_IN_PREFIX, PolicyHooks
 from ejkernel_core._loading import hook_manager
-from ejkernel_core._policies import Remembered
-from ejkernel_core._scopes import NOTHING, entered
+from ejkernel_core._policies import StorePolicy
+from ejkernel_core._scopes import EMPTY, ScopeChange
 
 from ._named import call
 
 
-class _Store(Remembered):
+class _Store(StorePolicy):
     """A store of a chain: it is asked before the chain's other policies, whatever their rank."""
 
     RANK = sys.maxsize
@@ -48,7 +48,7 @@ class ConfigSelectorChain:
         self.policy = policy or AutotunePolicy("on_miss" if autotune else "off")
         self._number = next(self._numbers)
         #: What was entered last: where, in which state, and the scope that it made.
-        self._last: tuple[Scope | None, str, Scope] = (None, "", NOTHING)
+        self._last: tuple[Scope | None, str, Scope] = (None, "", EMPTY)
         stores = {} if persistent is None else {"persistent": persistent}
         # pluggy asks the last one first.
         self._policies = (*_checked(policies or {}), *_stores({**stores, "cache": self.cache}))
@@ -62,12 +62,12 @@ class ConfigSelectorChain:
             outer, before, own = self._last
             if outer is not scope or before != state:
                 # ``policy_override`` makes a new policy, even an equal one: it goes before what the chain says.
-                policy = self.policy if scope.policy is NOTHING.policy else scope.policy
+                policy = self.policy if scope.policy is EMPTY.policy else scope.policy
                 own = attrs.evolve(scope, policies=self._policies, policy=policy, state=state)
                 self._last = scope, state, own
             return own
 
-        return entered(change)
+        return ScopeChange(change)
 
     @staticmethod
     def _generation(store: Any) -> int:

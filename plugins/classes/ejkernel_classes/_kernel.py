@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar, get_args, get_origin
 
 import ejkernel_core
 from ejkernel_core import Explanation, NoKernel, Plan, Registry
-from ejkernel_core._kernel import changeable
+from ejkernel_core._kernel import why_mutable
 
 from ._bridge import Filled, Site, Written
 from ._invocation import Invocation
@@ -129,7 +129,7 @@ class Kernel(Generic[Cfg, Out]):
         cfg: Any = None,
         backend: str | None = None,
     ) -> Any:
-        reason = None if cfg is None else changeable(cfg)
+        reason = None if cfg is None else why_mutable(cfg)
         if reason is not None:
             raise TypeError(f"{self.name}: cfg takes a value that cannot be changed; {reason}")
         way, arrays = Written.of(args, kwargs)

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from ejkernel_core import Invocation as CoreInvocation
-from ejkernel_core._scopes import NOTHING, Scope, entered
+from ejkernel_core._scopes import EMPTY, Scope, ScopeChange
 
 from ._invocation import Invocation
 
@@ -23,14 +23,14 @@ class Recording:
         self._numbers = itertools.count(1)
         self._state = ""
         #: A scope that was met, and the one in which its calls are heard: a call that is repeated makes none anew.
-        self._last: tuple[Scope, Scope] = (NOTHING, NOTHING)
+        self._last: tuple[Scope, Scope] = (EMPTY, EMPTY)
 
     def start(self, recorder: Any) -> None:
         """Have this hear of all calls from now on."""
         if self._recorder is not recorder:
             # A number of its own: what was compiled before is compiled again, and heard.
             self._state = f"recorded {next(self._numbers)}"
-            self._last = (NOTHING, NOTHING)
+            self._last = (EMPTY, EMPTY)
             self._recorder = recorder
 
     def stop(self) -> None:
@@ -39,14 +39,14 @@ class Recording:
 
     def listening(self) -> contextlib.AbstractContextManager[None]:
         """Around a call."""
-        return contextlib.nullcontext() if self._recorder is None else entered(self._heard)
+        return contextlib.nullcontext() if self._recorder is None else ScopeChange(self._heard)
 
     def _heard(self, scope: Scope) -> Scope:
         recorder = self._recorder
         if recorder is None or recorder in scope.listeners:
             return scope
         outer, own = self._last
-        if outer is not scope or own is NOTHING:
+        if outer is not scope or own is EMPTY:
             state = f"{scope.state};{self._state}"
             own = attrs.evolve(scope, listeners=(*scope.listeners, recorder), state=state)
             self._last = scope, own

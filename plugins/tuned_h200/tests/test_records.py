@@ -16,7 +16,7 @@ import ejkernel_tuned_h200
 from ejkernel_bench._problem import Problem
 from ejkernel_bench.records import PROBLEMS, calls_of
 from ejkernel_core import Candidate, Choice, Invocation
-from ejkernel_core._choice import able
+from ejkernel_core._choice import candidates_for
 from ejkernel_cudnn.flash_attention import library
 from ejkernel_triton.launch import _jax_triton
 
@@ -41,7 +41,7 @@ def on_h200(problem: Problem) -> list[Invocation]:
 
 
 def answer(inv: Invocation, **software: str) -> tuple[Choice | None, list[Candidate]]:
-    candidates, _ = able(inv, ejkernel_core.registry.kernels(inv.op)[0], None, None)
+    candidates, _ = candidates_for(inv, ejkernel_core.registry.kernels(inv.op)[0], None, None)
     candidates = [attrs.evolve(candidate, software={**candidate.software, **software}) for candidate in candidates]
     return ejkernel_tuned_h200.records.select_config(inv, candidates), candidates
 

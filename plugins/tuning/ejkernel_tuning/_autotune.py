@@ -14,7 +14,7 @@ from ejkernel_core import Candidate
 from ejkernel_core._devices import device_fingerprint
 from ejkernel_core._discovery import Broken
 from ejkernel_core._errors import Unsupported
-from ejkernel_core._kernel import Invocation, LoadedKernel, changes
+from ejkernel_core._kernel import Invocation, LoadedKernel, version_changes
 from ejkernel_core._measurement import Entry, Progress, Trial
 from ejkernel_core._records import Provenance, Record, Shortfall
 
@@ -113,7 +113,7 @@ def _outcome(
 
 def _is_of_here(record: Record, candidates: Sequence[Candidate]) -> bool:
     """Whether its times say something about those that are measured now."""
-    return record.provenance is not None and not any(changes(record, candidate) for candidate in candidates)
+    return record.provenance is not None and not any(version_changes(record, candidate) for candidate in candidates)
 
 
 def _shortfall(contest: Contest, entries: Sequence[Entry], budget_s: float) -> Shortfall | None:

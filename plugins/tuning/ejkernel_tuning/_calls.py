@@ -15,16 +15,16 @@ import jax.numpy as jnp
 
 import ejkernel_core
 from ejkernel_core import _scopes
-from ejkernel_core._call import Question, ask
-from ejkernel_core._choice import able
+from ejkernel_core._call import AbstractCall, abstract_call
+from ejkernel_core._choice import candidates_for
 from ejkernel_core._errors import NoKernel, Unsupported
-from ejkernel_core._kernel import Invocation, changeable
+from ejkernel_core._kernel import Invocation, why_mutable
 from ejkernel_core._keys import abstractify
 from ejkernel_core._plugins import Plugins
-from ejkernel_core._policies import is_short, recalled
+from ejkernel_core._policies import ask_policies, is_incomplete
 from ejkernel_core._records import DIED, Record
 from ejkernel_core._scopes import AutotunePolicy
-from ejkernel_core._turns import check_tunable, learn_records, taking_turns
+from ejkernel_core._tuning import check_tunable, exclusive_measurement, remember_records
 
 from ._autotune import SEED, tune
 from ._progress import Announcer
@@ -63,7 +63,7 @@ def autotune(
     if not budget_s > 0:
         raise ValueError(f"budget_s: takes seconds above 0; got {budget_s!r}")
     given = None if configs is None else list(configs)
-    for reason in filter(None, map(changeable, given or ())):
+    for reason in filter(None, map(why_mutable, given or ())):
         raise TypeError(f"configs: takes values that cannot be changed; {reason}")
     question = functools.partial(_tuned, direction, given, budget_s, remember, (num_warmup, num_iters))
     if isinstance(kernel, str):
@@ -107,7 +107,7 @@ def _tuned(
 ) -> TuningResult:
     # Arrays that are there are prepared in a thread: under a trace, preparing would give tracers.
     has_tracers, cfg = _has_tracers(args, kwargs), kwargs.pop("cfg", None)
-    prepare = functools.partial(ask, registry, op, args, kwargs, backend, cfg, concrete=not has_tracers)
+    prepare = functools.partial(abstract_call, registry, op, args, kwargs, backend, cfg, concrete=not has_tracers)
     question = prepare() if has_tracers else in_thread(prepare, None, Settings.here())
     if direction != "forward" and question.request.operation.backward is None:
         raise ValueError(f"{op} has no backward operation to tune")
@@ -128,7 +128,7 @@ def _has_tracers(*values: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
 
-def _backward(question: Question) -> tuple[Invocation, dict[str, Any] | None]:
+def _backward(question: AbstractCall) -> tuple[Invocation, dict[str, Any] | None]:
     """The backward's invocation, and inputs for it where the forward has some: its results, and random cotangents."""
     backward, avals = question.backward()
     inv = backward.invocation(avals, question.target)
@@ -156,12 +156,12 @@ def _contest(
     scope = _scopes.current()
     check_tunable(inv)
     kernels, broken = plugins.kernels(inv.op)
-    candidates, verdicts = able(inv, kernels, backend if backend in plugins.backends(inv.op) else None, None)
+    candidates, verdicts = candidates_for(inv, kernels, backend if backend in plugins.backends(inv.op) else None, None)
     if not candidates:
         raise NoKernel(f"no kernel can do {inv}\n" + "\n".join(f"  {verdict}" for verdict in (*broken, *verdicts)))
     patient = attrs.evolve(scope, policy=attrs.evolve(scope.policy, budget_s=budget_s, wait=True))
     policies = plugins.policies(patient)
-    with taking_turns(policies, inv, patient) as (earlier, turn):
+    with exclusive_measurement(policies, inv, patient) as (earlier, turn):
         announcer = Announcer(turn.report, inv, budget_s)
         # Of an interrupted contest, only what is dangerous: who tunes by hand has this measured, and now.
         dangerous = [entry for entry in earlier.entries if entry.reason.startswith(DIED)]
@@ -172,21 +172,21 @@ def _contest(
         finally:
             announcer.finish()
         if remember and tuned.records:
-            learn_records(policies, inv, tuned.records, record)
-            plugins.choose_anew(inv)
+            remember_records(policies, inv, tuned.records, record)
+            plugins.invalidate(inv)
     return TuningResult((tuned,))
 
 
 def _known(plugins: Plugins, inv: Invocation, budget_s: float) -> tuple[bool, Record | None]:
     """Whether there is nothing that this budget would find out, and the record that a store has of it."""
-    candidates, _ = able(inv, plugins.kernels(inv.op)[0], None, None)
+    candidates, _ = candidates_for(inv, plugins.kernels(inv.op)[0], None, None)
     if not candidates:
         return True, None  # nobody can do it: there is nothing to tune
     scope = _scopes.current()
-    choice, *_ = recalled(inv, candidates, plugins.policies(scope), scope)
+    choice, *_ = ask_policies(inv, candidates, plugins.policies(scope), scope)
     if choice is None or choice.record is None:
         return False, None
-    return not is_short(choice, AutotunePolicy("on_miss", budget_s)), choice.record
+    return not is_incomplete(choice, AutotunePolicy("on_miss", budget_s)), choice.record
 
 
 # -- recording -------------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def recording() -> Iterator[Recorder]:
         listeners: tuple[Any, ...] = (*scope.listeners, recorder, recorded)
         return attrs.evolve(scope, listeners=listeners, state=f"{scope.state};recording {number}")
 
-    with _scopes.entered(change):
+    with _scopes.ScopeChange(change):
         yield recorder
 
 

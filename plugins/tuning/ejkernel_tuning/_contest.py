@@ -279,7 +279,7 @@ class Contest:
         entrant.compiled, entrant.reason = outcome, too_large(outcome, settings.device)
 
     def _compile_all(self, intake: _Intake, done: Any, until: float, settings: Settings) -> None:
-        with settings.entered():
+        with settings.in_effect():
             while (entrant := self._next(intake, until)) is not None:
                 try:
                     with self._trying(entrant, "compiling"):

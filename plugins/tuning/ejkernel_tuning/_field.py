@@ -10,7 +10,7 @@ import attrs
 
 from ejkernel_core import Candidate
 from ejkernel_core._discovery import Broken
-from ejkernel_core._errors import PASSING, Unsupported
+from ejkernel_core._errors import NEVER_CAUGHT, Unsupported
 from ejkernel_core._kernel import Invocation, LoadedKernel
 from ejkernel_core._keys import content
 from ejkernel_core._measurement import OUT_OF_TIME, Entry, Trial
@@ -107,7 +107,7 @@ class Field:
             entrant.cfg = kernel.heuristic_cfg(self.inv)
         except Unsupported as refusal:
             entrant.reason = f"refused, {refusal}"
-        except PASSING:
+        except NEVER_CAUGHT:
             raise
         except BaseException as fault:  # as for every kernel: it is this one that is out
             entrant.reason = fault_text("heuristic_cfg", fault)

@@ -10,7 +10,7 @@ import attrs
 import jax
 
 from ejkernel_core._devices import device_name, processor
-from ejkernel_core._display import counted, one_line
+from ejkernel_core._display import one_line, quantity
 from ejkernel_core._errors import RecordError
 from ejkernel_core._keys import Key
 from ejkernel_core._measurement import Entry
@@ -91,7 +91,7 @@ class TuningResult:
 
     def __repr__(self) -> str:
         won = ", ".join(_winner(one) for one in self.tuned)
-        return f"TuningResult({one_line(': '.join(filter(None, (counted(len(self.tuned), 'contest'), won))))})"
+        return f"TuningResult({one_line(': '.join(filter(None, (quantity(len(self.tuned), 'contest'), won))))})"
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.tuned)) or "nothing was tuned"

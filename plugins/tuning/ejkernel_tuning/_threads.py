@@ -47,8 +47,8 @@ class Settings:
         return cls(_lowering.Settings.here(), config.jax_default_device)
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        with self.numerics.entered(), jax.default_device(self.device):
+    def in_effect(self) -> Iterator[None]:
+        with self.numerics.in_effect(), jax.default_device(self.device):
             yield
 
 
@@ -58,7 +58,7 @@ def in_thread(work: Callable[[], Any], seconds: float | None, settings: Settings
 
     def run() -> None:
         try:
-            with settings.entered():
+            with settings.in_effect():
                 answers.put((True, work()))
         except BaseException as fault:  # handed over to who waits
             answers.put((False, fault))

@@ -1,0 +1,128 @@
+"""The contract: the hooks of kernels and of policies. ``docs/hooks.md`` has an example of each hook."""
+# mypy: disable-error-code="empty-body"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from ._discovery import Broken
+from ._kernel import Candidate, Invocation, LoadedKernel
+from ._plan import Choice
+from ._records import Record
+from ._scopes import Scope
+
+if TYPE_CHECKING:  # imported when something is measured, which most programs do not need
+    from ._measurement import Earlier, Progress
+
+PROJECT = "ejkernel"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec(firstresult=True)
+def heuristic_cfg(inv: Invocation) -> Any:
+    """Return a good configuration without measuring, or ``raise Unsupported("why")``: it is the capability check too.
+
+    ``inv`` has shapes, not values. Every kernel is asked before one is chosen.
+    """
+
+
+@hookspec(firstresult=True)
+def config_space(inv: Invocation) -> Iterable[Any]:
+    """Return the configurations that are worth measuring and fit the device. Optional: else the heuristic's alone."""
+
+
+@hookspec(firstresult=True)
+def check_cfg(inv: Invocation, cfg: Any) -> None:
+    """``raise Unsupported("why")`` where the kernel cannot run the call with this configuration, which is the caller's
+    ``cfg`` or comes from a policy. Optional.
+
+    For a call with a ``cfg`` it is the only capability check, on every platform: ``heuristic_cfg`` is not called.
+    """
+
+
+@hookspec(firstresult=True)
+def run_backend(inv: Invocation, cfg: Any) -> Any:
+    """Compute the operation's results as JAX arrays, with this configuration. JAX traces it: ``inv`` has tracers."""
+
+
+@hookspec(firstresult=True)
+def select_config(inv: Invocation, candidates: Sequence[Candidate], scope: Scope) -> Choice | None:
+    """Choose one of the candidates and its configuration. They are in order of rank, the highest first. None leaves the
+    choice to other policies.
+
+    ``raise Unsupported("why")`` leaves it to them too, and explanations show the reason.
+    """
+
+
+@hookspec
+def config_selected(inv: Invocation, choice: Choice) -> None:
+    """Store what was measured for this call: ``choice.record``. Optional. It is called for measured results only."""
+
+
+@hookspec(firstresult=True)
+def tuning_started(inv: Invocation, scope: Scope) -> Earlier | None:
+    """Return what is stored of an unfinished measurement of this call. Optional, for a store that processes share: it
+    waits here while another process measures the same call, or raises ``Unsupported`` where the policy does not wait.
+    ``select_config`` of the stores is called again afterwards.
+    """
+
+
+@hookspec
+def tuning_progress(inv: Invocation, progress: Progress) -> None:
+    """Show the progress of a measurement, or store its results so far and what it is about to try. Optional. The last
+    call, however the measurement ends, has ``progress.finished``; the records are stored by then.
+    """
+
+
+@hookspec(firstresult=True)
+def measure(
+    inv: Invocation,
+    candidates: Sequence[Candidate],
+    judge: LoadedKernel | Broken | None,
+    scope: Scope,
+    earlier: Earlier,
+    record: Record | None,
+    report: Callable[[Progress], None],
+) -> tuple[Record, ...]:
+    """Measure the candidates, and return the best record of each measured kernel, the fastest first. Optional, for a
+    tuner: it is called where no store has a record and the scope's policy is to measure.
+
+    ``judge`` is the kernel that results are compared with, ``earlier`` has results of an unfinished measurement, and
+    ``record`` is the best record of one whose budget was too short. ``report`` passes progress on to the stores.
+    ``raise Unsupported("why")`` where nothing can be measured.
+    """
+
+
+class KernelHooks:
+    """The hooks of a kernel; ``config_space`` and ``check_cfg`` are optional."""
+
+    heuristic_cfg = heuristic_cfg
+    config_space = config_space
+    check_cfg = check_cfg
+    run_backend = run_backend
+
+
+class PolicyHooks:
+    """The hooks of a policy: ``select_config`` or ``measure`` is required, the others are optional."""
+
+    select_config = select_config
+    config_selected = config_selected
+    tuning_started = tuning_started
+    tuning_progress = tuning_progress
+    measure = measure
+
+
+#: A policy with the hook ``measure`` needs no ``select_config``.
+REQUIRED_HOOKS = frozenset({"heuristic_cfg", "run_backend", "select_config"})
+#: The names of the core's own policies begin with this.
+BUILT_IN_PREFIX = "built-in "
+
+
+def specifications(hooks: type) -> dict[str, Callable[..., Any]]:
+    """The hooks of one of the two classes, by name."""
+    return {name: hook for name, hook in vars(hooks).items() if not name.startswith("_")}
