@@ -162,11 +162,11 @@ def test_a_tuning_result_tells_who_won(registry: Registry) -> None:
     lost = Tuned((inv.key,), str(inv), (Entry("one", Config(), reason="raises"),), ())
     assert repr(won) == "Tuned(scale: one with Config( <b>64</b> & 'x') in 0.5 ms)"
     by_hand = attrs.evolve(won, entries=(Entry("one", Config()),))
-    assert repr(TuningResult((by_hand,))) == "TuningResult(1 contest: scale by one)"
-    assert repr(lost) == "Tuned(scale: nobody was measured)"
-    assert repr(TuningResult((won, lost))) == "TuningResult(2 contests: scale by one in 0.5 ms, scale by nobody)"
-    assert repr(TuningResult((won,))) == "TuningResult(1 contest: scale by one in 0.5 ms)"
-    assert repr(TuningResult()) == "TuningResult(0 contests)"
+    assert repr(TuningResult((by_hand,))) == "TuningResult(1 result: scale by one)"
+    assert repr(lost) == "Tuned(scale: no result)"
+    assert repr(TuningResult((won, lost))) == "TuningResult(2 results: scale by one in 0.5 ms, scale without a result)"
+    assert repr(TuningResult((won,))) == "TuningResult(1 result: scale by one in 0.5 ms)"
+    assert repr(TuningResult()) == "TuningResult(0 results)"
     assert len(repr(TuningResult((won,) * 100))) < 200
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_tuning import _measuring, get_memory_usage, timer
+from ejkernel_tuning import _usage, get_memory_usage, timer
 
 
 class Pending:
@@ -45,7 +45,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         log.append("looked at the clock")
         return float(log.count("looked at the clock"))
 
-    monkeypatch.setattr(_measuring, "time", SimpleNamespace(perf_counter=now))
+    monkeypatch.setattr(_usage, "time", SimpleNamespace(perf_counter=now))
     return log
 
 
@@ -112,7 +112,7 @@ def test_the_memory_of_this_process() -> None:
 
 def test_the_resident_pages_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "statm").write_text("90000 7000 300 20 0 10 0\n")
-    monkeypatch.setattr(_measuring, "STATM", tmp_path / "statm")
+    monkeypatch.setattr(_usage, "STATM", tmp_path / "statm")
     assert get_memory_usage()["allocated"] == 7000 * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -120,7 +120,7 @@ def test_the_resident_pages_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_without_proc(platform: str, unit: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import resource
 
-    monkeypatch.setattr(_measuring, "STATM", tmp_path / "absent")
+    monkeypatch.setattr(_usage, "STATM", tmp_path / "absent")
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=7000))
     assert get_memory_usage()["allocated"] == 7000 * unit

@@ -27,8 +27,8 @@ from ejkernel_core._devices import processor
 from ejkernel_core._scopes import current
 from ejkernel_core._tuning import check_tunable
 from ejkernel_tuning import Entry, Progress, Tuned, TuningResult, _autotune, _timing, autotune
-from ejkernel_tuning._autotune import made, tune
-from ejkernel_tuning._contest import Contest, Entrant
+from ejkernel_tuning._autotune import sample_inputs, tune
+from ejkernel_tuning._measurement import Measurement, Variant
 from ejkernel_tuning._progress import show
 
 X = jnp.linspace(0.1, 1.0, 64).reshape(4, 16)
@@ -145,7 +145,7 @@ def registry(*space: str, heuristic: str = "slow", reference: bool = True, **ope
     return fresh
 
 
-def contest(fresh: Registry, budget_s: float = 20.0, x: Any = X, inputs: Any = None, **more: Any) -> Tuned:
+def run_tuner(fresh: Registry, budget_s: float = 20.0, x: Any = X, inputs: Any = None, **more: Any) -> Tuned:
     inv = fresh.invocation("triple", x)
     candidates, _ = candidates_for(inv, fresh.kernels(inv.op)[0], None, None)
     return tune(inv, candidates, fresh.judge(inv), budget_s, inputs or {"x": x}, **more)
@@ -175,7 +175,7 @@ def test_a_given_configuration_that_the_kernel_does_not_take_never_runs() -> Non
     fresh = registry()
     hooks = {"heuristic_cfg": heuristic_cfg, "check_cfg": check_cfg, "run_backend": run_backend}
     fresh.register(SimpleNamespace(Config=Config, **hooks), "triple.kinds")
-    tuned = contest(fresh, configs=[Config("slow"), Config("fast")])
+    tuned = run_tuner(fresh, configs=[Config("slow"), Config("fast")])
     assert tuned.best.cfg == Config("slow")
     reasons = {e.cfg: e.reason for e in tuned.entries if e.backend == "kinds"}
     assert reasons == {Config("slow"): "", Config("fast"): "refused, fast does not fit"}
@@ -242,7 +242,7 @@ def test_the_backend_is_chosen_by_measurement() -> None:
 
     other = SimpleNamespace(PLATFORMS={"cpu": 1}, heuristic_cfg=heuristic_cfg, run_backend=run_backend)
     fresh.register(other, "triple.other")
-    tuned = contest(fresh)
+    tuned = run_tuner(fresh)
     assert tuned.best.backend == tuned.records[0].backend == "other"
     assert {b for record in tuned.records for b in record.provenance.backends} == {"kinds", "other", "reference"}
     fresh.remember(tuned.keys[0], tuned.records[0])
@@ -253,11 +253,11 @@ def test_the_backend_is_chosen_by_measurement() -> None:
 def test_the_heuristic_is_left_only_for_what_is_2_percent_faster(other: float, winner: str) -> None:
     fresh = registry("fast")
     inv, kernel = fresh.invocation("triple", X), fresh.kernel("triple", "kinds")
-    entrants = [
-        Entrant(kernel, Config("usual"), is_usual=True, samples=[1.0], is_settled=True),
-        Entrant(kernel, Config("other"), samples=[other], is_settled=True),
+    variants = [
+        Variant(kernel, Config("usual"), is_usual=True, samples=[1.0], has_earlier_result=True),
+        Variant(kernel, Config("other"), samples=[other], has_earlier_result=True),
     ]
-    settled = Contest(inv, {"x": X}, entrants, time.monotonic() + 5, None, lambda: None, 1, 10)
+    settled = Measurement(inv, {"x": X}, variants, time.monotonic() + 5, None, lambda: None, 1, 10)
     assert settled.run().cfg == Config(winner)
 
 
@@ -266,7 +266,7 @@ def test_nobody_is_out_for_one_measurement_that_was_disturbed(monkeypatch: pytes
     once = iter([2e-3, 1.0, 1.1])
     monkeypatch.setattr(_timing, "batch_size", lambda fn, args: 1)
     monkeypatch.setattr(_timing, "seconds", lambda fn, args, calls: next(once, 1e-3))
-    tuned = contest(registry("fast", "flat", heuristic="slow", reference=False))
+    tuned = run_tuner(registry("fast", "flat", heuristic="slow", reference=False))
     assert [entry(tuned, kind).reason for kind in ("fast", "flat")] == ["", ""]
 
 
@@ -288,7 +288,7 @@ def test_what_fails_is_not_warmed_up() -> None:
     fresh = registry(heuristic="fast")
     flaky = SimpleNamespace(PLATFORMS={"cpu": 1}, heuristic_cfg=heuristic_cfg, run_backend=run_backend)
     fresh.register(flaky, "triple.flaky")
-    assert contest(fresh, calls=(5, 3)).best.backend == "kinds"
+    assert run_tuner(fresh, calls=(5, 3)).best.backend == "kinds"
     assert len(runs) == 1
 
 
@@ -326,7 +326,7 @@ TROUBLE = {
 
 @pytest.mark.parametrize("kind", TROUBLE)
 def test_trouble_never_wins_and_is_told(kind: str) -> None:
-    tuned = contest(registry(kind, heuristic="slow"))
+    tuned = run_tuner(registry(kind, heuristic="slow"))
     assert tuned.best.cfg == Config("slow")
     assert entry(tuned, kind).reason.startswith(TROUBLE[kind])
     assert kind in str(tuned)
@@ -350,7 +350,7 @@ def test_what_hangs_is_left_behind_and_the_call_goes_on(kind: str) -> None:
 
 def test_whoever_hangs_behind_another_says_so() -> None:
     RELEASE.clear()
-    tuned = contest(registry("hangs while running, too", heuristic="hangs while running"), budget_s=4.0)
+    tuned = run_tuner(registry("hangs while running, too", heuristic="hangs while running"), budget_s=4.0)
     RELEASE.set()
     first, second = (entry(tuned, kind).reason for kind in ("hangs while running", "hangs while running, too"))
     assert first.endswith("left behind in a thread")
@@ -358,7 +358,7 @@ def test_whoever_hangs_behind_another_says_so() -> None:
 
 
 def test_what_was_measured_counts_where_the_time_runs_out() -> None:
-    tuned = contest(registry("fast", heuristic="takes its time"), budget_s=4.0)
+    tuned = run_tuner(registry("fast", heuristic="takes its time"), budget_s=4.0)
     late = entry(tuned, "takes its time")
     assert (late.is_usual, late.reason) == (True, "")
     assert late.milliseconds == pytest.approx(200, rel=0.5)
@@ -368,7 +368,7 @@ def test_what_was_measured_counts_where_the_time_runs_out() -> None:
 
 def test_what_hangs_after_it_was_measured_does_not_win() -> None:
     RELEASE.clear()
-    tuned = contest(registry("hangs later", heuristic="slow"), budget_s=8.0)
+    tuned = run_tuner(registry("hangs later", heuristic="slow"), budget_s=8.0)
     RELEASE.set()
     assert "left behind in a thread" in entry(tuned, "hangs later").reason
     assert tuned.best == entry(tuned, "slow")
@@ -392,7 +392,7 @@ def test_of_a_contest_without_a_winner_nothing_is_kept() -> None:
 
 
 def test_a_wrong_heuristic_does_not_win_either() -> None:
-    tuned = contest(registry("fast", heuristic="wrong"))
+    tuned = run_tuner(registry("fast", heuristic="wrong"))
     assert tuned.best.cfg == Config("fast")
 
 
@@ -408,13 +408,13 @@ def test_where_the_reference_cannot_say_and_results_differ_nobody_wins(monkeypat
         raise MemoryError("all of it")
 
     fresh.register(SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend), "triple.reference")
-    tuned = contest(fresh)
+    tuned = run_tuner(fresh)
     assert tuned.records == ()
-    assert "nobody wins" in tuned.notes[-1]
+    assert "no configuration is selected" in tuned.notes[-1]
 
 
 def test_without_a_reference_the_fastest_wins_where_all_agree() -> None:
-    tuned = contest(registry("fast", heuristic="slow", reference=False))
+    tuned = run_tuner(registry("fast", heuristic="slow", reference=False))
     assert tuned.best.cfg == Config("fast")
     assert tuned.notes == ("checked against triple.kinds, because there is no reference",)
 
@@ -434,7 +434,7 @@ def test_a_broken_config_space_costs_the_space_alone() -> None:
         run_backend=kernel._hooks.run_backend.get_hookimpls()[0].function,
     )
     fresh.register(broken, "triple.kinds")
-    assert contest(fresh).best.cfg == Config("fast")
+    assert run_tuner(fresh).best.cfg == Config("fast")
 
 
 # -- once for all ----------------------------------------------------------------------------------------------------
@@ -442,8 +442,8 @@ def test_a_broken_config_space_costs_the_space_alone() -> None:
 
 def test_eight_threads_measure_once() -> None:
     fresh = registry("fast", "slow to trace", heuristic="slow")
-    contests: list[Progress] = []
-    fresh.register(listener(contests), "listener")
+    measurements: list[Progress] = []
+    fresh.register(listener(measurements), "listener")
     start, results = threading.Barrier(8), []
 
     def work() -> None:
@@ -459,7 +459,7 @@ def test_eight_threads_measure_once() -> None:
     assert len(results) == 8
     for result in results:
         np.testing.assert_allclose(result, X * 3, rtol=1e-6)
-    assert sum(progress.finished for progress in contests) == 1
+    assert sum(progress.finished for progress in measurements) == 1
 
 
 def test_a_thread_that_does_not_wait_takes_the_heuristic() -> None:
@@ -522,7 +522,7 @@ def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere() -> None:
 def test_an_interrupted_contest_goes_on_where_it_was() -> None:
     fresh = registry("fast", "wrong", "raises while compiling")
     earlier = (Entry("kinds", Config("wrong"), reason="wrong: seen before", is_checked=True),)
-    tuned = contest(fresh, earlier=earlier)
+    tuned = run_tuner(fresh, earlier=earlier)
     assert entry(tuned, "wrong").reason == "wrong: seen before"
     assert tuned.best.cfg == Config("fast")
 
@@ -586,7 +586,7 @@ def test_a_contest_that_fails_late_lets_nobody_win_by_what_it_measured_before() 
     fresh = registry(heuristic="slow")
     flaky = SimpleNamespace(PLATFORMS={"cpu": 1}, heuristic_cfg=heuristic_cfg, run_backend=run_backend)
     fresh.register(flaky, "triple.flaky")
-    tuned = contest(fresh)
+    tuned = run_tuner(fresh)
     assert tuned.best.backend == "kinds"
     assert "flaky" not in [record.backend for record in tuned.records]
 
@@ -610,7 +610,7 @@ def test_arrays_may_be_on_any_device() -> None:
     mesh = jax.make_mesh((2,), ("i",), **MESH)
     cut = jax.device_put(X, jax.sharding.NamedSharding(mesh, P("i")))
     for x in (there, cut):
-        assert contest(registry("fast"), x=X, inputs={"x": x}).best.cfg == Config("fast")
+        assert run_tuner(registry("fast"), x=X, inputs={"x": x}).best.cfg == Config("fast")
 
 
 def test_the_callers_settings_hold_in_a_contest() -> None:
@@ -630,7 +630,7 @@ def test_the_callers_settings_hold_in_a_contest() -> None:
     )
     fresh.register(watched, "triple.kinds")
     with jax.default_matmul_precision("highest"), jax.enable_x64(True):
-        contest(fresh)
+        run_tuner(fresh)
     assert seen == {("highest", True)}
 
 
@@ -643,11 +643,13 @@ def test_made_inputs_mean_something() -> None:
     inv = ejkernel_core.invocation(
         "flash_attention", tokens, tokens, tokens, cum_seqlens_q=lengths, cum_seqlens_k=lengths
     )
-    inputs = made(inv)
+    inputs = sample_inputs(inv)
     np.testing.assert_array_equal(inputs["cum_seqlens_q"], [0, 25, 50, 75, 100])
     rows = jax.ShapeDtypeStruct((2, 32, 4, 16), jnp.float32)
     ids = jax.ShapeDtypeStruct((2, 32), jnp.int32)
-    inputs = made(ejkernel_core.invocation("flash_attention", rows, rows, rows, q_segment_ids=ids, kv_segment_ids=ids))
+    inputs = sample_inputs(
+        ejkernel_core.invocation("flash_attention", rows, rows, rows, q_segment_ids=ids, kv_segment_ids=ids)
+    )
     np.testing.assert_array_equal(inputs["q_segment_ids"], np.repeat([[1, 2, 3, 4]] * 2, 8, axis=1))
     assert not np.array_equal(inputs["query"], inputs["key"])
 
@@ -665,9 +667,9 @@ def test_inputs_that_never_come_end_a_contest(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_operation_without_samples_gets_plain_ones() -> None:
     fresh = registry()
-    inputs = made(fresh.invocation("triple", jax.ShapeDtypeStruct((50, 40), jnp.float32)))
+    inputs = sample_inputs(fresh.invocation("triple", jax.ShapeDtypeStruct((50, 40), jnp.float32)))
     assert abs(float(inputs["x"].std()) - 1) < 0.1
-    np.testing.assert_array_equal(made(fresh.invocation("triple", jnp.ones(3, jnp.int32)))["x"], [0, 0, 0])
+    np.testing.assert_array_equal(sample_inputs(fresh.invocation("triple", jnp.ones(3, jnp.int32)))["x"], [0, 0, 0])
 
 
 BACKWARD: dict[str, dict[str, Any]] = {
@@ -728,7 +730,7 @@ def test_autotune_measures_both_directions_and_is_remembered(attention: Any) -> 
     assert (explained.plan.cfg, explained.backward.plan.cfg) == (forward.best.cfg, backward.best.cfg)
     assert {e.backend for e in forward.entries} == {"xla", "reference"}
     assert backward.notes == ("checked against flash_attention_bwd.reference",)
-    with pytest.raises(LookupError, match="there were 2 contests"):
+    with pytest.raises(LookupError, match="there are 2 results"):
         _ = result.cfg
 
 

@@ -34,7 +34,7 @@ from ejkernel_core import (
 )
 from ejkernel_core._choice import candidates_for
 from ejkernel_core._records import Shortfall
-from ejkernel_tuning import Tuned, _contest, _threads, autotune_recorded, recording
+from ejkernel_tuning import Tuned, _measurement, _threads, autotune_recorded, recording
 from ejkernel_tuning._autotune import tune
 
 
@@ -128,7 +128,7 @@ def registry(space: Callable[[Any], Any], compiling: Callable[[int], None] = lam
     return fresh
 
 
-def contest(fresh: Registry, budget_s: float, **more: Any) -> Tuned:
+def run_tuner(fresh: Registry, budget_s: float, **more: Any) -> Tuned:
     inv = fresh.invocation("triple", X)
     candidates, _ = candidates_for(inv, fresh.kernels(inv.op)[0], None, None)
     return tune(inv, candidates, fresh.judge(inv), budget_s, {"x": X}, calls=(1, 4), **more)
@@ -161,10 +161,10 @@ def hanging(inv: Any) -> Iterator[Config]:
 @pytest.mark.parametrize("space", [numbers, sleeping, hanging])
 def test_a_space_without_an_end_costs_no_more_than_the_budget(space: Callable[[Any], Any]) -> None:
     RELEASE.clear()
-    tuned = contest(registry(space), 4.0)
+    tuned = run_tuner(registry(space), 4.0)
     RELEASE.set()
     assert {0, 1} <= measured(tuned)
-    assert len(tuned.entries) <= _contest.MOST + 2
+    assert len(tuned.entries) <= _measurement.MAX_VARIANTS + 2
     shortfall = tuned.records[0].provenance.shortfall
     assert shortfall is not None
     assert shortfall.budget_s == 4.0
@@ -172,7 +172,7 @@ def test_a_space_without_an_end_costs_no_more_than_the_budget(space: Callable[[A
 
 
 def test_a_space_that_only_repeats_itself_is_at_its_end() -> None:
-    tuned = contest(registry(repeating), 10.0)
+    tuned = run_tuner(registry(repeating), 10.0)
     assert measured(tuned) == {0, 1}
     assert tuned.records[0].provenance.shortfall is None
 
@@ -183,14 +183,14 @@ def test_a_space_that_hangs_at_once_leaves_the_heuristics_own() -> None:
         return []
 
     RELEASE.clear()
-    tuned = contest(registry(space), 2.0)
+    tuned = run_tuner(registry(space), 2.0)
     RELEASE.set()
     assert (measured(tuned), tuned.best.backend in ("kinds", "reference")) == ({0}, True)
 
 
 def test_what_is_compiled_slowly_is_measured_all_the_same() -> None:
     # Longer than compiling may take, if there were anything else to measure.
-    tuned = contest(registry(lambda inv: [Config(1), Config(2)], lambda number: time.sleep(1.7)), 4.0)
+    tuned = run_tuner(registry(lambda inv: [Config(1), Config(2)], lambda number: time.sleep(1.7)), 4.0)
     assert 0 in measured(tuned)
 
 
@@ -199,7 +199,7 @@ def test_a_fault_of_a_space_is_told_and_what_it_gave_before_takes_part() -> None
         yield Config(1)
         raise KeyError("no table")
 
-    tuned = contest(registry(space), 20.0)
+    tuned = run_tuner(registry(space), 20.0)
     assert measured(tuned) == {0, 1}
     assert "triple.kinds: config_space raised KeyError: 'no table'" in tuned.notes
 
@@ -295,7 +295,7 @@ def test_a_shortfall_of_other_versions_is_left_as_it_is() -> None:
     other = attrs.evolve(record.provenance, software={"jax": "0.0"})
     fresh.forget()
     fresh.remember(key, attrs.evolve(record, provenance=other))
-    tuned = contest(fresh, 20.0, record=attrs.evolve(record, provenance=other))
+    tuned = run_tuner(fresh, 20.0, record=attrs.evolve(record, provenance=other))
     assert measured(tuned) == {0, 1, 2, 3}
     assert {0, 1, 2, 3} <= set(compiler.compiled)  # nothing that was measured with them counts here
 

@@ -15,6 +15,7 @@ from ejkernel_core import Operation, Registry, Unsupported, hookimpl
 from ejkernel_core._choice import candidates_for
 from ejkernel_tuning import DIED, Entry, Trial, Tuned
 from ejkernel_tuning._autotune import tune
+from ejkernel_tuning._measurement import NO_WINNER
 
 X = jnp.arange(1.0, 9.0)
 
@@ -94,16 +95,16 @@ def registry(reference: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None
     return fresh
 
 
-def contest(fresh: Registry, budget_s: float = 20.0, **more: Any) -> Tuned:
+def run_tuner(fresh: Registry, budget_s: float = 20.0, **more: Any) -> Tuned:
     inv = fresh.invocation("triple", X)
     candidates, _ = candidates_for(inv, fresh.kernels(inv.op)[0], None, None)
     return tune(inv, candidates, fresh.judge(inv), budget_s, {"x": X}, calls=(1, 4), **more)
 
 
-def check_nobody_wins(tuned: Tuned, why: str) -> None:
+def check_no_config_is_selected(tuned: Tuned, why: str) -> None:
     assert tuned.records == ()
     assert tuned.best is None
-    assert "results differ, and no reference could say which are right: nobody wins" in tuned.notes
+    assert NO_WINNER in tuned.notes
     (checked,) = (note for note in tuned.notes if note.startswith("checked against"))
     assert why in checked
 
@@ -121,12 +122,12 @@ FAILING = {
 
 @pytest.mark.parametrize("how", FAILING)
 @pytest.mark.parametrize("rank", [0, None], ids=["taking part", "beside the contest"])
-def test_nobody_wins(how: str, rank: int | None) -> None:
+def test_no_config_is_selected(how: str, rank: int | None) -> None:
     reference, budget_s, why = FAILING[how]
-    check_nobody_wins(contest(registry(reference, rank), budget_s), why)
+    check_no_config_is_selected(run_tuner(registry(reference, rank), budget_s), why)
 
 
-def test_nobody_wins_where_the_reference_does_not_load(distribution: Any) -> None:
+def test_no_config_is_selected_where_the_reference_does_not_load(distribution: Any) -> None:
     distribution(
         "broken-dist",
         {"broken_kernel": "raise ImportError('no driver')"},
@@ -145,18 +146,20 @@ def test_nobody_wins_where_the_reference_does_not_load(distribution: Any) -> Non
             name,
         )
     fresh.register(Operation(name="triple", signature=lambda x: None, outputs=lambda a: (a["x"],)))
-    tuned = contest(fresh)
-    check_nobody_wins(tuned, "there is no reference")
+    tuned = run_tuner(fresh)
+    check_no_config_is_selected(tuned, "there is no reference")
     assert any("the reference is broken" in note and "no driver" in note for note in tuned.notes)
 
 
-def test_nobody_wins_where_the_reference_took_processes_with_it() -> None:
+def test_no_config_is_selected_where_the_reference_took_processes_with_it() -> None:
     dead = Entry("reference", None, reason=f"{DIED} while it was run, twice")
-    check_nobody_wins(contest(registry((nothing, good)), earlier=(dead,)), f"triple.reference: {DIED} while it was run")
+    check_no_config_is_selected(
+        run_tuner(registry((nothing, good)), earlier=(dead,)), f"triple.reference: {DIED} while it was run"
+    )
 
 
 def test_a_suspected_reference_is_still_asked() -> None:
-    tuned = contest(registry((nothing, good)), suspects=(Trial("reference", None, "running"),))
+    tuned = run_tuner(registry((nothing, good)), suspects=(Trial("reference", None, "running"),))
     assert tuned.best.cfg in (Config(3), None)  # None is the reference's own
     assert "checked against triple.reference" in tuned.notes
 
@@ -164,14 +167,14 @@ def test_a_suspected_reference_is_still_asked() -> None:
 @pytest.mark.parametrize("is_checked", [False, True])
 def test_what_an_interrupted_contest_measured_counts_if_the_reference_saw_it(is_checked: bool) -> None:
     earlier = (Entry("kinds", Config(2), 1e-9, is_checked=is_checked),)
-    tuned = contest(registry((nothing, good)), earlier=earlier)
+    tuned = run_tuner(registry((nothing, good)), earlier=earlier)
     assert (tuned.best.cfg == Config(2)) == is_checked
 
 
-def test_nobody_wins_by_what_an_interrupted_contest_measured_without_a_reference() -> None:
+def test_no_config_is_selected_by_what_an_interrupted_contest_measured_without_a_reference() -> None:
     earlier = (Entry("kinds", Config(2), 1e-9), Entry("kinds", Config(3), reason="wrong: it is another"))
-    check_nobody_wins(contest(registry(None), earlier=earlier), "there is no reference")
-    tuned = contest(registry((nothing, good)), earlier=earlier)  # now there is one, and it knows better
+    check_no_config_is_selected(run_tuner(registry(None), earlier=earlier), "there is no reference")
+    tuned = run_tuner(registry((nothing, good)), earlier=earlier)  # now there is one, and it knows better
     reasons = {e.cfg: e.reason for e in tuned.entries if e.backend == "kinds"}
     assert reasons[Config(2)].startswith("wrong")
     assert not reasons[Config(3)].startswith("wrong")
@@ -179,5 +182,5 @@ def test_nobody_wins_by_what_an_interrupted_contest_measured_without_a_reference
 
 def test_where_all_agree_the_fastest_wins_without_a_reference() -> None:
     fresh = registry(None)
-    tuned = contest(fresh, configs=[Config(2)])
+    tuned = run_tuner(fresh, configs=[Config(2)])
     assert tuned.best.cfg == Config(2)

@@ -72,10 +72,10 @@ def record_invocation(kernel: Any, inv: Any) -> None:
     >>> stop_recording()
     """
     import ejkernel_tuning
-    from ejkernel_tuning._calls import recorded
+    from ejkernel_tuning._calls import process_recorder
 
     ejkernel_tuning.record_invocation(kernel, inv)
-    recording.start(recorded)
+    recording.start(process_recorder)
 
 
 def stop_recording() -> None:

@@ -1,4 +1,4 @@
-"""Measuring: one function, one call, or all that a program calls."""
+"""Tuning: measure a function, a call, or all calls of a program."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ._calls import (
     recording,
 )
 from ._labels import Label, extract_labels_from_hlo_text, find_labels_in_lowered, label, labels_to_configs
-from ._measuring import Elapsed, get_memory_usage, timer
 from ._result import Tuned, TuningResult
 from ._timing import Timing, benchmark
+from ._usage import Elapsed, get_memory_usage, timer
 
 __all__ = [
     "DIED",

@@ -1,4 +1,4 @@
-"""From a call to a contest, and from a contest to what is remembered."""
+"""``tune``: measure one invocation, and make the records."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ejkernel_core._kernel import Invocation, LoadedKernel, version_changes
 from ejkernel_core._measurement import Entry, Progress, Trial
 from ejkernel_core._records import Provenance, Record, Shortfall
 
-from ._contest import Contest, Entrant
-from ._field import Field, Past
+from ._measurement import Measurement, Variant
 from ._result import Tuned, records_of
-from ._threads import Settings, StillRunningError, in_thread
+from ._threads import Settings, StillRunningError, run_in_thread
+from ._variants import KnownResults, VariantSource
 
-#: The key of the random numbers that inputs are made of.
+#: The seed of the random inputs.
 SEED = 20
-#: In these seconds inputs are there, or the device does not answer.
+#: If making the inputs takes longer, the device does not answer.
 INPUTS_S = 120.0
 
 
@@ -42,12 +42,12 @@ def tune(
     suspects: Sequence[Trial] = (),
     record: Record | None = None,
 ) -> Tuned:
-    """Measure every configuration of the candidates on these inputs, or on some that the operation makes. Nobody wins
-    whose results are not those of the ``judge``.
+    """Measure every configuration of the candidates, on these inputs or on samples of the operation. A configuration
+    with wrong results, compared with those of the ``judge``, is never selected.
 
-    ``calls`` is how many are made of each before it is measured, and how many are measured of those that come far. What
-    is known of ``earlier`` ones is not measured again, ``suspects`` are tried last and alone, and where a ``record``
-    comes of a budget that was too short, those that are missing race against its winner.
+    ``calls`` is the number of warm-up calls, and that of measured calls for configurations that stay to the end.
+    ``earlier`` results are not measured again, and ``suspects`` are tried last, one at a time. With the ``record`` of a
+    measurement that ran out of time, its configuration is compared with those that were not reached.
 
     >>> import ejkernel_core
     >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
@@ -56,96 +56,104 @@ def tune(
     >>> [entry.backend for entry in tune(plan.invocation, [candidate], plan.kernel, budget_s=30, calls=(1, 2)).entries]
     ['reference']
     """
-    started = time.monotonic()
-    placed = _placed(inv, inputs)
-    past = Past(earlier, suspects, record if record and _is_of_here(record, candidates) else None)
-    field = Field(inv, candidates, judge, None if configs is None else list(configs), past, started + budget_s)
-    entrants = field.first()
+    start = time.monotonic()
+    inputs_on_device = _place_inputs(inv, inputs)
+    known = KnownResults(earlier, suspects, record if record and _has_same_versions(record, candidates) else None)
+    source = VariantSource(inv, candidates, judge, None if configs is None else list(configs), known, start + budget_s)
+    variants = source.first_variants()
 
     def progress(interrupted: bool = False) -> Progress:
-        seconds = time.monotonic() - started
-        entries = _entries(entrants, None)
-        return Progress(inv, entries, seconds, budget_s, trials=contest.trials, interrupted=interrupted)
+        seconds = time.monotonic() - start
+        entries = _entries(variants, None)
+        return Progress(inv, entries, seconds, budget_s, trials=measurement.trials, interrupted=interrupted)
 
-    contest = Contest(
-        inv, placed, entrants, field.deadline, field.judge(entrants), lambda: report(progress()), *calls, field.others()
+    measurement = Measurement(
+        inv,
+        inputs_on_device,
+        variants,
+        source.deadline,
+        source.reference_variant(variants),
+        lambda: report(progress()),
+        *calls,
+        source.others(),
     )
     try:
-        winner = contest.run()
-    except BaseException:  # Ctrl-C, above all
+        winner = measurement.run()
+    except BaseException:  # mostly Ctrl-C
         report(progress(interrupted=True))
         raise
     software = {name: version for candidate in candidates for name, version in candidate.kernel.software.items()}
-    return _outcome(contest, winner, software, field.notes, budget_s, started)
+    return _make_result(measurement, winner, software, source.notes, budget_s, start)
 
 
-def _placed(inv: Invocation, inputs: dict[str, jax.Array] | None) -> dict[str, jax.Array]:
-    """The inputs on one device, wherever the caller has them."""
+def _place_inputs(inv: Invocation, inputs: dict[str, jax.Array] | None) -> dict[str, jax.Array]:
+    """Copy the inputs to the one device that measures."""
     settings = Settings.of(inv)
 
     def place() -> Any:
-        return jax.device_put(made(inv) if inputs is None else inputs, settings.device)
+        return jax.device_put(sample_inputs(inv) if inputs is None else inputs, settings.device)
 
     try:
-        placed: dict[str, jax.Array] = in_thread(place, INPUTS_S, settings)  # because a trace may be going on here
+        # In a thread, because this one may be tracing.
+        inputs_on_device: dict[str, jax.Array] = run_in_thread(place, INPUTS_S, settings)
     except StillRunningError:
         raise Unsupported(
             f"there were no inputs to measure with after {INPUTS_S:g} s: does the device answer?"
         ) from None
-    return placed
+    return inputs_on_device
 
 
-def _outcome(
-    contest: Contest,
-    winner: Entrant | None,
+def _make_result(
+    measurement: Measurement,
+    winner: Variant | None,
     software: dict[str, str],
     faults: Sequence[str],
     budget_s: float,
-    started: float,
+    start: float,
 ) -> Tuned:
-    inv, entries = contest.inv, _entries(contest.entrants, winner)
-    shortfall = _shortfall(contest, entries, budget_s)
-    checked = [f"checked against {contest.checked_against}"] if contest.checked_against else []
-    notes = (*checked, *faults, *contest.notes, *([str(shortfall)] if shortfall else []))
+    inv, entries = measurement.inv, _entries(measurement.variants, winner)
+    shortfall = _shortfall(measurement, entries, budget_s)
+    check_notes = [f"checked against {measurement.expected_source}"] if measurement.expected_source else []
+    notes = (*check_notes, *faults, *measurement.notes, *([str(shortfall)] if shortfall else []))
     records = () if winner is None else records_of(entries, _provenance(inv, entries, software, shortfall))
-    return Tuned(inv.tuning_keys, str(inv), entries, records, time.monotonic() - started, notes)
+    return Tuned(inv.tuning_keys, str(inv), entries, records, time.monotonic() - start, notes)
 
 
-def _is_of_here(record: Record, candidates: Sequence[Candidate]) -> bool:
-    """Whether its times say something about those that are measured now."""
+def _has_same_versions(record: Record, candidates: Sequence[Candidate]) -> bool:
+    """Whether the record's times can be compared with those that are measured now."""
     return record.provenance is not None and not any(version_changes(record, candidate) for candidate in candidates)
 
 
-def _shortfall(contest: Contest, entries: Sequence[Entry], budget_s: float) -> Shortfall | None:
-    unreached = sum(not entry.is_reached for entry in entries) or int(contest.has_uncounted)
+def _shortfall(measurement: Measurement, entries: Sequence[Entry], budget_s: float) -> Shortfall | None:
+    unreached = sum(not entry.is_reached for entry in entries) or int(measurement.has_uncounted)
     return Shortfall(unreached, float(budget_s)) if unreached else None
 
 
-def made(inv: Invocation) -> dict[str, jax.Array]:
-    """Inputs for an abstract invocation: the operation's own samples, else normal numbers, zeros and True."""
+def sample_inputs(inv: Invocation) -> dict[str, jax.Array]:
+    """Inputs for an abstract invocation: the samples of the operation, or else normal numbers, zeros and True."""
     key = jax.random.key(SEED)
     samples = inv.operation.samples if inv.operation else None
-    full = samples(inv.arguments, key) if samples else _drawn(inv.arguments, key)
-    return {name: full[name] for name, value in inv.arguments.items() if _is_array(value)}
+    arguments = samples(inv.arguments, key) if samples else _random_arguments(inv.arguments, key)
+    return {name: arguments[name] for name, value in inv.arguments.items() if _is_array(value)}
 
 
-def _drawn(arguments: Any, key: Any) -> dict[str, Any]:
+def _random_arguments(arguments: Any, key: Any) -> dict[str, Any]:
     def draw(number: int, like: Any) -> Any:
         if jnp.issubdtype(like.dtype, jnp.floating):
             return jax.random.normal(jax.random.fold_in(key, number), like.shape, jnp.float32).astype(like.dtype)
-        # Integers may be places or lengths: 0 is right more often than any other.
+        # Integers may be positions or lengths, for which 0 is mostly valid.
         return jnp.full(like.shape, like.dtype == jnp.bool_, like.dtype)
 
-    return {name: draw(n, v) for n, (name, v) in enumerate(arguments.items()) if _is_array(v)}
+    return {name: draw(number, v) for number, (name, v) in enumerate(arguments.items()) if _is_array(v)}
 
 
 def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _entries(entrants: Sequence[Entrant], winner: Entrant | None) -> tuple[Entry, ...]:
-    ordered = sorted(entrants, key=lambda e: (e is not winner, e.reason is not None, e.milliseconds))
-    return tuple(entrant.entry for entrant in ordered)
+def _entries(variants: Sequence[Variant], winner: Variant | None) -> tuple[Entry, ...]:
+    ordered = sorted(variants, key=lambda e: (e is not winner, e.reason is not None, e.milliseconds))
+    return tuple(variant.entry for variant in ordered)
 
 
 def _provenance(

@@ -1,4 +1,4 @@
-"""What a compiled program calls, read out of its text; and from these labels to configurations."""
+"""Read the labels of kernels from the text of a compiled program, and the configurations from the labels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ejkernel_core import Key, Record, RecordError, from_json
 from ejkernel_core._labels import digest_label, field_types, nested_class, value_text
 from ejkernel_core._records import SCHEMA
 
-#: Of a call, ``flash_attention.xla(q_block=256,kv_block=256)``, or of one's own, ``label(my_attention)``.
+#: The label of a call, ``flash_attention.xla(q_block=256,kv_block=256)``, or a custom one, ``label(my_attention)``.
 _LABEL = re.compile(
     r"(?<![\w.%~-])(?:label\(([\w.-]+)\)|([\w.%~-]+)\.([\w%~-]+)\(([0-9a-f]{12}|[\w%~]+=[\w.%~+=,-]*|)\))", re.ASCII
 )
@@ -32,9 +32,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Label:
     """One label of a compiled program."""
 
-    #: Of the operation; or what was given to ``label``.
+    #: The name of the operation, or of a custom label.
     name: str
-    #: None for a label that ``label`` made.
+    #: None for a custom label.
     backend: str | None = None
     #: The fields of the configuration, "q_block=256,kv_block=256"; or a digest of it.
     config: str | None = None
@@ -44,7 +44,7 @@ class Label:
 
 
 def label(name: str) -> Callable[[Function], Function]:
-    """Mark everything that a function does, so that it is found in compiled code.
+    """Give a function a custom label, by which it can be found in compiled code.
 
     >>> @label("my_attention")
     ... def double(x):
@@ -55,19 +55,19 @@ def label(name: str) -> Callable[[Function], Function]:
     if not re.fullmatch(r"[\w.-]+", name):
         raise ValueError(f"label: takes letters, digits, '_', '.' and '-', which survive compilation; got {name!r}")
 
-    def mark(function: Function) -> Function:
+    def add_label(function: Function) -> Function:
         @functools.wraps(function)
-        def marked(*args: Any, **kwargs: Any) -> Any:
+        def labelled(*args: Any, **kwargs: Any) -> Any:
             with jax.named_scope(f"label({name})"):
                 return function(*args, **kwargs)
 
-        return marked  # type: ignore[return-value]
+        return labelled  # type: ignore[return-value]
 
-    return mark
+    return add_label
 
 
 def find_labels_in_lowered(lowered: Any) -> list[Label]:
-    """The labels of a ``jax.stages.Lowered`` or ``Compiled``, each once, in the order of the text.
+    """The labels in a ``jax.stages.Lowered`` or ``Compiled``, each once, in the order of the text.
 
     >>> twice = jax.jit(label("twice")(lambda x: x * 2))
     >>> [label.name for label in find_labels_in_lowered(twice.lower(1.0))]
@@ -79,7 +79,7 @@ def find_labels_in_lowered(lowered: Any) -> list[Label]:
 
 
 def extract_labels_from_hlo_text(hlo_text: str) -> list[Label]:
-    """The labels of a text, StableHLO with locations or HLO, which another process may have written.
+    """The labels in a text, which is HLO or StableHLO with locations. Another process may have written it.
 
     >>> extract_labels_from_hlo_text('op_name="jit(f)/flash_attention.xla(q_block=256,kv_block=128)/mul"')
     [Label(name='flash_attention', backend='xla', config='q_block=256,kv_block=128')]
@@ -87,12 +87,12 @@ def extract_labels_from_hlo_text(hlo_text: str) -> list[Label]:
     return list(dict.fromkeys(_label(*match.groups()) for match in _LABEL.finditer(hlo_text)))
 
 
-def _unquoted(text: str) -> str:
-    return unquote(text, errors="surrogatepass")  # as they are written
+def _unquote(text: str) -> str:
+    return unquote(text, errors="surrogatepass")  # the error handler with which labels are written
 
 
-def _label(own: str | None, name: str, backend: str, config: str) -> Label:
-    return Label(own) if own else Label(_unquoted(name), _unquoted(backend), config)
+def _label(custom_name: str | None, name: str, backend: str, config: str) -> Label:
+    return Label(custom_name) if custom_name else Label(_unquote(name), _unquote(backend), config)
 
 
 def labels_to_configs(
@@ -100,26 +100,26 @@ def labels_to_configs(
     types: Mapping[str, type] | None = None,
     records: Iterable[tuple[Key, Iterable[Record]]] = (),
 ) -> dict[Label, Any]:
-    """The configuration of every call among the labels, by its label.
+    """The configuration for every label of a call.
 
-    ``types`` gives the class by the name of a kernel, "flash_attention.xla". By default it is the installed kernel's.
-    ``RecordError`` tells where a configuration does not fit it.
+    ``types`` has the type of the configurations by the name of a kernel, such as "flash_attention.xla". By default it
+    is that of the installed kernel. ``RecordError`` names the place where a configuration is not of this type.
 
     >>> Config = attrs.make_class("Config", {"block": attrs.field(type=int)}, frozen=True)
-    >>> made = Label("double", "xla", "block=64")
-    >>> labels_to_configs([made], {"double.xla": Config})[made].block
+    >>> call = Label("double", "xla", "block=64")
+    >>> labels_to_configs([call], {"double.xla": Config})[call].block
     64
 
-    ``records``, ``ejkernel_cache.default_cache().items()`` for example, has the configurations whose labels are
-    digests: those with too many fields, or fields that are no short text.
+    A label has a digest in place of a configuration with too many fields, or fields without a short text. These are
+    looked up in ``records``, for example ``ejkernel_cache.default_cache().items()``.
     """
     calls = [label for label in labels if label.backend is not None]
-    remembered = _by_label(records) if any(_is_digest(label) for label in calls) else {}
-    return {label: _config(label, types or {}, remembered) for label in calls}
+    cfg_by_label = _cfg_by_label(records) if any(_is_digest(label) for label in calls) else {}
+    return {label: _config(label, types or {}, cfg_by_label) for label in calls}
 
 
-def _by_label(records: Iterable[tuple[Key, Iterable[Record]]]) -> dict[Label, Any]:
-    pairs = ((key, record) for key, kept in records for record in kept)
+def _cfg_by_label(records: Iterable[tuple[Key, Iterable[Record]]]) -> dict[Label, Any]:
+    pairs = ((key, record) for key, records_of_key in records for record in records_of_key)
     texts = ((digest_label(f"{key.op}.{record.backend}", record.cfg), record.cfg) for key, record in pairs)
     return {extract_labels_from_hlo_text(text)[0]: cfg for text, cfg in texts}
 
@@ -128,47 +128,47 @@ def _is_digest(label: Label) -> bool:
     return bool(label.config) and "=" not in str(label.config)
 
 
-def _config(label: Label, types: Mapping[str, type], remembered: Mapping[Label, Any]) -> Any:
+def _config(label: Label, types: Mapping[str, type], cfg_by_label: Mapping[Label, Any]) -> Any:
     kernel = f"{label.name}.{label.backend}"
     if _is_digest(label):
-        if label not in remembered:
+        if label not in cfg_by_label:
             raise RecordError(f"{label} has a digest for its configuration, and none of the records has it")
-        return remembered[label]
-    kind: Any = types[kernel] if kernel in types else ejkernel_core.config_type(kernel)
-    if kind is None and label.config:
+        return cfg_by_label[label]
+    config_type: Any = types[kernel] if kernel in types else ejkernel_core.config_type(kernel)
+    if config_type is None and label.config:
         raise RecordError(
             f"{label}: no kernel {kernel} that says the type of its configurations is installed; give it in types"
         )
-    if kind in (None, type(None)):
+    if config_type in (None, type(None)):
         return None
-    hints = field_types(kind)
-    fields = {**_defaults(kind, hints), **_given(label)}
-    values = {name: _value(_unquoted(text), hints.get(name)) for name, text in fields.items()}
-    return from_json(json.dumps({"schema": SCHEMA, "fields": values}), kind)
+    hints = field_types(config_type)
+    fields = {**_defaults(config_type, hints), **_label_fields(label)}
+    values = {name: _value(_unquote(text), hints.get(name)) for name, text in fields.items()}
+    return from_json(json.dumps({"schema": SCHEMA, "fields": values}), config_type)
 
 
-def _given(label: Label) -> dict[str, str]:
-    """The fields that are in the label, by name."""
+def _label_fields(label: Label) -> dict[str, str]:
+    """The fields in a label, by name."""
     pairs = [field.partition("=") for field in label.config.split(",")] if label.config else []
-    fields = {_unquoted(name): text for name, _, text in pairs}
+    fields = {_unquote(name): text for name, _, text in pairs}
     if len(fields) < len(pairs) or not all(equals for _, equals, _ in pairs):
         raise RecordError(f"{label}: its fields are damaged; they are written name=value, each once")
     return fields
 
 
-def _defaults(kind: Any, hints: Mapping[str, Any]) -> dict[str, str]:
-    """What would stand in a label for the fields that it may leave out."""
-    fields = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind)
+def _defaults(config_type: Any, hints: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of the default values, which a label may leave out."""
+    fields = attrs.fields(config_type) if attrs.has(config_type) else dataclasses.fields(config_type)
     texts = {field.name: value_text(field.default, hints.get(field.name)) for field in fields}
     return {name: text for name, text in texts.items() if text is not None}
 
 
 def _value(text: str, hint: Any) -> Any:
-    """What stands in a record for the value of a field with this type."""
+    """The value of a field in a record, for its text in a label."""
     if _SIZES.fullmatch(text) and (nested := nested_class(hint)):
         names = [field.name for field in attrs.fields(nested)]
         return dict(zip(names, map(int, filter(None, text.split("x"))), strict=False))
     try:
         return ast.literal_eval(text)
-    except Exception:  # whatever it is, it is a text
+    except Exception:  # it is no Python literal, so it is text
         return text

@@ -1,4 +1,4 @@
-"""How far a measurement is: told to the stores, and shown."""
+"""The progress of a measurement, for stores, terminals, notebooks and the log."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ejkernel_core._kernel import Invocation
 from ejkernel_core._measurement import Entry, Progress
 
 logger = logging.getLogger("ejkernel.tuning")
-#: The log has a line no more often than that.
+#: The shortest time between two lines of the log.
 LOG_S = 1.0
 
 
 class Announcer:
-    """Tells the stores how far one contest is, and whoever sits at the terminal or reads the log."""
+    """Reports the progress of one measurement to the stores, and shows it on a terminal or in the log."""
 
     def __init__(self, report: Callable[[Progress], Any], inv: Invocation, budget_s: float) -> None:
         self._report, self._inv, self._budget_s = report, inv, budget_s
-        self._is_finished, self._logged = False, -math.inf
+        self._is_finished, self._last_log = False, -math.inf
 
     def __call__(self, progress: Progress) -> None:
         self._report(progress)
         self._show(progress)
 
     def finish(self, entries: tuple[Entry, ...] = (), seconds: float = 0.0) -> None:
-        """Say that this is the end, unless that was said."""
+        """Report the end, once."""
         if not self._is_finished:
             self._is_finished = True
             last = Progress(self._inv, entries, seconds, self._budget_s)
@@ -46,17 +46,17 @@ class Announcer:
 
     def _log(self, progress: Progress) -> None:
         now = time.monotonic()
-        if logger.isEnabledFor(logging.INFO) and (progress.finished or now - self._logged >= LOG_S):
-            self._logged = now
+        if logger.isEnabledFor(logging.INFO) and (progress.finished or now - self._last_log >= LOG_S):
+            self._last_log = now
             logger.info("%s", progress)
 
 
 def show(progress: Progress, stream: Any) -> bool:
-    """The line in a notebook, or on a stream that is a terminal; False where there is neither."""
+    """Show the progress in a notebook or on a terminal. False where ``stream`` is neither."""
     width = shutil.get_terminal_size((120, 24)).columns - 1
     line, end = str(progress)[:width], "\n" if progress.finished else ""
     if _is_notebook():
-        # A notebook knows the carriage return, but not how to erase a line.
+        # A notebook supports the carriage return, but cannot erase a line.
         stream, text = sys.stdout, f"\r{line:<{width}}{end}"
     elif stream is not None and stream.isatty():
         text = f"\r\x1b[2K{line}{end}"

@@ -1,4 +1,4 @@
-"""What a contest found out: a table, JSON, an overlay."""
+"""The results of tuning: a table, JSON, an overlay."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from ejkernel_core._scopes import leave, overlay_cache
 
 @attrs.frozen
 class Tuned:
-    """The contest of one invocation."""
+    """The result for one invocation."""
 
-    #: The exact key, and that of the calls that are alike.
+    #: The exact key, and that of its bucket.
     keys: tuple[Key, ...]
     description: str
-    #: The winner first, then by time, then those without one.
+    #: The best one first, then by time, then those without a time.
     entries: tuple[Entry, ...]
-    #: The best of every backend, the winner first; none if nobody was measured.
+    #: The best record of every backend, the fastest first; none if there is no best configuration.
     records: tuple[Record, ...]
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> Entry | None:
-        """The winner."""
+        """The best configuration; None where there is none."""
         return self.entries[0] if self.records else None
 
     def __repr__(self) -> str:
         best = self.best
-        won = "nobody was measured" if best is None else f"{best.backend} with {best.cfg}{_time(best)}"
-        return f"Tuned({one_line(f'{self.keys[0].op}: {won}')})"
+        winner = "no result" if best is None else f"{best.backend} with {best.cfg}{_time(best)}"
+        return f"Tuned({one_line(f'{self.keys[0].op}: {winner}')})"
 
     def __str__(self) -> str:
         rows = [
@@ -62,36 +62,36 @@ class Tuned:
 
 @attrs.frozen
 class TuningResult:
-    """What was tuned. ``with result:`` uses it; ``result | other`` has both, the other's where both have one."""
+    """Results of tuning. ``with result:`` is an overlay. ``result | other`` has both; of equal calls, the other's."""
 
     tuned: tuple[Tuned, ...] = ()
 
     @property
     def best(self) -> Entry:
-        """The winner of the one contest; ``LookupError`` where there were several, or nobody was measured."""
+        """The best configuration of the one call; ``LookupError`` where there are several calls, or no result."""
         if len(self.tuned) != 1:
-            raise LookupError(f"there were {len(self.tuned)} contests: see result.tuned")
+            raise LookupError(f"there are {len(self.tuned)} results: see result.tuned")
         best = self.tuned[0].best
         if best is None:
-            raise LookupError(f"nobody was measured:\n{self}")
+            raise LookupError(f"nothing could be measured:\n{self}")
         return best
 
     @property
     def cfg(self) -> Any:
-        """The winner's configuration."""
+        """The value of the best configuration."""
         return self.best.cfg
 
     def items(self) -> list[tuple[Key, tuple[Record, ...]]]:
         """The records by key, as a store has them."""
-        return [(key, one.records) for one in self.tuned if one.records for key in one.keys]
+        return [(key, tuned.records) for tuned in self.tuned if tuned.records for key in tuned.keys]
 
     def __or__(self, other: TuningResult) -> TuningResult:
-        theirs = {one.keys[0] for one in other.tuned}
-        return TuningResult((*(one for one in self.tuned if one.keys[0] not in theirs), *other.tuned))
+        other_keys = {one.keys[0] for one in other.tuned}
+        return TuningResult((*(one for one in self.tuned if one.keys[0] not in other_keys), *other.tuned))
 
     def __repr__(self) -> str:
-        won = ", ".join(_winner(one) for one in self.tuned)
-        return f"TuningResult({one_line(': '.join(filter(None, (quantity(len(self.tuned), 'contest'), won))))})"
+        winners = ", ".join(map(_winner_text, self.tuned))
+        return f"TuningResult({one_line(': '.join(filter(None, (quantity(len(self.tuned), 'result'), winners))))})"
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.tuned)) or "nothing was tuned"
@@ -107,18 +107,18 @@ class TuningResult:
         leave()
 
     def _check_device(self) -> None:
-        here = {*map(device_name, jax.local_devices()), processor()}
-        there = {key.device for key, _ in self.items()}
-        if there and not there & here:
+        local = {*map(device_name, jax.local_devices()), processor()}
+        measured = {key.device for key, _ in self.items()}
+        if measured and not measured & local:
             raise ValueError(
-                f"this was measured on {', '.join(sorted(there))}, and here there are {', '.join(sorted(here))}: "
+                f"this was measured on {', '.join(sorted(measured))}, and here there are {', '.join(sorted(local))}: "
                 "what is best on one is not on the other"
             )
 
     # -- as text -------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """Everything that is needed to use the result elsewhere: the records with their provenance."""
+        """The records with their provenance as text, to use them in another process."""
         documents = [
             {
                 "keys": [_key(key) for key in one.keys],
@@ -130,25 +130,24 @@ class TuningResult:
 
     @classmethod
     def from_json(cls, text: str, config_type: Callable[[str, str], type | None] | None = None) -> TuningResult:
-        """What ``to_json`` wrote. ``config_type(op, backend)`` gives the type of a kernel's configurations; by default
-        the installed kernel's. ``RecordError`` tells what does not fit.
+        """Read what ``to_json`` wrote. ``config_type(op, backend)`` returns the type of a kernel's configurations; by
+        default it is that of the installed kernel. ``RecordError`` says what cannot be read.
         """
-        kinds = config_type or (lambda op, backend: None)
+        config_type_of = config_type or (lambda op, backend: None)
         try:
             data = json.loads(text)
             if data["schema"] != SCHEMA:
                 raise RecordError(f"$.schema is {data['schema']!r}; this version reads {SCHEMA}")
-            return cls(tuple(_read(document, kinds) for document in data["tuned"]))
+            return cls(tuple(_read(document, config_type_of) for document in data["tuned"]))
         except RecordError:
             raise
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as fault:
             raise RecordError(f"no tuning result: {type(fault).__name__}: {fault}", damaged=True) from fault
 
 
-def _winner(one: Tuned) -> str:
-    best = one.best
-    won = "nobody" if best is None else f"{best.backend}{_time(best)}"
-    return f"{one.keys[0].op} by {won}"
+def _winner_text(tuned: Tuned) -> str:
+    best = tuned.best
+    return f"{tuned.keys[0].op} " + ("without a result" if best is None else f"by {best.backend}{_time(best)}")
 
 
 def _time(entry: Entry) -> str:
@@ -159,10 +158,10 @@ def _key(key: Key) -> dict[str, Any]:
     return attrs.asdict(key)
 
 
-def _read(document: Any, kinds: Callable[[str, str], type | None]) -> Tuned:
+def _read(document: Any, config_type_of: Callable[[str, str], type | None]) -> Tuned:
     keys = tuple(Key(**key) for key in document["keys"])
     texts = [(json.dumps(record), str(record["kernel"])) for record in document["records"]]
-    records = tuple(record_from_json(text, keys[0], _type_of(kernel, kinds)) for text, kernel in texts)
+    records = tuple(record_from_json(text, keys[0], _type_of(kernel, config_type_of)) for text, kernel in texts)
     entries = tuple(
         Entry(record.backend or "", record.cfg, record.provenance.milliseconds if record.provenance else None)
         for record in records
@@ -170,20 +169,20 @@ def _read(document: Any, kinds: Callable[[str, str], type | None]) -> Tuned:
     return Tuned(keys, f"{keys[0]} on {keys[0].device}, read from JSON", entries, records)
 
 
-def _type_of(kernel: str, kinds: Callable[[str, str], type | None]) -> type | None:
+def _type_of(kernel: str, config_type_of: Callable[[str, str], type | None]) -> type | None:
     import ejkernel_core
 
     op, _, backend = kernel.rpartition(".")
-    return kinds(op, backend) or ejkernel_core.config_type(kernel)
+    return config_type_of(op, backend) or ejkernel_core.config_type(kernel)
 
 
 def records_of(entries: Iterable[Entry], provenance: Callable[[Entry], Provenance]) -> tuple[Record, ...]:
-    """The winner, which is the first of the entries, and the best of every other backend that is slower."""
+    """The records of the best entry, which is the first one, and of the best entry of every other backend."""
     winner, *others = entries
     best = {winner.backend: Record(winner.cfg, winner.backend, provenance(winner))}
     for entry in others:
-        is_sound = not entry.reason or entry.reason.startswith("slower")
-        if is_sound and entry.backend not in best and (entry.milliseconds or 0.0) >= (winner.milliseconds or 0.0):
+        is_correct = not entry.reason or entry.reason.startswith("slower")
+        if is_correct and entry.backend not in best and (entry.milliseconds or 0.0) >= (winner.milliseconds or 0.0):
             best[entry.backend] = Record(entry.cfg, entry.backend, provenance(entry))
     return tuple(best.values())
 

@@ -1,4 +1,4 @@
-"""Work in threads that are waited for no longer than there is time."""
+"""Run work in threads, with limits on how long to wait for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ejkernel_core._kernel import Invocation
 
 
 class StillRunningError(Exception):
-    """What cannot be interrupted was left behind, in this thread."""
+    """The work is not done in time. It cannot be interrupted, so it is left behind in this thread."""
 
     def __init__(self, thread: threading.Thread) -> None:
         super().__init__(thread)
@@ -30,19 +30,19 @@ class StillRunningError(Exception):
 
 @attrs.frozen
 class Settings:
-    """JAX's settings that are a thread's own, and the device to run on."""
+    """The settings of JAX that belong to a thread, and the device to run on."""
 
     numerics: _lowering.Settings
     device: Any
 
     @classmethod
     def of(cls, inv: Invocation) -> Settings:
-        """As they are, on the device that the invocation is for."""
+        """The current settings, with the device of the invocation."""
         return attrs.evolve(cls.here(), device=jax.local_devices(backend=inv.platform)[0])
 
     @classmethod
     def here(cls) -> Settings:
-        """As they are, without a device of its own."""
+        """The current settings, with the current device."""
         config: Any = jax.config
         return cls(_lowering.Settings.here(), config.jax_default_device)
 
@@ -52,39 +52,39 @@ class Settings:
             yield
 
 
-def in_thread(work: Callable[[], Any], seconds: float | None, settings: Settings) -> Any:
-    """What ``work`` returns, from a thread of its own, where no tracer is near; ``StillRunningError`` if it is late."""
-    answers: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+def run_in_thread(work: Callable[[], Any], seconds: float | None, settings: Settings) -> Any:
+    """Run ``work`` in a new thread, outside of any trace. Return its result, or raise ``StillRunningError`` if late."""
+    outcomes: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             with settings.in_effect():
-                answers.put((True, work()))
-        except BaseException as fault:  # handed over to who waits
-            answers.put((False, fault))
+                outcomes.put((True, work()))
+        except BaseException as fault:  # raised again by the thread that waits
+            outcomes.put((False, fault))
 
-    thread = started(run)
+    thread = start_thread(run)
     try:
-        good, answer = answers.get(timeout=seconds)
+        is_result, outcome = outcomes.get(timeout=seconds)
     except queue.Empty:
         raise StillRunningError(thread) from None
-    if not good:
-        raise answer
-    return answer
+    if not is_result:
+        raise outcome
+    return outcome
 
 
 # -- the end of the process ------------------------------------------------------------------------------------------
 
-#: Threads that may be in XLA. One that comes back from there while Python ends takes the process down, so the end waits
-#: for them: for a while, because what hangs for ever does not come back.
+#: Threads that may be running XLA. One that returns from there while Python ends crashes the process, so its end waits
+#: for them. The wait is limited, because one may hang forever.
 _running: set[threading.Thread] = set()
 LAST_WAIT_S = 10.0
-#: And so long where somebody pressed Ctrl-C, and waits.
+#: The limit after Ctrl-C, when a user waits.
 INTERRUPTED_WAIT_S = 2.0
 
 
-def started(work: Callable[[], None]) -> threading.Thread:
-    """A thread at work, which the end of the process waits for."""
+def start_thread(work: Callable[[], None]) -> threading.Thread:
+    """Start a thread that the end of the process waits for."""
 
     def run() -> None:
         try:
@@ -93,7 +93,7 @@ def started(work: Callable[[], None]) -> threading.Thread:
             _running.discard(thread)
 
     thread = threading.Thread(target=run, daemon=True)
-    _running.add(thread)  # before it starts: Ctrl-C comes at any moment
+    _running.add(thread)  # before it starts, because Ctrl-C may come at any moment
     thread.start()
     return thread
 
@@ -113,12 +113,12 @@ def _wait_for_threads() -> None:
 
 
 def _is_interrupted() -> bool:
-    """Whether Python ends because of a Ctrl-C that nobody caught. At a prompt, it goes on after one."""
+    """Whether Python ends because of an uncaught Ctrl-C. An interactive Python goes on after one."""
     return getattr(sys, "last_type", None) is KeyboardInterrupt and not hasattr(sys, "ps1")
 
 
 def _end_as_interrupted() -> None:
-    """End as Python does after its traceback, by the signal, while the threads that hang cannot do any harm yet."""
+    """End the process by the signal, as Python does after its traceback, before threads that hang can crash it."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -1,4 +1,4 @@
-"""How long a function takes: on the device where the device says so, else by the clock with the dispatch amortised."""
+"""The time of a function: from the device's profile if there is one, else by the clock, with the dispatch amortised."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any
 
 import jax
 
-#: A sample by the clock takes at least this long: many calls where one is short.
+#: The shortest time of a sample by the clock. A sample of a short function is many calls.
 SAMPLE_S = 1e-3
-#: Enough samples to stop early, once the interval around their median is narrow.
-ENOUGH = 8
-#: Half the interval over the median at which it is narrow.
-NARROW = 0.02
+#: The fewest samples before measuring may stop early, which it does once the interval of their median is narrow.
+MIN_SAMPLES = 8
+#: An interval is narrow if half of it is less than this part of the median.
+NARROW_INTERVAL = 0.02
 
 
-#: JAX has one profiler.
-_one_at_a_time = threading.Lock()
+#: JAX has one profiler for the process.
+_profiler_lock = threading.Lock()
 
 
 class Timing(float):
-    """Milliseconds of one call: the median, with everything that was measured."""
+    """The median time of one call in milliseconds, with all samples."""
 
     samples: tuple[float, ...]
     #: "device" or "clock".
@@ -39,7 +39,7 @@ class Timing(float):
 
     @property
     def spread(self) -> float:
-        """The distance of the quartiles, in milliseconds."""
+        """The distance between the quartiles, in milliseconds."""
         if len(self.samples) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
@@ -51,12 +51,12 @@ class Timing(float):
 
 
 def benchmark(fn: Callable[..., Any], *args: Any, num_warmup: int = 3, num_iters: int = 100) -> Timing:
-    """How long ``fn(*args)`` takes, in milliseconds: a float with ``spread``, ``samples`` and their ``source``.
+    """The time of ``fn(*args)`` in milliseconds: a float with ``spread``, ``samples`` and their ``source``.
 
-    At most ``num_iters`` samples are taken, fewer once the median is known well. On a GPU the time is that of the
-    device, from XLA's profile, so that Python never decides; elsewhere a sample is by the clock, over as many calls in
-    a row as fill a millisecond.
-    ``fn`` may return any pytree. What it returns has to be all that it does: other work is not waited for.
+    At most ``num_iters`` samples are taken, and fewer once the median is known well. On a GPU, XLA's profile has the
+    time of the device, without that of Python. Elsewhere, a sample is the time by the clock of as many calls in a row
+    as fill a millisecond.
+    ``fn`` may return any pytree. Work that its results do not depend on is not waited for.
 
     >>> timing = benchmark(jax.numpy.sin, 1.0, num_warmup=1, num_iters=5)
     >>> timing > 0, 1 <= len(timing.samples) <= 5
@@ -69,7 +69,7 @@ def benchmark(fn: Callable[..., Any], *args: Any, num_warmup: int = 3, num_iters
         out = fn(*args)
     jax.block_until_ready(out)
     if num_warmup == 0:
-        jax.block_until_ready(fn(*args))  # compiling is no part of it
+        jax.block_until_ready(fn(*args))  # compilation is not measured
     if jax.default_backend() == "gpu":
         samples = on_device(fn, args, num_iters)
         if samples:
@@ -78,7 +78,7 @@ def benchmark(fn: Callable[..., Any], *args: Any, num_warmup: int = 3, num_iters
 
 
 def by_clock(fn: Callable[..., Any], args: Sequence[Any], calls: int, until: float = math.inf) -> list[float]:
-    """Samples of one call in milliseconds, each over as many calls as fill ``SAMPLE_S``; one at least."""
+    """Samples of one call in milliseconds, each over as many calls as fill ``SAMPLE_S``. There is at least one."""
     batch = batch_size(fn, args)
     samples: list[float] = []
     while len(samples) < calls and not _is_enough(samples, until):
@@ -87,16 +87,16 @@ def by_clock(fn: Callable[..., Any], args: Sequence[Any], calls: int, until: flo
 
 
 def batch_size(fn: Callable[..., Any], args: Sequence[Any]) -> int:
-    """How many calls fill ``SAMPLE_S``."""
+    """The number of calls that fill ``SAMPLE_S``."""
     return max(1, math.ceil(SAMPLE_S / max(seconds(fn, args, 1), 1e-9)))
 
 
 def _is_enough(samples: Sequence[float], until: float) -> bool:
-    return bool(samples) and (time.monotonic() > until or (len(samples) >= ENOUGH and _is_narrow(samples)))
+    return bool(samples) and (time.monotonic() > until or (len(samples) >= MIN_SAMPLES and _is_narrow(samples)))
 
 
 def seconds(fn: Callable[..., Any], args: Sequence[Any], calls: int) -> float:
-    """What one of so many calls in a row takes."""
+    """The time of one call, averaged over this many calls in a row."""
     start = time.perf_counter()
     for _ in range(calls):
         out = fn(*args)
@@ -105,35 +105,35 @@ def seconds(fn: Callable[..., Any], args: Sequence[Any], calls: int) -> float:
 
 
 def _is_narrow(samples: Sequence[float]) -> bool:
-    """Whether the 95 % interval of the median, from the order of the samples, is narrow."""
+    """Whether the 95 % interval of the median, by order statistics, is narrow."""
     ordered, half = sorted(samples), math.sqrt(len(samples))
     low = max(0, math.floor(len(ordered) / 2 - half))
     high = min(len(ordered) - 1, math.ceil(len(ordered) / 2 + half))
-    return ordered[high] - ordered[low] <= 2 * NARROW * statistics.median(ordered)
+    return ordered[high] - ordered[low] <= 2 * NARROW_INTERVAL * statistics.median(ordered)
 
 
 def on_device(fn: Callable[..., Any], args: Sequence[Any], calls: int, until: float = math.inf) -> list[float]:
-    """Samples of one call in milliseconds, from the profile of the device; none where it has nothing to tell."""
+    """Samples of one call in milliseconds, from the profile of the device; none where it has no times."""
     # Short runs first: a profile cannot be stopped early, and one long run would measure more than is needed.
     samples: list[float] = []
     while len(samples) < calls and not _is_enough(samples, until):
-        more = _profiled(fn, args, min(max(ENOUGH, len(samples)), calls - len(samples)))
-        if not more:
+        new_samples = _profile(fn, args, min(max(MIN_SAMPLES, len(samples)), calls - len(samples)))
+        if not new_samples:
             return []
-        samples += more
+        samples += new_samples
     return samples
 
 
-def _profiled(fn: Callable[..., Any], args: Sequence[Any], calls: int) -> list[float]:
+def _profile(fn: Callable[..., Any], args: Sequence[Any], calls: int) -> list[float]:
     with tempfile.TemporaryDirectory(prefix="ejkernel-profile-") as folder:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         options.host_tracer_level = 0
-        options.enable_hlo_proto = False  # the texts of all programs that are loaded would be written every time
-        with _one_at_a_time:
+        options.enable_hlo_proto = False  # it would write the text of every loaded program each time
+        with _profiler_lock:
             try:
                 jax.profiler.start_trace(folder, profiler_options=options)
-            except RuntimeError:  # the program is being profiled: the clock has to do
+            except RuntimeError:  # the program is being profiled already
                 return []
             try:
                 for _ in range(calls):
@@ -141,11 +141,11 @@ def _profiled(fn: Callable[..., Any], args: Sequence[Any], calls: int) -> list[f
             finally:
                 jax.profiler.stop_trace()
         files = list(Path(folder).rglob("*.xplane.pb"))
-        return _busy(jax.profiler.ProfileData.from_file(str(files[0])), calls) if files else []
+        return _device_times(jax.profiler.ProfileData.from_file(str(files[0])), calls) if files else []
 
 
-def _busy(profile: Any, calls: int) -> list[float]:
-    """The time that kernels took on the device, call by call, where every call left equally many of them."""
+def _device_times(profile: Any, calls: int) -> list[float]:
+    """The device time of each call, where all calls have equally many spans; else their mean."""
     spans = sorted(
         (event.start_ns, event.duration_ns)
         for plane in profile.planes
@@ -158,6 +158,6 @@ def _busy(profile: Any, calls: int) -> list[float]:
         return []
     if len(spans) % calls:
         return [sum(duration for _, duration in spans) / calls * 1e-6]
-    each = len(spans) // calls
-    groups = (spans[i : i + each] for i in range(0, len(spans), each))
+    spans_per_call = len(spans) // calls
+    groups = (spans[i : i + spans_per_call] for i in range(0, len(spans), spans_per_call))
     return [sum(duration for _, duration in group) * 1e-6 for group in groups]

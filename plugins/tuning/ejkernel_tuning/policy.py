@@ -1,4 +1,4 @@
-"""The policy ``tuner``: a call that nothing is remembered for is measured, where the scope's policy says so."""
+"""The policy ``tuner``. It measures a call for which no store has a record, where the scope's policy is to measure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from ejkernel_core._kernel import LoadedKernel
 from ejkernel_core._measurement import Earlier, Progress
 
 from ._autotune import tune
+from ._measurement import NO_WINNER
 from ._progress import Announcer
 from ._result import Tuned
 
-#: Behind every other tuner: who installs one means it.
+#: Low, so that any other tuner that is installed comes first.
 RANK = 20
 
 
@@ -28,7 +29,7 @@ def measure(
     record: Record | None,
     report: Callable[[Progress], None],
 ) -> tuple[Record, ...]:
-    """All configurations of all candidates, within the policy's budget."""
+    """Measure all configurations of all candidates, within the policy's budget."""
     announcer = Announcer(report, inv, scope.policy.budget_s)
     try:
         tuned = tune(
@@ -42,9 +43,9 @@ def measure(
             record=record,
         )
         if not tuned.records:
-            # What was found out is nothing to go on from.
+            # The announcer finishes without entries, so the next measurement starts from the beginning.
             if record is None:
-                _warn_of_nothing(tuned, scope)
+                _warn_of_no_result(tuned, scope)
             raise Unsupported(f"nothing could be measured:\n{tuned}")
         announcer.finish(tuned.entries, tuned.seconds)
     finally:
@@ -52,9 +53,9 @@ def measure(
     return tuned.records
 
 
-def _warn_of_nothing(tuned: Tuned, scope: Scope) -> None:
+def _warn_of_no_result(tuned: Tuned, scope: Scope) -> None:
     reason = next((e.reason for e in tuned.entries if e.is_usual and e.reason), "")
-    why = next((note for note in tuned.notes if "nobody wins" in note), reason)
+    why = next((note for note in tuned.notes if NO_WINNER in note), reason)
     warnings.warn(
         f"{tuned.description}: nothing could be measured within {scope.policy.budget_s:g} s ({why}), so it runs as it "
         "would without tuning, which explain shows. Give it more time, policy_override(budget_s=...), or see what is "

@@ -1,4 +1,4 @@
-"""What a part of a program takes: seconds, with the work waited for, and bytes."""
+"""The time and memory that a part of a program uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATM = Path("/proc/self/statm")
 
 
 class Elapsed:
-    """What ``timer`` found out."""
+    """The result of ``timer``."""
 
     #: None until the ``with`` block has ended.
     seconds: float | None = None
@@ -32,11 +32,12 @@ class Elapsed:
 
 @contextlib.contextmanager
 def timer(name: str = "Operation") -> Iterator[Elapsed]:
-    """Print how long a ``with`` block takes, with the work that JAX does for it; what is entered has the ``seconds``.
+    """Print the time of a ``with`` block, including the work that JAX does for it. The ``seconds`` are also in the
+    object that the block gets.
 
-    JAX returns before it has computed. So what is on its way in arrays of the default backend is waited for, at the
-    beginning, that it does not count, and at the end, that it does. Work whose results are dropped inside the block is
-    not waited for. A block that raises prints too: how long something took to fail is worth knowing.
+    JAX returns before it has computed. At the beginning and at the end, the timer waits for all arrays of the default
+    backend, so that earlier work does not count and the block's work does. It does not wait for work whose results are
+    dropped inside the block. The time is printed also where the block raises.
 
     >>> with timer("Adding") as elapsed:  # doctest: +ELLIPSIS
     ...     total = jax.numpy.ones(1000).sum()
@@ -57,17 +58,17 @@ def timer(name: str = "Operation") -> Iterator[Elapsed]:
 
 def _wait() -> None:
     for array in jax.live_arrays():
-        # One that failed, or that another thread deletes meanwhile, raises: for who reads it, not for who waits.
+        # An array that failed, or that another thread deletes, raises. That is for the code that reads it.
         with contextlib.suppress(RuntimeError):
             if not array.is_deleted():
                 array.block_until_ready()
 
 
 def get_memory_usage(device: Any = None) -> dict[str, int]:
-    """The bytes that are allocated and reserved on a device, JAX's first by default, and the limit of both.
+    """The bytes that are allocated and reserved on a device (by default JAX's first), and the limit of both.
 
-    Where a device keeps no statistics, as a CPU, they are the operating system's: what this process has in memory (at
-    its most, where there is no /proc), nothing reserved, and the memory of the machine.
+    A CPU has no such statistics. Its numbers are the operating system's: the memory of this process (its peak where
+    there is no /proc), nothing reserved, and the memory of the machine.
 
     >>> usage = get_memory_usage(jax.devices("cpu")[0])
     >>> list(usage), 0 < usage["allocated"] < usage["limit"]
@@ -77,7 +78,7 @@ def get_memory_usage(device: Any = None) -> dict[str, int]:
     if not stats:
         return {"allocated": _resident(), "reserved": 0, "limit": _pages("SC_PHYS_PAGES")}
     names = {"allocated": "bytes_in_use", "reserved": "bytes_reserved", "limit": "bytes_limit"}
-    return {name: int(stats.get(theirs, 0)) for name, theirs in names.items()}
+    return {name: int(stats.get(field, 0)) for name, field in names.items()}
 
 
 def _resident() -> int:
@@ -85,7 +86,7 @@ def _resident() -> int:
         return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     import resource
 
-    # In KiB, save on macOS.
+    # In KiB, except on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

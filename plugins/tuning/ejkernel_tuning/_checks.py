@@ -1,0 +1,83 @@
+"""Checks of a compiled variant: its memory and its results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+#: The largest difference from the reference's results, relative to the largest of them, by dtype. By default, GPUs and
+#: TPUs multiply float32 in lower precision.
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
+DEVICE_FLOAT32 = 5e-3
+
+
+def fault_text(step: str, fault: BaseException) -> str:
+    """The reason of a variant that raised an exception."""
+    first = (str(fault).strip().splitlines() or [""])[0]
+    return f"{step} raised {type(fault).__name__}: {first[:200]}"
+
+
+def memory_fault(compiled: Any, device: Any) -> str | None:
+    """The reason of a variant that needs more memory than is free, else None. On a CPU it could end the process."""
+    analysis = compiled.memory_analysis()
+    bytes_needed = getattr(analysis, "temp_size_in_bytes", 0) + getattr(analysis, "output_size_in_bytes", 0)
+    stats = device.memory_stats() or {}
+    bytes_free = stats["bytes_limit"] - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else _available_memory()
+    if bytes_free is None or bytes_needed <= bytes_free:
+        return None
+    return f"needs {bytes_needed / 2**30:.3g} GiB of memory; there are {bytes_free / 2**30:.3g}"
+
+
+def _available_memory() -> int | None:
+    """The free memory of the system in bytes; None where it is unknown."""
+    try:
+        with open("/proc/meminfo") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, LookupError):
+        return None
+
+
+def results_fault(results: Sequence[Any], expected: Sequence[Any], platform: str) -> str | None:
+    """The reason of a variant with wrong results, else None."""
+    if _types(results) != _types(expected):
+        return f"wrong: returned ({', '.join(_types(results))}), not ({', '.join(_types(expected))})"
+    for place, (value, expected_value) in enumerate(zip(results, expected, strict=True)):
+        name = f"result {place}" if len(expected) > 1 else "the result"
+        if not jnp.issubdtype(expected_value.dtype, jnp.inexact):
+            if not bool(jnp.array_equal(value, expected_value)):
+                return f"wrong: {name} is another"
+            continue
+        error, places = (np.asarray(value).item() for value in _distance(value, expected_value))
+        if places:
+            return f"wrong: {name} is NaN or infinite in {places} places where the reference is not, or not where it is"
+        allowed = tolerance(expected_value.dtype, platform)
+        if not error <= allowed:
+            return f"wrong: {name} is off by {error:.2g} of the largest value; {allowed:.2g} is allowed"
+    return None
+
+
+def tolerance(dtype: Any, platform: str) -> float:
+    """The largest allowed difference, relative to the largest value."""
+    name = jnp.dtype(dtype).name
+    return DEVICE_FLOAT32 if name == "float32" and platform != "cpu" else TOLERANCE.get(name, 1e-4)
+
+
+def _types(results: Sequence[Any]) -> list[str]:
+    return [f"{result.dtype}{list(result.shape)}" for result in results]
+
+
+@jax.jit
+def _distance(result: Any, expected: Any) -> tuple[Any, Any]:
+    """The largest difference relative to the largest value, and the number of places where only one is finite."""
+    wide = jnp.promote_types(expected.dtype, jnp.float32)
+    result, expected = result.astype(wide), expected.astype(wide)
+    both = jnp.isfinite(result) & jnp.isfinite(expected)
+    same = both | (result == expected) | (jnp.isnan(result) & jnp.isnan(expected))
+    difference = jnp.max(jnp.where(both, jnp.abs(result - expected), 0), initial=0)
+    scale = jnp.max(jnp.where(both, jnp.abs(expected), 0), initial=0)
+    return difference / jnp.maximum(scale, np.finfo(wide).tiny), jnp.sum(~same)

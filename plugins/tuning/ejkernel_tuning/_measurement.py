@@ -1,0 +1,492 @@
+"""A measurement: compile, check and time every variant within the budget, whatever a variant may do."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import os
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import jax
+
+from ejkernel_core._kernel import Invocation, LoadedKernel
+from ejkernel_core._measurement import OUT_OF_TIME, Entry, Trial
+
+from . import _timing
+from ._checks import fault_text, memory_fault, results_fault
+from ._threads import Settings, StillRunningError, run_in_thread, start_thread
+
+#: The rounds: the part of the calls that each measures, and the multiple of the best time above which a variant is
+#: excluded after it.
+ROUNDS = ((0.08, 1.6), (0.14, 1.3), (0.26, 1.15), (0.52, 1.08))
+#: That multiple after the first call, which excludes most variants.
+HOPELESS_FACTOR = 3.0
+#: The largest part of the remaining time for one run, so that one that hangs leaves time for the others.
+RUN_SHARE = 0.25
+#: The number of passes over all variants in a round.
+PASSES = 4
+#: The heuristic's configuration is kept unless another one is faster by more than this part.
+MARGIN = 0.02
+#: A run hangs if it takes longer than this multiple of its expected time, plus the time for a profile on a GPU.
+PATIENCE, PROFILE_S = 10.0, 3.0
+#: The part of the budget for compiling the first variants; then the part of the rest for all others.
+COMPILING_SHARE = 0.6
+#: The most variants of a measurement, which keeps its record small. Those that the budget does not reach are counted up
+#: to this number, and for at most this time.
+MAX_VARIANTS, COUNTING_S = 2000, 1.0
+#: The note of a measurement without a best variant, because of different results.
+NO_WINNER = "results differ, and there is no reference to decide which are right: no configuration is selected"
+#: The time between two reports during long work.
+REPORT_INTERVAL_S = 1.0
+
+
+@attrs.define(eq=False)
+class Variant:
+    """One kernel with one configuration, and its results so far."""
+
+    kernel: LoadedKernel
+    cfg: Any
+    #: Whether it is the heuristic's configuration, which is used without measuring.
+    is_usual: bool = False
+    compiled: Callable[..., Any] | None = None
+    samples: list[float] = attrs.field(factory=list)
+    #: The number of calls in one sample by the clock; 0 until it is known.
+    batch: int = 0
+    #: Whether its time is that of an earlier, unfinished measurement.
+    has_earlier_result: bool = False
+    #: Whether its results were compared with those of the reference, now or earlier.
+    is_checked: bool = False
+    #: Whether a process died while it was tried. Another variant may have been the cause.
+    is_suspect: bool = False
+    #: Why it is excluded, or None.
+    reason: str | None = None
+    _entry: tuple[Any, Entry] | None = None
+
+    @property
+    def backend(self) -> str:
+        return self.kernel.backend
+
+    @property
+    def milliseconds(self) -> float:
+        return statistics.median(self.samples) if self.samples else math.inf
+
+    @property
+    def spread(self) -> float:
+        return _timing.Timing(self.samples, "").spread if self.samples else 0.0
+
+    @property
+    def entry(self) -> Entry:
+        """Its results so far."""
+        # The same object until something changes, because every report reads the entries of all variants.
+        state = len(self.samples), sum(self.samples), self.reason, self.is_checked
+        if self._entry is None or self._entry[0] != state:
+            milliseconds, spread = (self.milliseconds, self.spread) if self.samples else (None, None)
+            reason = self.reason or ""
+            self._entry = (
+                state,
+                Entry(self.backend, self.cfg, milliseconds, spread, reason, self.is_usual, self.is_checked),
+            )
+        return self._entry[1]
+
+
+@attrs.define(eq=False)
+class _Source:
+    """The variants to compile, from which one thread takes the next at a time."""
+
+    variants: Iterator[Variant]
+    #: The variants that threads are compiling.
+    compiling: set[Variant] = attrs.field(factory=set)
+    #: True once compilation has ended: variants that are compiled later are not used.
+    is_closed: bool = False
+    _lock: threading.Lock = attrs.field(factory=threading.Lock)
+
+    @contextlib.contextmanager
+    def exclusive(self, until: float) -> Iterator[bool]:
+        """Hold the lock for a ``with`` block. False if it is not free in time, because a plugin hangs in a thread."""
+        if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self._lock.release()
+
+
+@attrs.define(eq=False)
+class Measurement:
+    """The measurement of the variants of one invocation, on concrete inputs."""
+
+    inv: Invocation
+    #: The arrays by name.
+    inputs: Mapping[str, jax.Array]
+    #: The first variants; the others are added while there is time.
+    variants: list[Variant]
+    deadline: float
+    #: The variant that gives the expected results. It need not be one of those that are measured.
+    reference: Variant | None
+    #: Called at every step, by one thread at a time.
+    report: Callable[[], None]
+    num_warmup: int
+    num_iters: int
+    #: All other variants; the next one is taken while there is time.
+    others: Iterable[Variant] = ()
+    #: The kernel that gave the expected results, and why it is not the reference; and other remarks.
+    expected_source: str = ""
+    notes: list[str] = attrs.field(factory=list)
+    #: Whether there are more variants than could be counted.
+    has_uncounted: bool = False
+    #: The first variant that was left behind while running, and its thread.
+    _stuck_run: tuple[Variant, threading.Thread] | None = None
+    _expected: Any = None
+    _has_no_reference: bool = False
+    _suspects: list[Variant] = attrs.field(factory=list)
+    _has_compiled: bool = False
+    _trials: dict[int, Trial] = attrs.field(factory=dict)
+    _numbers: Iterator[int] = attrs.field(factory=itertools.count)
+    #: For what several threads change, and for reports, so that they are in order.
+    _lock: threading.RLock = attrs.field(factory=threading.RLock)
+    _is_over: threading.Event = attrs.field(factory=threading.Event)
+
+    def run(self) -> Variant | None:
+        """Compile, check and time the variants. Return the best one, or None where there is none."""
+        try:
+            # The heuristic and the reference come first, so that they are measured whatever the others do.
+            is_alone = self.reference is not None and self.reference.is_suspect
+            self._compile_and_check(self._first_variants(), 1 if is_alone else None)
+            self._compile_and_check(iter(self.others))
+            self._measure_hopeless_again()
+            self._exclude_slower(HOPELESS_FACTOR)
+            self._report()
+            self._run_rounds()
+            self._try_suspects()
+        finally:
+            with self._lock:  # no report comes after the end
+                self._is_over.set()
+        return self._winner()
+
+    def remaining_variants(self) -> list[Variant]:
+        """The variants that are not excluded, without suspects that are still to be tried."""
+        return [variant for variant in self.variants if variant.reason is None and not self._is_postponed(variant)]
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """What is compiled or run now."""
+        with self._lock:
+            return tuple(self._trials.values())
+
+    def _first_variants(self) -> Iterator[Variant]:
+        first = list(self.variants)
+        return iter(first if self.reference is None or self.reference in first else [*first, self.reference])
+
+    def _compile_and_check(self, variants: Iterator[Variant], threads: int | None = None) -> None:
+        self._compile(variants, threads or os.cpu_count() or 1)
+        self._check()
+
+    def _winner(self) -> Variant | None:
+        measured = [variant for variant in self.remaining_variants() if variant.samples]
+        # Without a reference, it is unknown which of several different results are right.
+        is_disputed = self._has_no_reference and any((e.reason or "").startswith("wrong") for e in self.variants)
+        if is_disputed:
+            self.notes.append(NO_WINNER)
+        if is_disputed or not measured:
+            return None
+        best = min(measured, key=lambda variant: variant.milliseconds)
+        close_to_best = (e for e in measured if e.is_usual and e.milliseconds <= best.milliseconds * (1 + MARGIN))
+        return next(close_to_best, best)
+
+    # -- steps that may end the process ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _trial(self, variant: Variant, step: str) -> Iterator[None]:
+        """Report a variant while it is compiled or run. A thread that is left behind keeps its report."""
+        number = next(self._numbers)
+        with self._lock:
+            self._trials[number] = Trial(variant.backend, variant.cfg, step)
+            if not self._is_over.is_set():
+                self.report()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._trials[number]
+                if not self._is_over.is_set():
+                    self.report()
+
+    def _report(self) -> None:
+        with self._lock:
+            self.report()
+
+    def _is_postponed(self, variant: Variant) -> bool:
+        return variant in self._suspects
+
+    def _try_suspects(self) -> None:
+        """Try the suspects last and one at a time. If the process dies again, its cause is known."""
+        is_any_remaining = False
+        while self._suspects:
+            variant = self._suspects.pop(0)
+            if self._trials:
+                variant.reason = f"{OUT_OF_TIME}: a process died at it before, and {self.trials[0]} was left behind"
+                continue
+            self._compile_and_check(iter([variant]), threads=1)
+            is_any_remaining |= variant.reason is None
+        if is_any_remaining:
+            self._run_rounds()
+
+    # -- compiling -----------------------------------------------------------------------------------------------
+
+    def _compile(self, variants: Iterator[Variant], count: int) -> None:
+        until = time.monotonic() + COMPILING_SHARE * (self.deadline - time.monotonic())
+        source, settings = _Source(variants), Settings.of(self.inv)
+        done: queue.SimpleQueue[tuple[Variant | None, Any]] = queue.SimpleQueue()
+        for _ in range(count):
+            start_thread(functools.partial(self._compile_in_thread, source, done, until, settings))
+        num_working = count
+        while num_working and (seconds_left := self._end_of_compiling(until) - time.monotonic()) > 0:
+            try:
+                variant, outcome = done.get(timeout=min(seconds_left, REPORT_INTERVAL_S))
+            except queue.Empty:
+                self._report()
+                continue
+            if variant is None:
+                num_working -= 1
+            else:
+                self._set_compiled(variant, outcome, settings)
+                source.compiling.discard(variant)
+        with self._lock:
+            source.is_closed = True
+        for variant in source.compiling:
+            variant.reason = f"{OUT_OF_TIME}: not compiled within the budget; left behind in a thread"
+        if num_working or len(self.variants) >= MAX_VARIANTS:
+            self._count_rest(source, settings)
+        for variant in (*self.remaining_variants(), *([self.reference] if self.reference else [])):
+            if variant.compiled is None:
+                self._add_unreached(variant)
+
+    def _end_of_compiling(self, until: float) -> float:
+        """When compiling ends: at the deadline if nothing is compiled yet, because there is nothing to run."""
+        return until if self._has_compiled else self.deadline
+
+    def _set_compiled(self, variant: Variant, outcome: Any, settings: Settings) -> None:
+        if isinstance(outcome, BaseException):
+            variant.reason = fault_text("compiling", outcome)
+            return
+        self._has_compiled = True
+        variant.compiled, variant.reason = outcome, memory_fault(outcome, settings.device)
+
+    def _compile_in_thread(self, source: _Source, done: Any, until: float, settings: Settings) -> None:
+        with settings.in_effect():
+            while (variant := self._next(source, until)) is not None:
+                try:
+                    with self._trial(variant, "compiling"):
+                        compiled = self._compile_one(variant)
+                    done.put((variant, compiled))
+                except BaseException as fault:  # whatever it raises, only this variant is excluded
+                    done.put((variant, fault))
+        done.put((None, None))
+
+    def _compile_one(self, variant: Variant) -> Any:
+        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.inputs.values()]
+        return jax.jit(self._function(variant)).lower(*avals).compile()
+
+    def _next(self, source: _Source, until: float) -> Variant | None:
+        """The next variant to compile; None if there is none, or no time."""
+        with source.exclusive(self._end_of_compiling(until)) as has_turn:
+            while has_turn and len(self.variants) < MAX_VARIANTS:
+                if self._is_over.is_set() or time.monotonic() >= self._end_of_compiling(until):
+                    return None
+                variant = next(source.variants, None)
+                if variant is None or self._add_to_compile(variant, source):
+                    return variant
+        return None
+
+    def _add_to_compile(self, variant: Variant, source: _Source) -> bool:
+        with self._lock:
+            if source.is_closed:  # the kernel took too long to give it
+                self._add_unreached(variant)
+                return False
+            self._add(variant)
+            if self._is_postponed(variant) or variant.has_earlier_result or variant.reason is not None:
+                return False
+            source.compiling.add(variant)
+            return True
+
+    def _add(self, variant: Variant) -> None:
+        if variant is self.reference:
+            return
+        if variant not in self.variants:
+            self.variants.append(variant)
+        if variant.is_suspect and variant.reason is None:
+            variant.is_suspect = False
+            self._suspects.append(variant)
+
+    def _add_unreached(self, variant: Variant) -> None:
+        if variant not in self.variants and variant is not self.reference:
+            self.variants.append(variant)
+        if not variant.has_earlier_result and variant.reason is None:
+            variant.reason = f"{OUT_OF_TIME}: not reached within the budget"
+
+    def _count_rest(self, source: _Source, settings: Settings) -> None:
+        """Add the variants that there was no time for, as far as they can be counted quickly."""
+        until = time.monotonic() + COUNTING_S
+
+        def count() -> bool:
+            with source.exclusive(until) as has_turn:
+                while has_turn and len(self.variants) < MAX_VARIANTS and time.monotonic() < until:
+                    variant = next(source.variants, None)
+                    if variant is None:
+                        return True
+                    self._add_unreached(variant)
+            return False
+
+        with contextlib.suppress(StillRunningError):
+            if run_in_thread(count, COUNTING_S, settings):
+                return
+        self.has_uncounted = True
+
+    def _function(self, variant: Variant) -> Callable[..., Any]:
+        def run(*arrays: Any) -> tuple[Any, ...]:
+            inv = self.inv.with_arrays(dict(zip(self.inputs, arrays, strict=True)))
+            return variant.kernel.run_backend(inv, variant.cfg)
+
+        return run
+
+    # -- checking ------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        for variant in self.remaining_variants():
+            if variant.compiled is None or variant.samples:
+                continue
+            results = self._attempt(variant, "running", functools.partial(self._results, variant))
+            if results is None:
+                continue
+            for _ in range(1, self.num_warmup):
+                self._attempt(variant, "running", functools.partial(self._results, variant))
+            if self._expected is None:
+                self._set_expected(variant, results)
+            check = functools.partial(results_fault, results, self._expected, self.inv.platform)
+            verdict = self._attempt(variant, "checking", lambda check=check: (check(),))  # type: ignore[misc]
+            if verdict is None:
+                continue
+            variant.reason, variant.is_checked = verdict[0], not self._has_no_reference
+            if variant.reason is None:
+                self._measure(variant, 1)
+
+    def _measure_hopeless_again(self) -> None:
+        """Measure the slowest variants again, after all others. A thread that was left behind may have slowed them."""
+        best = min((variant.milliseconds for variant in self.remaining_variants()), default=math.inf)
+        for variant in self.remaining_variants():
+            first_samples, is_over = variant.samples, time.monotonic() >= self.deadline
+            is_slow = variant.milliseconds > HOPELESS_FACTOR * best
+            if first_samples and is_slow and not (is_over or variant.has_earlier_result):
+                variant.samples = []  # without samples it has no expected time: if it is late, it alone is excluded
+                self._measure(variant, 1)
+                variant.samples = [min(first_samples + variant.samples)]
+
+    def _set_expected(self, first: Variant, results: Any) -> None:
+        """Set the expected results: those of the reference, or of the first variant where the reference has none."""
+        self._expected, self.expected_source = results, first.kernel.name
+        if self.reference is first:
+            return
+        if self.reference is None:
+            self._has_no_reference = True
+            self.expected_source += ", because there is no reference"
+            return
+        expected = None
+        if self.reference.reason is None:
+            run = functools.partial(self._results, self.reference)
+            expected = self._attempt(self.reference, "running", run, 2 * RUN_SHARE)
+        if expected is not None:
+            self._expected, self.expected_source = expected, self.reference.kernel.name
+        else:
+            self._has_no_reference = True
+            self.expected_source += f", because {self.reference.kernel.name}: {self.reference.reason}"
+
+    def _results(self, variant: Variant) -> Any:
+        assert variant.compiled is not None
+        return jax.block_until_ready(variant.compiled(*self.inputs.values()))
+
+    # -- timing --------------------------------------------------------------------------------------------------
+
+    def _run_rounds(self) -> None:
+        for part, factor in ROUNDS:
+            calls = max(1, round(part * self.num_iters))
+            if len(self.remaining_variants()) < 2 and any(variant.samples for variant in self.remaining_variants()):
+                return
+            # In several passes, so that what slows the machine for a while slows all variants.
+            calls_per_pass = math.ceil(calls / PASSES)
+            for _ in range(math.ceil(calls / calls_per_pass)):
+                for variant in self.remaining_variants():
+                    if not variant.has_earlier_result:
+                        self._measure(variant, calls_per_pass)
+            self._exclude_slower(factor)
+            self._report()
+
+    def _exclude_slower(self, factor: float) -> None:
+        best = min((variant.milliseconds for variant in self.remaining_variants()), default=math.inf)
+        for variant in self.remaining_variants():
+            if variant.samples and not variant.is_usual and variant.milliseconds > factor * best:
+                variant.reason = f"slower: {variant.milliseconds:.4g} ms"
+
+    def _measure(self, variant: Variant, calls: int) -> None:
+        compiled, arrays = variant.compiled, list(self.inputs.values())
+        assert compiled is not None
+
+        def work() -> list[float]:
+            if self.inv.platform == "gpu" and (samples := _timing.on_device(compiled, arrays, calls, self.deadline)):
+                return samples
+            if not variant.batch:
+                variant.batch = _timing.batch_size(compiled, arrays)
+            return [_timing.seconds(compiled, arrays, variant.batch) * 1e3 for _ in range(calls)]
+
+        expected_s = calls * max(1, variant.batch) * variant.milliseconds * 1e-3 if variant.samples else 0.0
+        variant.samples += self._attempt(variant, "measuring", work, expected_s=expected_s) or []
+
+    def _attempt(
+        self, variant: Variant, step: str, work: Callable[[], Any], share: float = RUN_SHARE, expected_s: float = 0.0
+    ) -> Any:
+        """Run ``work`` in a thread and return its result. Where it fails or is late, return None and exclude the
+        variant. If ``expected_s``, which earlier samples give, is about the time that was left, the variant is not at
+        fault: the device is busy with work that was left behind. The whole measurement ends then.
+        """
+        limit_s = share * (self.deadline - time.monotonic())
+        if limit_s <= 0:
+            if not variant.samples:
+                variant.reason = f"{OUT_OF_TIME}: the budget was spent"
+            return None
+        try:
+            return run_in_thread(
+                functools.partial(self._run_trial, variant, step, work), limit_s, Settings.of(self.inv)
+            )
+        except StillRunningError as fault:
+            reason = f"still {step} after {limit_s:.2g} s; left behind in a thread{self._blocker(variant, fault)}"
+            profile_s = PROFILE_S if self.inv.platform == "gpu" else 0.0
+            if expected_s and limit_s < PATIENCE * expected_s + profile_s:
+                self.deadline = time.monotonic()
+                self.notes.append(f"ended early: {variant.backend} {variant.cfg} was {reason}")
+            else:
+                variant.reason = f"{OUT_OF_TIME}: {reason}"
+        except Exception as fault:  # only this variant is excluded
+            variant.reason = fault_text(step, fault)
+        return None
+
+    def _run_trial(self, variant: Variant, step: str, work: Callable[[], Any]) -> Any:
+        if step == "checking":  # it runs no code of the variant
+            return work()
+        with self._trial(variant, "running"):
+            return work()
+
+    def _blocker(self, variant: Variant, fault: StillRunningError) -> str:
+        """The end of a reason: the earlier variant that is still running, which probably blocks the device."""
+        if self._stuck_run is None or not self._stuck_run[1].is_alive():
+            self._stuck_run = variant, fault.thread
+            return ""
+        first, _ = self._stuck_run
+        return f", behind {first.backend} {first.cfg}"
