@@ -1,6 +1,6 @@
-"""Configurations on disk: what was measured here is found by the next process, and what comes with a package too.
+"""Configurations on disk: a cache that processes share, and records that are installed with a package.
 
-Importing this reads nothing and makes nothing. See ``docs/stores.md``.
+Importing this module reads and writes nothing. See ``docs/stores.md``.
 """
 
 from ._packaged import PackagedRecords

@@ -1,6 +1,6 @@
-"""The files of a cache: written whole or not at all, read without a lock, and never outside of their folder.
+"""The files of a cache. They are replaced as a whole, read without a lock, and never outside of the cache's folder.
 
-Nothing below the root that is a symbolic link is followed.
+Symbolic links below the root are not followed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ._documents import LIMIT
 from ._names import Place, below
 
 DAMAGED, TEMPORARY, UNFINISHED = ".damaged", ".tmp", ".tuning"
-#: How often a write is begun anew because somebody removes the folders meanwhile.
+#: How often a write is tried again because another process removes the folders meanwhile.
 ATTEMPTS = 20
 
-# Not every system has all of them. A FIFO in the place of a file would hold up a reader without O_NONBLOCK.
+# Not every system has all of these flags. Without O_NONBLOCK, reading a FIFO in the place of a file would hang.
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _READ = os.O_RDONLY | _NO_LINK | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK | getattr(os, "O_BINARY", 0)
@@ -31,7 +31,7 @@ _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK | getattr(os, "O_BINARY
 
 @attrs.frozen
 class Content:
-    """What a file held, and which file that was."""
+    """The content of a file, its time, and the identity of the file."""
 
     data: bytes
     when: int
@@ -39,13 +39,13 @@ class Content:
 
 
 class Directory:
-    """Everything below one root. Whatever the system refuses is an ``OSError`` with the path in it."""
+    """The files below one root. What the system refuses is an ``OSError`` that has the path."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def read(self, place: Place) -> Content | None:
-        """The content, no more of it than tells that it is too much; None where there is no file."""
+        """The content of a file, up to one byte more than ``LIMIT``; None where there is no file."""
         path = below(self.root, place)
         try:
             for folder in (path.parents[2], path.parents[1], path.parent):
@@ -55,7 +55,7 @@ class Directory:
             return None
 
     def write(self, place: Place, data: bytes) -> None:
-        """On disk when this returns. Until then, a reader sees what was there before."""
+        """Write a file. It is on disk when this returns; until then, readers see the old one."""
         for attempt in range(ATTEMPTS):
             try:
                 self.write_at(place[:-1], place[-1], data)
@@ -66,9 +66,9 @@ class Directory:
                 return
 
     def write_at(self, folders: tuple[str, ...], name: str, data: bytes, durably: bool = True) -> None:
-        """The same for any file, once; what is not written ``durably`` outlives the process, not the machine."""
-        temporary = self.made(TEMPORARY) / _temporary.new_name()
-        folder = self.made(*folders)
+        """Write any file, with one try. Without ``durably``, it survives the process, and maybe not the machine."""
+        temporary = self.make_folder(TEMPORARY) / _temporary.new_name()
+        folder = self.make_folder(*folders)
         descriptor = os.open(temporary, _WRITE, 0o666)
         try:
             with open(descriptor, "wb") as file:
@@ -84,25 +84,25 @@ class Directory:
         if durably:
             _sync(folder)
 
-    def set_aside(self, place: Place, seen: Content) -> Path | None:
-        """Move a damaged file away; where it lies then, or None if it is no longer there."""
+    def set_aside(self, place: Place, content: Content) -> Path | None:
+        """Move a damaged file away. Return its new path, or None if another process has moved or replaced it."""
         _, op, backend, name = place
-        aside = self.made(DAMAGED) / f"{op[:60]}.{backend[:60]}.{name[:-5]}.{secrets.token_hex(4)}.json"
+        new_path = self.make_folder(DAMAGED) / f"{op[:60]}.{backend[:60]}.{name[:-5]}.{secrets.token_hex(4)}.json"
         path = below(self.root, place)
         try:
-            os.rename(path, aside)
+            os.rename(path, new_path)
         except FileNotFoundError:
             return None
-        if _identity(os.lstat(aside)) == seen.identity:
-            return aside
-        # A writer has put a good one there since it was read. Back with it, unless there is yet another.
+        if _identity(os.lstat(new_path)) == content.identity:
+            return new_path
+        # A writer has replaced the file since it was read. Put this one back, unless there is yet another.
         with contextlib.suppress(FileExistsError):
-            os.link(aside, path)
-        os.unlink(aside)
+            os.link(new_path, path)
+        os.unlink(new_path)
         return None
 
     def sweep(self) -> None:
-        """Remove what writers have left behind that are gone."""
+        """Remove the temporary files of processes that have died."""
         folder = self.root / TEMPORARY
         with contextlib.suppress(OSError):
             _expect_folder(folder)
@@ -112,19 +112,19 @@ class Directory:
                         os.unlink(entry)
 
     def places(self) -> Iterator[Place]:
-        """Where there are files."""
+        """The places of all files."""
         for device in _folders(self.root):
             for op in _folders(self.root / device):
                 yield from self.places_in(device, op)
 
     def places_in(self, device: str, op: str) -> Iterator[Place]:
-        """Where there are files for one operation on one device."""
+        """The places of the files for one operation on one device."""
         for backend in self.backends(device, op):
             for name in _names(self.root / device / op / backend):
                 yield device, op, backend, name
 
     def backends(self, device: str, op: str) -> list[str]:
-        """The folders of the backends."""
+        """The names of the backends' folders."""
         return _folders(self.root / device / op)
 
     def has(self, place: Place) -> bool:
@@ -135,7 +135,7 @@ class Directory:
             return False
 
     def remove(self, place: Place) -> None:
-        """Remove a file, and the folders that are empty then."""
+        """Remove a file, and then the folders that are empty."""
         path = below(self.root, place)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -143,8 +143,8 @@ class Directory:
             for folder in (path.parent, path.parents[1], path.parents[2]):
                 os.rmdir(folder)
 
-    def made(self, *names: str) -> Path:
-        """The folder, made where it is missing, durably."""
+    def make_folder(self, *names: str) -> Path:
+        """Make a folder durably where it is missing, and return its path."""
         os.makedirs(self.root, exist_ok=True)
         folder = self.root
         for name in names:
@@ -162,7 +162,7 @@ def _content(path: Path) -> Content:
     try:
         descriptor = os.open(path, _READ)
     except OSError as fault:
-        if fault.errno == errno.ELOOP:  # "too many levels" would say little
+        if fault.errno == errno.ELOOP:  # the system's text, "too many levels", is not clear
             raise OSError(errno.ELOOP, "is a symbolic link", str(path)) from fault
         raise
     try:
@@ -176,15 +176,15 @@ def _content(path: Path) -> Content:
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
-    """The inode alone may be used again."""
+    """What identifies a file. The inode alone does not, because it may be used again."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _expect_folder(folder: Path) -> None:
     mode = os.lstat(folder).st_mode
     if not stat.S_ISDIR(mode):
-        what = "is a symbolic link" if stat.S_ISLNK(mode) else "is no folder"
-        raise NotADirectoryError(errno.ENOTDIR, what, str(folder))
+        reason = "is a symbolic link" if stat.S_ISLNK(mode) else "is no folder"
+        raise NotADirectoryError(errno.ENOTDIR, reason, str(folder))
 
 
 def _folders(folder: Path) -> list[str]:
@@ -200,7 +200,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in a folder on disk. Some systems and file systems cannot; they keep them well enough."""
+    """Write the names in a folder to disk, where the system can do so."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

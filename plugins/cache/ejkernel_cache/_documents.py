@@ -1,4 +1,4 @@
-"""Records as they lie in files: read back whole, or a ``RecordError`` that says why not."""
+"""Read records from the text of files. ``RecordError`` says why one cannot be read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import attrs
 
 import ejkernel_core
 from ejkernel_core import Key, Record, RecordError, record_from_json
+from ejkernel_core._keys import canonical_json
 
-from ._names import Place, component, stem, stem_of, written_out
+from ._names import Place, component, decode_component, stem, stem_of
 
-#: No record is as large as this; what is was never one.
+#: The largest size of a record.
 LIMIT = 1 << 20
 
 
@@ -29,19 +30,19 @@ def text_of(data: bytes, limit: int = LIMIT) -> str:
         raise RecordError(f"no UTF-8: {fault}", damaged=True) from fault
 
 
-def decoded(text: str, key: Key, kind: type | None, put_here: Mapping[str, type] | None = None) -> Record:
-    """The record in a text. Without a ``kind``, the type of its configuration is one of those that are known here: its
-    kernel's, and where it is for none alone, the one that it names.
+def read_record(text: str, key: Key, kind: type | None, types: Mapping[str, type] | None = None) -> Record:
+    """The record in a text, with a configuration of type ``kind``. By default that is the type of its kernel's
+    configurations, or of a record without a backend, the type that it names if that is imported.
     """
     try:
         if kind is None:
-            kind = _known_type(text, put_here or {})
+            kind = _known_type(text, types or {})
         return record_from_json(text, key, kind)
-    except RecursionError as fault:  # not to be called damaged: it may be the caller who is in too deep
+    except RecursionError as fault:  # the text need not be damaged: the caller's stack may be too deep
         raise RecordError("nested too deep to be read") from fault
 
 
-def _known_type(text: str, put_here: Mapping[str, type]) -> type | None:
+def _known_type(text: str, types: Mapping[str, type]) -> type | None:
     try:
         document = json.loads(text)
         if document["config"] is None:
@@ -50,42 +51,34 @@ def _known_type(text: str, put_here: Mapping[str, type]) -> type | None:
     except (ValueError, LookupError, TypeError, AttributeError):  # record_from_json says what is wrong
         return None
     if isinstance(kernel, str):
-        kind = put_here.get(kernel) or ejkernel_core.config_type(kernel)
+        kind = types.get(kernel) or ejkernel_core.config_type(kernel)
         if kind is None:
             raise RecordError(f"$.kernel is {kernel}, which is not known here; pass kind=")
         return kind
-    kind = (put_here.get(name) or _imported_type(name)) if isinstance(name, str) else None
+    kind = (types.get(name) or _imported_type(name)) if isinstance(name, str) else None
     if kind is None:
         raise RecordError(f"$.type is {name}, which nothing has imported; pass kind=")
     return kind
 
 
 def _imported_type(name: str) -> type | None:
-    """The class of configurations that is imported by this name, or None."""
-    # A file must not have anything imported, so nothing is asked that could: no module's ``__getattr__`` either.
+    """The imported class of configurations with this name, or None."""
+    # A file must not import anything, so no module's ``__getattr__`` may run.
     parts = name.split(".")
     for count in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:count]))
+        value: Any = sys.modules.get(".".join(parts[:count]))
         for part in parts[count:]:
-            found = getattr(found, "__dict__", {}).get(part)
-        if isinstance(found, type) and name == f"{found.__module__}.{found.__qualname__}":
-            return found if attrs.has(found) or dataclasses.is_dataclass(found) else None
+            value = getattr(value, "__dict__", {}).get(part)
+        if isinstance(value, type) and name == f"{value.__module__}.{value.__qualname__}":
+            return value if attrs.has(value) or dataclasses.is_dataclass(value) else None
     return None
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------
 
 
-def canonical(data: Any) -> str:
-    """The text of a document's part as a key has it.
-
-    ``stable_json`` has made it once already, and would write its marks for tuples and dtypes down a second time.
-    """
-    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
 def software_in(data: bytes) -> dict[str, str] | None:
-    """The versions that the record in a file was measured with; None where there is nothing of that."""
+    """The versions that the record in a file was measured with; None where it has none."""
     try:
         software = json.loads(text_of(data))["provenance"]["software"]
     except (ValueError, LookupError, TypeError, RecursionError, RecordError):
@@ -94,13 +87,13 @@ def software_in(data: bytes) -> dict[str, str] | None:
 
 
 def rebuilt_key(text: str, place: Place) -> Key | None:
-    """The key of the record that lies in this place; None where it is not the one that belongs there."""
+    """The key of the record in a place; None where the record does not belong there."""
     try:
         problem = json.loads(text)["problem"]
-        content = canonical(problem)
+        content = canonical_json(problem)
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
-    for device, op in (_named_by(place), named_in(problem)):
+    for device, op in (_device_and_op_of(place), device_and_op(problem)):
         if not (isinstance(device, str) and isinstance(op, str)):
             continue
         key = Key(op, device, content)
@@ -109,12 +102,12 @@ def rebuilt_key(text: str, place: Place) -> Key | None:
     return None
 
 
-def _named_by(place: Place) -> tuple[str | None, str | None]:
-    return written_out(place[0]), written_out(place[1])
+def _device_and_op_of(place: Place) -> tuple[str | None, str | None]:
+    return decode_component(place[0]), decode_component(place[1])
 
 
-def named_in(problem: Any) -> tuple[Any, Any]:
-    """The full names, where the folders' are cut: anything at all, in a file that is not ours."""
+def device_and_op(problem: Any) -> tuple[Any, Any]:
+    """The device and the operation in a problem, which may be anything in a file of another program."""
     try:
         platform, device, *_ = problem["device"]
         return device or platform, problem["operation"][0]

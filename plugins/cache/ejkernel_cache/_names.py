@@ -1,4 +1,4 @@
-"""Any text as one safe component of a path: different texts give different ones, and none leads anywhere else."""
+"""Names of files: any text becomes one safe component of a path, and different texts become different components."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from urllib.parse import quote, unquote_to_bytes
 from ejkernel_core import Key
 from ejkernel_core._keys import short_hash
 
-#: Device, operation, backend, file.
+#: The place of a record below the cache's folder: device, operation, backend, file.
 Place = tuple[str, str, str, str]
 
 #: File systems take 255 bytes.
-LONGEST = 120
-#: An escape is "%" and two digits. What stands for no text at all is "%" and something else.
-ANY, EMPTY, CUT = "%any", "%empty", "%-"
+MAX_LENGTH = 120
+#: An escape is "%" and two digits. These are "%" and something else, so that no text has them.
+ANY, EMPTY, TRUNCATED = "%any", "%empty", "%-"
 
 
 def component(name: str | None) -> str:
-    """The name with everything but ``A-Za-z0-9._-`` written as %XX, and no dot in front; None is any name at all.
+    """The name with everything but ``A-Za-z0-9._-`` written as %XX, and no dot in front. None stands for any name.
 
     >>> component("NVIDIA H200"), component("../x"), component(None)
     ('NVIDIA%20H200', '%2E.%2Fx', '%any')
@@ -30,15 +30,15 @@ def component(name: str | None) -> str:
     safe = quote(name, safe="", errors="surrogatepass").replace("~", "%7E") or EMPTY
     if safe.startswith("."):
         safe = f"%2E{safe[1:]}"
-    if len(safe) <= LONGEST:
+    if len(safe) <= MAX_LENGTH:
         return safe
     digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()
-    return f"{safe[:80]}{CUT}{digest[:32]}"
+    return f"{safe[:80]}{TRUNCATED}{digest[:32]}"
 
 
-def written_out(part: str) -> str | None:
-    """The name of a component; None where it was cut, or where ``component`` has not written it."""
-    if CUT in part:
+def decode_component(part: str) -> str | None:
+    """The name for a component; None where it is truncated, or is not one that ``component`` makes."""
+    if TRUNCATED in part:
         return None
     try:
         return "" if part == EMPTY else unquote_to_bytes(part).decode(errors="surrogatepass")
@@ -47,15 +47,13 @@ def written_out(part: str) -> str | None:
 
 
 def place_of(key: Key, backend: str | None, software: Mapping[str, str] | None = None) -> Place:
-    """Where the record that was put last lies, below the cache's folder; or the one that these versions measured, where
-    it is not that one.
-    """
-    end = "" if software is None else f"-{short_hash(dict(software), 8)}"
-    return component(key.device), component(key.op), component(backend), f"{stem(key)}{end}.json"
+    """The place of the latest record; with ``software``, the place of an older record that these versions measured."""
+    suffix = "" if software is None else f"-{short_hash(dict(software), 8)}"
+    return component(key.device), component(key.op), component(backend), f"{stem(key)}{suffix}.json"
 
 
 def stem(key: Key) -> str:
-    """What the names of a key's files begin with: first what they have in common with all keys of its kind."""
+    """The beginning of the names of a key's files. It begins with the kind, which other keys share."""
     return f"{key.kind}-{key.digest}"
 
 

@@ -1,4 +1,4 @@
-"""The cache that stays: the interface of ``ejkernel_core.ConfigCache`` over one folder."""
+"""The cache on disk: the interface of ``ejkernel_core.ConfigCache`` for a folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ejkernel_core import Candidate, Key, Record, RecordError, as_record, fitting, record_to_json
 
 from ._directory import UNFINISHED, Content, Directory
-from ._documents import LIMIT, decoded, rebuilt_key, software_in, text_of
+from ._documents import LIMIT, read_record, rebuilt_key, software_in, text_of
 from ._names import Place, below, component, place_of, stem_of
 
 if TYPE_CHECKING:
@@ -23,30 +23,30 @@ VARIABLE = "EJKERNEL_CACHE_DIR"
 
 
 class CacheWarning(RuntimeWarning):
-    """Something is wrong with the files of a cache. The program goes on as if they were not there."""
+    """Something is wrong with the files of a cache. The program goes on without them."""
 
 
 class PersistentCache:
-    """Configurations by ``Key``, in a folder: one file each, shared by all processes that use the folder.
+    """Configurations by ``Key``, one file each in a folder, which all processes that use it share.
 
-    ``path`` is the folder; by default EJKERNEL_CACHE_DIR, or else a folder of the user's. It is decided on, and made,
-    when it is first needed. Of what a file names, nothing is imported but a kernel that is installed under that name.
+    ``path`` is the folder; by default it is EJKERNEL_CACHE_DIR, or else one in the user's cache folder. It is chosen
+    and made on first use. A name in a file imports nothing, except the installed kernel of that name.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self._given = path
-        #: Of what was put here: by kernels, and by their own names.
+        self._path = path
+        #: The types of the configurations that were stored, by the name of the kernel or the type.
         self._types: dict[str, type] = {}
         self._keys: dict[Place, Key | None] = {}
         self._has_warned = False
-        #: Grows with every change that is made through this object.
+        #: The number of changes that were made through this object.
         self.generation = 0
 
     @functools.cached_property
     def path(self) -> Path:
         """The folder."""
-        given = self._given or os.environ.get(VARIABLE) or _user_folder()
-        return Path(os.path.abspath(os.path.expanduser(given)))
+        path = self._path or os.environ.get(VARIABLE) or _user_folder()
+        return Path(os.path.abspath(os.path.expanduser(path)))
 
     @functools.cached_property
     def _files(self) -> Directory:
@@ -56,48 +56,48 @@ class PersistentCache:
 
     @functools.cached_property
     def unfinished(self) -> Unfinished:
-        """The measurements under way."""
-        # Imported here: who only looks something up has nothing to do with measuring.
+        """The unfinished measurements."""
+        # Imported here, because most programs only read records.
         from ._unfinished import Unfinished
 
         return Unfinished(self._files)
 
     def dangers(self, key: Key) -> str:
-        """What took processes with it that measured this, in words; "" for nothing."""
+        """The configurations that ended processes that measured this call, in words; "" for none."""
         if not any((self.path / UNFINISHED / f"{key.digest}.{kind}").exists() for kind in ("died", "trying")):
             return ""
-        return self.unfinished.told(key)
+        return self.unfinished.describe_dangers(key)
 
     def forgive(self) -> None:
-        """Have everything tried again, whatever processes have died of.
+        """Allow all configurations that ended processes to be tried again.
 
-        What is out in a record stays so until the call is measured anew, as ``autotune`` does.
+        One that is excluded in a record stays excluded until the call is measured again, as ``autotune`` does.
         """
         with contextlib.suppress(OSError):
             for entry in list(os.scandir(self.path / UNFINISHED)):
-                if entry.name.endswith(".died"):  # what is being tried at this moment is another's
+                if entry.name.endswith(".died"):  # the other files belong to running measurements
                     os.unlink(entry)
 
     def file(self, key: Key, backend: str | None = None) -> Path:
-        """Where the record of a key and a backend lies, or would."""
-        return below(self.path, place_of(_checked(key), backend))
+        """The path of the record of a key and a backend, whether there is one or not."""
+        return below(self.path, place_of(_check_key(key), backend))
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def put(self, key: Key, value: Any) -> None:
-        """Remember a configuration, or a ``Record`` of one: in the place of what is there for the same backend, but for
-        what was measured with other versions.
+        """Store a configuration, or a ``Record`` of one. It replaces the record for the same backend, unless that was
+        measured with other versions.
 
-        ``RecordError`` if it cannot be written down. A folder that cannot be written to is told once, and put up with.
+        ``RecordError`` if it cannot be written as JSON. A folder that cannot be written to gives one warning.
         """
         record = as_record(value)
-        data = record_to_json(_checked(key), record).encode()
+        data = record_to_json(_check_key(key), record).encode()
         if len(data) > LIMIT:
             raise RecordError(f"a record of {len(data)} bytes is too large to be kept; {LIMIT} is the most")
         if record.cfg is not None:
-            kind = type(record.cfg)
-            own_name = f"{kind.__module__}.{kind.__qualname__}"
-            self._types[own_name if record.backend is None else f"{key.op}.{record.backend}"] = kind
+            config_type = type(record.cfg)
+            type_name = f"{config_type.__module__}.{config_type.__qualname__}"
+            self._types[type_name if record.backend is None else f"{key.op}.{record.backend}"] = config_type
         self.generation += 1
         try:
             self._keep_other_versions(key, record)
@@ -106,16 +106,16 @@ class PersistentCache:
             self._warn_once(fault)
 
     def _keep_other_versions(self, key: Key, record: Record) -> None:
-        """What other versions have measured gets a place of its own before its own is taken: they may come back."""
+        """Before it is replaced, move a record of other versions to a file of its own: they may be installed again."""
         software = record.provenance and record.provenance.software
         with contextlib.suppress(OSError):
             content = self._files.read(place_of(key, record.backend)) if software else None
-            before = content and software_in(content.data)
-            if content and before and before != software:
-                self._files.write(place_of(key, record.backend, before), content.data)
+            old_software = content and software_in(content.data)
+            if content and old_software and old_software != software:
+                self._files.write(place_of(key, record.backend, old_software), content.data)
 
     def clear(self) -> None:
-        """Remove every record. What was damaged and moved aside stays."""
+        """Remove all records. Damaged files that were moved aside stay."""
         self.generation += 1
         try:
             for place in list(self._files.places()):
@@ -131,72 +131,72 @@ class PersistentCache:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def read(self, key: Key, backend: str | None, kind: type | None = None) -> Record | None:
-        """The record for exactly this backend, None if there is no file, or ``RecordError`` with the reason."""
-        found = self._found(place_of(_checked(key), backend), key, kind)
-        return found and found[1]
+        """The record for exactly this backend; None if there is no file. ``RecordError`` if it cannot be read."""
+        stored = self._read_record(place_of(_check_key(key), backend), key, kind)
+        return stored and stored[1]
 
     def predecessor(self, key: Key, record: Record) -> Record | None:
-        """What this record would take the place of: there by hand, or measured with the same versions. ``RecordError``
-        with the reason.
+        """The record that this one would replace: one put there by hand, or measured with the same versions.
+        ``RecordError`` if it cannot be read.
         """
         software = record.provenance and record.provenance.software
-        found = self._found(place_of(key, record.backend), key, type(record.cfg))
-        if found and software and found[1].provenance and found[1].provenance.software != software:
-            found = self._found(place_of(key, record.backend, software), key, type(record.cfg))
-        return found and found[1]
+        stored = self._read_record(place_of(key, record.backend), key, type(record.cfg))
+        if stored and software and stored[1].provenance and stored[1].provenance.software != software:
+            stored = self._read_record(place_of(key, record.backend, software), key, type(record.cfg))
+        return stored and stored[1]
 
     def near(self, key: Key) -> list[Key]:
-        """The keys of the same ``kind``: they differ in axes that only count things."""
-        device, op = component(_checked(key).device), component(key.op)
+        """The keys of the same ``kind``: they differ only in the sizes of axes that count things."""
+        device, op = component(_check_key(key).device), component(key.op)
         places = [place for place in self._files.places_in(device, op) if place[3].startswith(f"{key.kind}-")]
         for place in places:
-            if place not in self._keys:  # its name is its content's, so it stays what it is
+            if place not in self._keys:  # the name of a file depends on its key, so the key never changes
                 self._keys[place] = self._key_at(place)
-        return list(dict.fromkeys(known for place in places if (known := self._keys[place])))
+        return list(dict.fromkeys(other for place in places if (other := self._keys[place])))
 
     def find(self, key: Key, candidate: Candidate) -> Record | None:
-        """The record for this kernel, the one put last: what a store is asked by ``ejkernel_core.recall``."""
+        """The latest record for the candidate's kernel, or None. ``ejkernel_core.recall`` calls this method."""
         backends, versions = (candidate.backend, None), (None, candidate.software)
-        # Without looking at what is in the folder, which may be full.
-        places = [place_of(_checked(key), backend, software) for backend in backends for software in versions]
-        records, faults = self._gathered(places, key, candidate.config_type)
+        # Without listing the folder, which may have many files.
+        places = [place_of(_check_key(key), backend, software) for backend in backends for software in versions]
+        records, faults = self._read_records(places, key, candidate.config_type)
         record = fitting(records, candidate)
         if record is None and faults:
-            raise RecordError(_told(faults))
+            raise RecordError(_join_faults(faults))
         return record
 
     def records(self, key: Key, kind: type | None = None) -> tuple[Record, ...]:
-        """The records of every backend, the last one put first; with a ``kind``, those of this type.
+        """The records of all backends, the latest first. With a ``kind``, those of this type.
 
-        Without one, the type is that of the kernel's configurations. If there is nothing but what cannot be read, a
-        ``CacheWarning`` says why.
+        Without one, the type is that of the kernel's configurations. If there are files and none can be read, a
+        ``CacheWarning`` has the reasons.
         """
-        records, faults = self._gathered(self._places(_checked(key)), key, kind)
+        records, faults = self._read_records(self._places(_check_key(key)), key, kind)
         if faults and not records:
-            _warn(_told(faults))
+            _warn(_join_faults(faults))
         return records
 
     def get(self, key: Key, default: Any = None, kind: type | None = None) -> Any:
-        """The configuration that was put last, or the default: see ``records``."""
+        """The configuration that was stored last, or the default: see ``records``."""
         records = self.records(key, kind)
         return records[0].cfg if records else default
 
-    def _gathered(
+    def _read_records(
         self, places: list[Place], key: Key, kind: type | None
     ) -> tuple[tuple[Record, ...], list[RecordError]]:
-        found, faults = [], []
+        entries, faults = [], []
         for place in places:
             try:
-                one = self._found(place, key, kind)
+                entry = self._read_record(place, key, kind)
             except RecordError as fault:
                 faults.append(fault)
             else:
-                found += [one] if one else []
-        found.sort(key=lambda item: item[0], reverse=True)
-        return tuple(record for _, record in found), faults
+                entries += [entry] if entry else []
+        entries.sort(key=lambda item: item[0], reverse=True)
+        return tuple(record for _, record in entries), faults
 
-    def _found(self, place: Place, key: Key, kind: type | None) -> tuple[int, Record] | None:
-        """When it was put, and the record."""
+    def _read_record(self, place: Place, key: Key, kind: type | None) -> tuple[int, Record] | None:
+        """The time when a record was stored, and the record; None if there is no file."""
         try:
             content = self._files.read(place)
         except OSError as fault:
@@ -204,46 +204,46 @@ class PersistentCache:
         if content is None:
             return None
         try:
-            record = decoded(text_of(content.data), key, kind, self._types)
+            record = read_record(text_of(content.data), key, kind, self._types)
         except RecordError as fault:
-            aside = self._set_aside(place, content, fault) if fault.damaged else ""
-            raise RecordError(f"{below(self.path, place)}: {fault}{aside}", damaged=fault.damaged) from fault
+            note = self._set_aside(place, content, fault) if fault.damaged else ""
+            raise RecordError(f"{below(self.path, place)}: {fault}{note}", damaged=fault.damaged) from fault
         if component(record.backend) != place[2]:
             raise RecordError(f"{below(self.path, place)}: is for backend {record.backend!r}")
         return content.when, record
 
-    def _set_aside(self, place: Place, content: Content, why: RecordError) -> str:
+    def _set_aside(self, place: Place, content: Content, reason: RecordError) -> str:
         try:
-            aside = self._files.set_aside(place, content)
+            new_path = self._files.set_aside(place, content)
         except OSError as fault:
             return f" (and cannot be moved aside: {fault})"
-        if aside is None:  # another process was quicker, and tells
+        if new_path is None:  # another process has moved it, and warns
             return ""
-        _warn(f"{below(self.path, place)} is damaged ({why}) and is not used; it was moved to {aside}")
-        return f" (moved to {aside})"
+        _warn(f"{below(self.path, place)} is damaged ({reason}) and is not used; it was moved to {new_path}")
+        return f" (moved to {new_path})"
 
     # -- everything --------------------------------------------------------------------------------------------------
 
     def items(self) -> list[tuple[Key, tuple[Record, ...]]]:
-        """Every key with its records."""
-        found = ((key, self.records(key)) for key in self)
-        return [(key, records) for key, records in found if records]
+        """All keys with their records."""
+        pairs = ((key, self.records(key)) for key in self)
+        return [(key, records) for key, records in pairs if records]
 
     def __contains__(self, key: Key) -> bool:
-        """Whether there is a file, be it readable or not."""
-        return any(map(self._files.has, self._places(_checked(key))))
+        """Whether there is a file for the key, readable or not."""
+        return any(map(self._files.has, self._places(_check_key(key))))
 
     def _places(self, key: Key) -> list[Place]:
-        """Where the records of a key lie that were put last, one for each backend that there is anything of."""
+        """The places of a key's latest records, one for each backend that has a folder."""
         device, op, _, name = place_of(key, None)
         return [(device, op, backend, name) for backend in self._files.backends(device, op)]
 
     def __len__(self) -> int:
-        """The number of keys that there are files for."""
+        """The number of keys with files."""
         return len({(device, op, stem_of(name)) for device, op, _, name in self._files.places()})
 
     def __iter__(self) -> Iterator[Key]:
-        """The keys, as the files tell them."""
+        """The keys, read from the files."""
         return iter(dict.fromkeys(key for key in map(self._key_at, list(self._files.places())) if key))
 
     def _key_at(self, place: Place) -> Key | None:
@@ -259,24 +259,24 @@ class PersistentCache:
 
 @functools.cache
 def default_cache() -> PersistentCache:
-    """The one that the policy ``cache`` uses: one for the process, made on first use."""
+    """The cache of the policy ``cache``: one for the process, made on first use."""
     return PersistentCache()
 
 
 def _user_folder() -> str:
-    # Imported here: who says where never needs it.
+    # Imported here, because it is not needed where the folder is given.
     import platformdirs
 
     return os.path.join(platformdirs.user_cache_dir("ejkernel", appauthor=False), "configs")
 
 
-def _checked(key: Any) -> Key:
+def _check_key(key: Any) -> Key:
     if not isinstance(key, Key):
         raise TypeError(f"a key is an ejkernel_core.Key, as Invocation.key is; got {type(key).__name__}")
     return key
 
 
-def _told(faults: list[RecordError]) -> str:
+def _join_faults(faults: list[RecordError]) -> str:
     return "; ".join(dict.fromkeys(map(str, faults)))
 
 

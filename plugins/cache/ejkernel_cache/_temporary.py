@@ -1,4 +1,4 @@
-"""The names of temporary files: they tell whose a file is, so that nobody removes one that is being written."""
+"""The names of temporary files. They have the process that writes a file, so that no other removes it meanwhile."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import platform
 import secrets
 import time
 
-#: A file of another host, of which nothing else is known, is left alone for so many seconds.
-PATIENCE = 3600.0
+#: A file of another host is removed after this time, because it is unknown whether its process is alive.
+STALE_S = 3600.0
 
 
 def new_name() -> str:
-    """A name that nobody else makes."""
+    """A name that no other process makes."""
     return f"{_host()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def is_stale(entry: os.DirEntry[str]) -> bool:
-    """Whether nobody will finish the file: its process is gone, or where that cannot be known, it is old."""
-    gone = is_gone(entry.name)
-    return time.time() - entry.stat(follow_symlinks=False).st_mtime > PATIENCE if gone is None else gone
+    """Whether the file will not be finished: its process is gone, or that is unknown and the file is old."""
+    is_gone = is_process_gone(entry.name)
+    return time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE_S if is_gone is None else is_gone
 
 
-def is_gone(name: str) -> bool | None:
-    """Whether the process that made this name is; None where that cannot be known."""
+def is_process_gone(name: str) -> bool | None:
+    """Whether the process that made this name is gone; None where that is unknown."""
     host, _, rest = name.partition("-")
     pid = rest.partition("-")[0]
     if host == _host() and pid.isdecimal() and os.name == "posix":
@@ -37,13 +37,13 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # somebody else's, and alive
+    except PermissionError:  # another user's process, which is alive
         return True
     return True
 
 
 def _host() -> str:
-    """Where a process number means something: a host, and on Linux a container of it."""
+    """The scope of process numbers, as a hash: the host, and on Linux the container."""
     try:
         container = os.readlink("/proc/self/ns/pid")
     except OSError:

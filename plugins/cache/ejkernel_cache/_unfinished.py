@@ -1,7 +1,7 @@
-"""Measurements under way: one process at a time measures a key, and what it found out outlives it.
+"""Unfinished measurements: one process at a time measures a key, and its results are kept if it is interrupted.
 
-Three files beside the lock, all named by the key: ``.json`` has what was measured so far, ``.trying`` what is being
-compiled or run at this moment, and ``.died`` what was so when a process died.
+There are three files beside the lock, with the key in their names. ``.json`` has the results so far, ``.trying`` what
+is being compiled or run now, and ``.died`` what was being compiled or run when a process died.
 """
 
 from __future__ import annotations
@@ -27,155 +27,158 @@ from ._documents import LIMIT
 
 try:
     import fcntl
-except ImportError:  # Windows: two processes may measure the same thing; both store it whole
+except ImportError:  # Windows: two processes may measure the same call, and both store their results
     fcntl = None  # type: ignore[assignment]
 
-#: How often a process looks whether the other one is done.
+#: How often a waiting process tries to get the lock.
 POLL_S = 0.1
-#: How often what was found out is written down.
+#: The shortest time between two writes of results.
 WRITE_S = 0.5
-#: A configuration at which processes have died that often, the last time alone, is out.
-DEATHS = 2
-STEPS = {"compiling": "compiled", "running": "run"}
+#: A configuration is excluded after so many processes have died while trying it, if it was alone the last time.
+MAX_DEATHS = 2
+PARTICIPLES = {"compiling": "compiled", "running": "run"}
 
 
 @attrs.define(eq=False)
 class Unfinished:
-    """What this process measures, of the keys of one cache. Only who has a key's lock writes anything for it."""
+    """The measurements of this process, by the keys of one cache. Only the process with the lock of a key writes."""
 
     files: Directory
-    _held: dict[str, int] = attrs.field(factory=dict)
-    _written: dict[str, float] = attrs.field(factory=dict)
-    _noted: dict[str, tuple[Trial, ...]] = attrs.field(factory=dict)
+    _locks: dict[str, int] = attrs.field(factory=dict)
+    _write_times: dict[str, float] = attrs.field(factory=dict)
+    _trials: dict[str, tuple[Trial, ...]] = attrs.field(factory=dict)
 
     def take(self, key: Key, seconds: float = 0.0) -> bool:
-        """Wait until no other process measures this key, and have others wait for this one; False if it takes longer.
+        """Lock a key for this process, after waiting for another process that measures it; False if that takes longer.
 
-        The system releases a lock with its process, so who has one is alive. Where there are no locks, it goes on
-        without, and writes nothing.
+        The system releases a lock with its process, so only a living process has one. Where there are no locks, this
+        returns True, and nothing is written.
         """
-        if fcntl is None or key.digest in self._held:
+        if fcntl is None or key.digest in self._locks:
             return True
         until = time.monotonic() + seconds
         with contextlib.suppress(OSError):
-            path = self.files.made(UNFINISHED) / f"{key.digest}.lock"
-            while (descriptor := _locked(path)) is None:
+            path = self.files.make_folder(UNFINISHED) / f"{key.digest}.lock"
+            while (descriptor := _try_lock(path)) is None:
                 if time.monotonic() > until:
                     return False
                 time.sleep(POLL_S)
-            self._held[key.digest] = descriptor
+            self._locks[key.digest] = descriptor
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, _temporary.new_name().encode())  # for who asks without a lock: the owner
+            os.write(descriptor, _temporary.new_name().encode())  # the owner, for readers without the lock
             self._inherit(key)
         return True
 
     def release(self, key: Key) -> None:
-        """Let the others go on."""
-        descriptor = self._held.pop(key.digest, None)
+        """Release the lock of a key."""
+        descriptor = self._locks.pop(key.digest, None)
         if descriptor is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._path(key, "lock"))
             os.close(descriptor)
 
-    # -- what was measured -------------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------------------
 
     def keep(self, key: Key, entries: Sequence[Entry], at_once: bool = False) -> None:
-        """Write down what was found out, not too often."""
+        """Write the results, not too often."""
         now = time.monotonic()
-        if key.digest not in self._held or (not at_once and now - self._written.get(key.digest, -WRITE_S) < WRITE_S):
+        is_too_soon = now - self._write_times.get(key.digest, -WRITE_S) < WRITE_S
+        if key.digest not in self._locks or (is_too_soon and not at_once):
             return
-        self._written[key.digest] = now
-        # Who is out for a death is in a file of its own, which may be removed.
+        self._write_times[key.digest] = now
+        # Those that ended processes are in a file of their own, which users may remove.
         self._write(key, "json", list(_documents(e for e in entries if not e.reason.startswith(DIED))))
 
     def entries(self, key: Key) -> tuple[Entry, ...]:
-        """What was found out by somebody who did not come to an end, and what took too many processes with it."""
-        found = (*self._read(key, "json"), *(d for d in self._read(key, "died") if d.get("is_out")))
-        # Nothing is lost but time where one cannot be read.
-        return tuple(entry for document in found if (entry := _understood(_entry, key, document)))
+        """The results of an unfinished measurement, and the configurations that ended too many processes."""
+        documents = (*self._read(key, "json"), *(d for d in self._read(key, "died") if d.get("is_out")))
+        # One that cannot be read is measured again.
+        return tuple(entry for document in documents if (entry := _parse(_parse_entry, key, document)))
 
     def end(self, key: Key, entries: Sequence[Entry], is_interrupted: bool) -> None:
-        """Nothing of this key is tried by this process any more."""
-        if key.digest in self._held:
-            self._acquit(key, entries)
+        """The measurement of a key has ended. Results are kept if it was interrupted."""
+        if key.digest in self._locks:
+            self._clear_suspects(key, entries)
             self.note(key, ())
             if is_interrupted:
                 self.keep(key, entries, at_once=True)
-            else:  # what was found out is in a record now, or is nothing to go on from
+            else:  # the results are in a record now, or are of no use
                 self._remove(key, "json")
-        self._written.pop(key.digest, None)
+        self._write_times.pop(key.digest, None)
         self.release(key)
 
-    # -- what is dangerous -------------------------------------------------------------------------------------------
+    # -- configurations that end processes ---------------------------------------------------------------------------
 
     def note(self, key: Key, trials: tuple[Trial, ...]) -> None:
-        """Write down what is about to be tried: it may take the process with it."""
-        before = self._noted.get(key.digest, ())
-        if key.digest not in self._held or list(map(id, trials)) == list(map(id, before)):
+        """Write what is about to be tried, because it may end the process."""
+        earlier_trials = self._trials.get(key.digest, ())
+        if key.digest not in self._locks or list(map(id, trials)) == list(map(id, earlier_trials)):
             return
         if trials:
-            self._noted[key.digest] = trials
-            # For a process that dies, what the system has is enough; for a machine, it would not be.
-            self._write(key, "trying", list(_noted(trials)), durably=False)
+            self._trials[key.digest] = trials
+            # Not durable: the file has to survive the process, not the machine.
+            self._write(key, "trying", list(_trial_documents(trials)), durably=False)
         else:
-            self._noted.pop(key.digest, None)
+            self._trials.pop(key.digest, None)
             self._remove(key, "trying")
 
     def suspects(self, key: Key) -> tuple[Trial, ...]:
-        """What was being tried when a process died, and may be tried again."""
-        found = (document for document in self._read(key, "died") if not document.get("is_out"))
-        return tuple(trial for document in found if (trial := _understood(_trial, key, document)))
+        """What was being tried when a process died, and may still be tried again."""
+        documents = (document for document in self._read(key, "died") if not document.get("is_out"))
+        return tuple(trial for document in documents if (trial := _parse(_parse_trial, key, document)))
 
-    def told(self, key: Key) -> str:
-        """What is dangerous about measuring this, in words; "" for nothing."""
+    def describe_dangers(self, key: Key) -> str:
+        """The configurations that ended processes, each with its reason, in words; "" for none."""
         documents = self._read(key, "died")
-        if _temporary.is_gone(self._owner(key)):  # and nobody has measured this since
+        if _temporary.is_process_gone(self._owner(key)):  # and the key has not been measured since
             for note in self._read(key, "trying"):
                 step = note.get("step", "tried")
-                reason = f"{DIED} while it was {STEPS.get(step, step)}; it will be tried last, and alone"
+                reason = f"{DIED} while it was {PARTICIPLES.get(step, step)}; it will be tried last, and alone"
                 documents.append({**note, "reason": reason})
         return "; ".join(
-            f"{d['backend']} {_understood(_config, key, d) or d['config']}: {d.get('reason', DIED)}" for d in documents
+            f"{d['backend']} {_parse(_parse_config, key, d) or d['config']}: {d.get('reason', DIED)}" for d in documents
         )
 
     def _owner(self, key: Key) -> str:
-        """Who had the lock last."""
+        """The name of the process that had the lock last."""
         try:
             return self._path(key, "lock").read_text(errors="replace")
         except OSError:
             return ""
 
     def _inherit(self, key: Key) -> None:
-        """Take over what a process that had the lock was trying when it died."""
-        note = self._read(key, "trying")
-        if note:
-            known = {_identity(document): document for document in self._read(key, "died")}
-            for document in note:
+        """Move what the last process was trying when it died from ``.trying`` to ``.died``."""
+        trial_notes = self._read(key, "trying")
+        if trial_notes:
+            documents = {_identity(document): document for document in self._read(key, "died")}
+            for document in trial_notes:
                 step = document.get("step", "tried")
-                before = known.get(_identity(document), {})
-                deaths = before.get("deaths", 0) + 1
-                # Of several that were compiled at once, one is to blame, and nobody knows which.
-                is_out = before.get("is_out", False) or (deaths >= DEATHS and len(note) == 1)
+                earlier = documents.get(_identity(document), {})
+                deaths = earlier.get("deaths", 0) + 1
+                # Of several that were compiled at once, it is unknown which one ended the process.
+                is_out = earlier.get("is_out", False) or (deaths >= MAX_DEATHS and len(trial_notes) == 1)
                 reason = self._reason(key, step, deaths, is_out)
-                known[_identity(document)] = {**document, "deaths": deaths, "is_out": is_out, "reason": reason}
-            self._write(key, "died", list(known.values()))
+                documents[_identity(document)] = {**document, "deaths": deaths, "is_out": is_out, "reason": reason}
+            self._write(key, "died", list(documents.values()))
         self._remove(key, "trying")
 
     def _reason(self, key: Key, step: str, deaths: int, is_out: bool) -> str:
         times = {1: "once", 2: "twice"}.get(deaths, f"{deaths} times")
-        outlook = "is out" if is_out else "is tried last, and alone"
-        way_back = f"ejkernel_cache.default_cache().forgive(), or remove {self._path(key, 'died')}"
-        return f"{DIED} while it was {STEPS.get(step, step)}, {times}, so it {outlook}; to change that: {way_back}"
+        consequence = "is out" if is_out else "is tried last, and alone"
+        remedy = f"ejkernel_cache.default_cache().forgive(), or remove {self._path(key, 'died')}"
+        return (
+            f"{DIED} while it was {PARTICIPLES.get(step, step)}, {times}, so it {consequence}; to change that: {remedy}"
+        )
 
-    def _acquit(self, key: Key, entries: Sequence[Entry]) -> None:
-        """Who was suspected, and has come through it, is no longer."""
-        known = self._read(key, "died")
-        through = {_identity(document) for document in _documents(e for e in entries if e.is_reached)} if known else ()
-        left = [document for document in known if document.get("is_out") or _identity(document) not in through]
-        if not left:
+    def _clear_suspects(self, key: Key, entries: Sequence[Entry]) -> None:
+        """Remove suspects that have been tried without ending the process."""
+        documents = self._read(key, "died")
+        survivors = {_identity(d) for d in _documents(e for e in entries if e.is_reached)} if documents else ()
+        remaining = [d for d in documents if d.get("is_out") or _identity(d) not in survivors]
+        if not remaining:
             self._remove(key, "died")
-        elif left != known:
-            self._write(key, "died", left)
+        elif remaining != documents:
+            self._write(key, "died", remaining)
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -185,7 +188,7 @@ class Unfinished:
                 documents = json.loads(file.read(LIMIT))
         except (OSError, ValueError, RecursionError):
             return []
-        return [d for d in documents if _is_sound(d)] if isinstance(documents, list) else []
+        return [d for d in documents if _is_valid(d)] if isinstance(documents, list) else []
 
     def _write(self, key: Key, suffix: str, documents: list[dict[str, Any]], durably: bool = True) -> None:
         with contextlib.suppress(OSError):
@@ -199,12 +202,12 @@ class Unfinished:
         return self.files.root / UNFINISHED / f"{key.digest}.{suffix}"
 
 
-def _locked(path: Path) -> int | None:
-    """The file, open and locked by this process; None while another has it."""
+def _try_lock(path: Path) -> int | None:
+    """The file, open and locked by this process; None while another process has the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Who had it before has removed the file: this one has no name any more, and locks nobody out.
+        # If the last owner has removed the file, this one has no name, and its lock excludes no other process.
         if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
             return descriptor
     except (BlockingIOError, FileNotFoundError):
@@ -222,7 +225,7 @@ def _locked(path: Path) -> int | None:
 def _documents(entries: Iterable[Entry]) -> Iterator[dict[str, Any]]:
     for entry in entries:
         if entry.reason or entry.milliseconds is not None:
-            with contextlib.suppress(RecordError):  # this one has to be measured again
+            with contextlib.suppress(RecordError):  # one without JSON is measured again
                 yield {
                     "backend": entry.backend,
                     "config": to_json(entry.cfg),
@@ -232,13 +235,13 @@ def _documents(entries: Iterable[Entry]) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _noted(trials: Sequence[Trial]) -> Iterator[dict[str, Any]]:
+def _trial_documents(trials: Sequence[Trial]) -> Iterator[dict[str, Any]]:
     for trial in trials:
-        with contextlib.suppress(RecordError):  # what cannot be written down has nobody warned of it
+        with contextlib.suppress(RecordError):  # one without JSON cannot become a suspect
             yield {"backend": trial.backend, "config": to_json(trial.cfg), "step": trial.step}
 
 
-def _is_sound(document: Any) -> bool:
+def _is_valid(document: Any) -> bool:
     return isinstance(document, dict) and all(isinstance(document.get(name), str) for name in ("backend", "config"))
 
 
@@ -246,23 +249,23 @@ def _identity(document: dict[str, Any]) -> tuple[str, str]:
     return document["backend"], document["config"]
 
 
-def _understood(read: Any, key: Key, document: dict[str, Any]) -> Any:
+def _parse(read: Any, key: Key, document: dict[str, Any]) -> Any:
     try:
         return read(key, document)
     except (ValueError, TypeError, LookupError, RecursionError, RecordError):
         return None
 
 
-def _entry(key: Key, document: dict[str, Any]) -> Entry:
-    cfg, milliseconds = _config(key, document), document.get("milliseconds")
+def _parse_entry(key: Key, document: dict[str, Any]) -> Entry:
+    cfg, milliseconds = _parse_config(key, document), document.get("milliseconds")
     is_checked = document.get("is_checked", False)
     return Entry(document["backend"], cfg, milliseconds, reason=document["reason"], is_checked=is_checked)
 
 
-def _trial(key: Key, document: dict[str, Any]) -> Trial:
-    return Trial(document["backend"], _config(key, document), document["step"])
+def _parse_trial(key: Key, document: dict[str, Any]) -> Trial:
+    return Trial(document["backend"], _parse_config(key, document), document["step"])
 
 
-def _config(key: Key, document: dict[str, Any]) -> Any:
-    kind = ejkernel_core.config_type(f"{key.op}.{document['backend']}")
-    return from_json(document["config"], kind or type(None))
+def _parse_config(key: Key, document: dict[str, Any]) -> Any:
+    config_type = ejkernel_core.config_type(f"{key.op}.{document['backend']}")
+    return from_json(document["config"], config_type or type(None))

@@ -1,4 +1,4 @@
-"""The policy ``cache``: what was measured is on disk afterwards, and found there by every later process."""
+"""The policy ``cache``: it stores measured configurations on disk, where later processes find them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ejkernel_core._measurement import Earlier, Progress
 
 from ._store import PersistentCache, default_cache
 
-#: Before what comes with packages, and before what measures.
+#: Above packaged records and tuners.
 RANK = 70
-#: How much longer than its own budget a process waits for another.
+#: How much longer than its own budget a process waits for another process.
 GRACE_S = 30.0
 
 
 @hookimpl
 def select_config(inv: Invocation, candidates: Sequence[Candidate], scope: Scope) -> Choice | None:
-    """The fastest record on disk for this call, or for those like it."""
-    cache, others = default_cache(), scope.policy.other_versions
-    choice = recall(inv, candidates, f"disk ({cache.path})", cache.find, near=cache.near, other_versions=others)
+    """The fastest record on disk for this call, for its bucket, or for the nearest call."""
+    cache, other_versions = default_cache(), scope.policy.other_versions
+    choice = recall(inv, candidates, f"disk ({cache.path})", cache.find, near=cache.near, other_versions=other_versions)
     if choice is None and (dangers := cache.dangers(inv.tuning_keys[-1])):
         raise Unsupported(f"there is no record; {dangers}")
     return choice
@@ -39,21 +39,23 @@ def select_config(inv: Invocation, candidates: Sequence[Candidate], scope: Scope
 
 @hookimpl
 def config_selected(inv: Invocation, choice: Choice) -> None:
-    """Write it down for this call, and for those like it unless they have a faster one."""
+    """Store the record for this call; and for its bucket, unless that has a faster one."""
     cache, record = default_cache(), choice.record
-    assert record is not None  # the core tells of no choice without one
-    exact, *alike = inv.tuning_keys
-    cache.put(exact, successor(_known(cache, exact, record), record))
-    for key in alike:
-        if _is_as_fast(record, _known(cache, key, record)):
+    assert record is not None  # the core calls this for measured choices only
+    exact, *bucket_keys = inv.tuning_keys
+    cache.put(exact, successor(_stored_record(cache, exact, record), record))
+    for key in bucket_keys:
+        if _is_as_fast(record, _stored_record(cache, key, record)):
             cache.put(key, record)
 
 
 @hookimpl
 def tuning_started(inv: Invocation, scope: Scope) -> Earlier:
-    """Wait while another process measures this, or calls like it; then what somebody found out who was interrupted."""
+    """Wait while another process measures this call or one of its bucket. Return what is left of an unfinished
+    measurement.
+    """
     unfinished, key = default_cache().unfinished, inv.tuning_keys[-1]
-    # The other may have begun with as much time, and stores before it lets go.
+    # The other process may have just begun with the same budget. It stores its records before it releases the lock.
     if not unfinished.take(key, scope.policy.budget_s + GRACE_S if scope.policy.wait else 0.0):
         raise Unsupported("another process is measuring this; the heuristic is taken meanwhile")
     return Earlier(unfinished.entries(key), unfinished.suspects(key))
@@ -61,7 +63,7 @@ def tuning_started(inv: Invocation, scope: Scope) -> Earlier:
 
 @hookimpl
 def tuning_progress(inv: Invocation, progress: Progress) -> None:
-    """Note what is tried before it is, and keep what was found out so far; at the end, let the others go on."""
+    """Store what is about to be tried and the results so far. At the end, release the lock."""
     unfinished, key = default_cache().unfinished, inv.tuning_keys[-1]
     if progress.finished:
         unfinished.end(key, progress.entries, progress.interrupted)
@@ -70,20 +72,22 @@ def tuning_progress(inv: Invocation, progress: Progress) -> None:
         unfinished.keep(key, progress.entries)
 
 
-def _known(cache: PersistentCache, key: Key, record: Record) -> Record | None:
+def _stored_record(cache: PersistentCache, key: Key, record: Record) -> Record | None:
     try:
         return cache.predecessor(key, record)
-    except RecordError:  # what cannot be read may be replaced
+    except RecordError:  # a file that cannot be read may be replaced
         return None
 
 
 def _is_as_fast(new: Record, old: Record | None) -> bool:
-    """What was put there by hand is never replaced; what comes of too short a budget, by what comes of a larger one."""
+    """Whether the new record replaces the old one. A record put there by hand is never replaced. One of a measurement
+    that ran out of time is replaced by one of a larger budget.
+    """
     if old is None:
         return True
     if old.provenance is None or new.provenance is None:
         return False
-    short, still_short = old.provenance.shortfall, new.provenance.shortfall
-    if short is not None and (still_short is None or still_short.budget_s > short.budget_s):
+    old_shortfall, new_shortfall = old.provenance.shortfall, new.provenance.shortfall
+    if old_shortfall is not None and (new_shortfall is None or new_shortfall.budget_s > old_shortfall.budget_s):
         return True
     return new.provenance.milliseconds <= old.provenance.milliseconds

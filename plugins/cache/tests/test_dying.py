@@ -182,7 +182,7 @@ def die(*factors: int, step: str = "compiling") -> Any:
     one = PersistentCache().unfinished
     assert one.take(KEY)
     one.note(KEY, tuple(Trial("two", Config(factor), step) for factor in factors))
-    os.close(one._held.pop(KEY.digest))  # as the system does
+    os.close(one._locks.pop(KEY.digest))  # as the system does
     other = PersistentCache().unfinished
     assert other.take(KEY)
     return other
@@ -266,5 +266,5 @@ def test_what_is_damaged_blames_nobody(text: str, folder: Path) -> None:
         unfinished.files.write_at((".tuning",), f"{KEY.digest}.{suffix}", text.encode())
     assert unfinished.take(KEY)
     assert (suspects(unfinished), out(unfinished)) == ([], [])
-    assert isinstance(unfinished.told(KEY), str)
+    assert isinstance(unfinished.describe_dangers(KEY), str)
     unfinished.release(KEY)

@@ -18,7 +18,7 @@ import pytest
 
 import ejkernel_core
 from ejkernel_cache import PersistentCache, default_cache, policy
-from ejkernel_cache._unfinished import _locked
+from ejkernel_cache._unfinished import _try_lock
 from ejkernel_core import Key
 from ejkernel_core._scopes import EMPTY
 from ejkernel_tuning import Earlier, Entry, Progress
@@ -198,7 +198,7 @@ def test_a_lock_is_taken_once_and_released() -> None:
     one.take(key())
     one.take(key())  # it is one's own
     path = one._path(key(), "lock")
-    assert _locked(path) is None
+    assert _try_lock(path) is None
     one.release(key())
     assert not path.exists()
     other.take(key())
@@ -211,7 +211,7 @@ def test_who_has_the_lock_is_alive_however_silent() -> None:
     assert one.take(key())
     os.utime(one._path(key(), "lock"), (1, 1))
     assert not other.take(key(), 0.3)
-    assert other._held == {}
+    assert other._locks == {}
     one.release(key())
     assert other.take(key())
     other.release(key())
@@ -239,9 +239,9 @@ def test_a_measurement_that_finds_nothing_lets_the_others_go_on(scale_op: Any) -
     inv = scale_op.registry.invocation("scale", jnp.ones(5))
     unfinished = default_cache().unfinished
     assert policy.tuning_started(inv, EMPTY) == Earlier()
-    assert unfinished._held
+    assert unfinished._locks
     policy.tuning_progress(inv, Progress(inv, (Entry("two", Config(3), reason="wrong"),), 1.0, 2.0))
     assert unfinished.entries(inv.tuning_keys[-1])
     failed = Entry("two", Config(3), 1.5, reason="measuring raised ValueError: late")
     policy.tuning_progress(inv, Progress(inv, (failed,), 1.0, 2.0, finished=True))
-    assert (unfinished._held, unfinished.entries(inv.tuning_keys[-1])) == ({}, ())
+    assert (unfinished._locks, unfinished.entries(inv.tuning_keys[-1])) == ({}, ())

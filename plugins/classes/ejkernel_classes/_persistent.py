@@ -81,26 +81,26 @@ class PersistentCache(ejkernel_cache.PersistentCache):
                 return decoded(key.problem, self._types)
         return key
 
-    def _found(self, place: Place, key: Key, kind: type | None) -> tuple[int, Record] | None:
-        found = self._found_as_written(place, key, kind)
-        if found is None or not isinstance(found[1].cfg, Plain):
-            return found
-        when, record = found
+    def _read_record(self, place: Place, key: Key, kind: type | None) -> tuple[int, Record] | None:
+        stored = self._read_written_record(place, key, kind)
+        if stored is None or not isinstance(stored[1].cfg, Plain):
+            return stored
+        when, record = stored
         cfg = decoded(record.cfg.text, self._types)
         if kind is not None and not isinstance(cfg, kind):
             raise RecordError(f"{place[3]} holds a {type(cfg).__qualname__}, no {kind.__qualname__}")
         return when, attrs.evolve(record, cfg=cfg)
 
-    def _found_as_written(self, place: Place, key: Key, kind: type | None) -> tuple[int, Record] | None:
+    def _read_written_record(self, place: Place, key: Key, kind: type | None) -> tuple[int, Record] | None:
         if (key.op, key.device) == (ANY, ANY) or (kind is not None and not is_structured(kind)):
-            return super()._found(place, key, Plain)
+            return super()._read_record(place, key, Plain)
         try:
-            return super()._found(place, key, kind)
+            return super()._read_record(place, key, kind)
         except RecordError as fault:
             if kind is not None or fault.damaged:
                 raise
             with contextlib.suppress(RecordError):  # it may be no object with fields
-                return super()._found(place, key, Plain)
+                return super()._read_record(place, key, Plain)
             raise
 
 
