@@ -1,7 +1,7 @@
-"""Everything that ejKernel's documents name, from one place: thin over the core and its plugins.
+"""All names in ejKernel's documents, in one place, as a thin layer over the core and its plugins.
 
-For those who come from ejKernel, and for a kernel that lives in a script: a ``Kernel`` needs no registration.
-``docs/kernel-classes.md`` tells of the classes, ``docs/from-ejkernel.md`` of every name.
+It is for users of ejKernel, and for kernels in scripts: a ``Kernel`` needs no registration. ``docs/kernel-classes.md``
+describes the classes, and ``docs/from-ejkernel.md`` all names.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ __all__ = [
     "vmap_with_config",
 ]
 
-#: What not every program needs is imported when it is asked for.
+#: By module: the names that are imported on first use, because most programs do not need them.
 _LATER = {
     "ejkernel_classes._persistent": ("PersistentCache",),
     "ejkernel_tuning": (

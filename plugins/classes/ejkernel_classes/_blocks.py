@@ -1,4 +1,4 @@
-"""``FwdParams`` and ``BwdParams`` as configurations of the installed kernels, whose own have other names."""
+"""Converts ``FwdParams`` and ``BwdParams`` to the configurations of installed kernels, whose fields differ."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from ejkernel_core._scopes import Scope, ScopeChange
 from ._content import short_hash
 from ._params import BwdParams, FwdParams
 
-#: What the kernels call it.
+#: By parameter: the names that kernels have for it.
 NAMES = {
     "q_blocksize": ("q_block",),
     "kv_blocksize": ("k_block", "kv_block"),
     "num_warps": ("num_warps",),
     "num_stages": ("num_stages", "stages"),
 }
-#: The passes of a backward that blocks are for. That of a bias has blocks of its own, which are small anyway.
+#: The passes of a backward that have blocks. The pass for a bias has its own small ones.
 PASSES = ("keys", "queries", "fused")
 
 
 @contextlib.contextmanager
-def translated(
+def kernel_config(
     op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], cfg: Any, backend: str | None
 ) -> Iterator[Any]:
-    """The configuration to call ``op`` with, inside of this block. What are no parameters stays as it is.
+    """Convert parameters to a configuration for calling ``op`` inside of the block. Another ``cfg`` stays as it is.
 
-    What the parameters leave open is as the kernel's heuristic has it. Of the kernels that can do the call, it is for
-    the best whose configuration has all that is given. ``BwdParams`` for an operation that has a backward are for that.
+    Parameters that are None have the values of the kernel's heuristic. The configuration is for the best kernel that
+    can run the call and has all parameters that are set. ``BwdParams`` for a forward operation are for its backward.
     """
-    if not isinstance(cfg, (FwdParams, BwdParams)) or _is_their_own(op, cfg):
+    if not isinstance(cfg, (FwdParams, BwdParams)) or _is_type_of_kernel(op, cfg):
         yield cfg
         return
     inv = ejkernel_core.invocation(op, *args, **kwargs)
@@ -44,25 +44,27 @@ def translated(
     if isinstance(cfg, FwdParams) and is_backward:
         raise TypeError(f"cfg: {op} is a backward pass, which takes BwdParams; got FwdParams")
     if isinstance(cfg, BwdParams) and not is_backward:
-        with _for_the_backward(op, args, kwargs, cfg, backend):
+        with _backward_overlay(op, args, kwargs, cfg, backend):
             yield None
     else:
-        yield _first_that_fits(inv, cfg, backend)
+        yield _first_fitting_config(inv, cfg, backend)
 
 
-def _is_their_own(op: str, cfg: Any) -> bool:
-    """Whether a kernel has these for its configurations."""
+def _is_type_of_kernel(op: str, cfg: Any) -> bool:
+    """Whether a kernel has configurations of this type."""
     return any(kernel.config_type is type(cfg) for kernel in ejkernel_core.registry.kernels(op)[0])
 
 
-def _first_that_fits(inv: Invocation, params: Any, backend: str | None) -> Any:
-    """``TypeError`` with the reason of every kernel; None where no kernel can do the call, which the call tells."""
-    known = backend if backend in ejkernel_core.registry.backends(inv.op) else None
-    candidates, _ = candidates_for(inv, ejkernel_core.registry.kernels(inv.op)[0], known, None)
+def _first_fitting_config(inv: Invocation, params: Any, backend: str | None) -> Any:
+    """The configuration for the first kernel that has all parameters. ``TypeError`` with all reasons if there is none;
+    None if no kernel can run the call, for which the call raises.
+    """
+    known_backend = backend if backend in ejkernel_core.registry.backends(inv.op) else None
+    candidates, _ = candidates_for(inv, ejkernel_core.registry.kernels(inv.op)[0], known_backend, None)
     reasons = []
     for candidate in candidates:
         try:
-            return _fitted(inv, params, candidate)
+            return _config_of_candidate(inv, params, candidate)
         except Unsupported as reason:
             reasons.append(f"{candidate.kernel.name} {reason}")
     if reasons:
@@ -70,39 +72,38 @@ def _first_that_fits(inv: Invocation, params: Any, backend: str | None) -> Any:
     return None
 
 
-def _fitted(inv: Invocation, params: Any, candidate: Candidate) -> Any:
+def _config_of_candidate(inv: Invocation, params: Any, candidate: Candidate) -> Any:
     cfg = configuration(params, candidate.cfg)
     candidate.kernel.check_cfg(inv, cfg)
     return cfg
 
 
-def configuration(params: FwdParams | BwdParams, known: Any) -> Any:
-    """A kernel's configuration with what is given, and the rest as in the known one; ``Unsupported`` says what fits.
+def configuration(params: FwdParams | BwdParams, cfg: Any) -> Any:
+    """A kernel's configuration with these parameters, and the rest as in ``cfg``. ``Unsupported`` says what it takes.
 
     >>> from ejkernel_xla.flash_attention import Config
     >>> configuration(FwdParams(q_blocksize=64), Config(kv_block=128))
     Config(q_block=64, kv_block=128)
     """
-    passes = {name: getattr(known, name, None) for name in PASSES}
-    changed = {name: _changed(one, params) for name, one in passes.items() if attrs.has(type(one))}
-    return attrs.evolve(known, **changed) if changed else _changed(known, params)
+    passes = {name: getattr(cfg, name, None) for name in PASSES}
+    evolved = {name: _with_params(part, params) for name, part in passes.items() if attrs.has(type(part))}
+    return attrs.evolve(cfg, **evolved) if evolved else _with_params(cfg, params)
 
 
-def _changed(known: Any, params: FwdParams | BwdParams) -> Any:
-    own = [field.name for field in attrs.fields(type(known))] if attrs.has(type(known)) else []
-    fitting = {field: name for field, names in NAMES.items() for name in names if name in own}
-    given = params.to_dict()
-    if not given:
-        return known
-    others = [field for field in given if field not in fitting]
-    if others:
-        takes = (
-            f"takes {', '.join(fitting)}, and not {', '.join(others)}" if fitting else "takes none of these parameters"
-        )
-        raise Unsupported(takes)
-    changes: dict[str, Any] = {fitting[field]: value for field, value in given.items()}
+def _with_params(cfg: Any, params: FwdParams | BwdParams) -> Any:
+    field_names = [field.name for field in attrs.fields(type(cfg))] if attrs.has(type(cfg)) else []
+    fitting = {field: name for field, names in NAMES.items() for name in names if name in field_names}
+    values = params.to_dict()
+    if not values:
+        return cfg
+    unsupported = [field for field in values if field not in fitting]
+    if unsupported:
+        if not fitting:
+            raise Unsupported("takes none of these parameters")
+        raise Unsupported(f"takes {', '.join(fitting)}, and not {', '.join(unsupported)}")
+    changes: dict[str, Any] = {fitting[field]: value for field, value in values.items()}
     try:
-        return attrs.evolve(known, **changes)
+        return attrs.evolve(cfg, **changes)
     except (ValueError, TypeError) as fault:
         raise Unsupported(f"refuses it: {fault.args[0]}") from fault
 
@@ -112,7 +113,7 @@ def _changed(known: Any, params: FwdParams | BwdParams) -> Any:
 
 @attrs.frozen
 class _Overlay:
-    """Lies over everything that is remembered for one backward operation: whatever the shapes are that JAX meets."""
+    """An overlay with these parameters for one backward operation, for all shapes."""
 
     op: str
     params: BwdParams
@@ -131,15 +132,15 @@ class _Overlay:
             return None
 
 
-def _for_the_backward(
+def _backward_overlay(
     op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], params: BwdParams, backend: str | None
 ) -> contextlib.AbstractContextManager[None]:
     explanation = ejkernel_core.explain(op, *args, backend=backend, **kwargs)
     plan = None if explanation.backward is None else explanation.backward.plan
     if plan is None:
         raise TypeError(f"cfg: BwdParams are for a backward pass, and {op} has none here: {explanation}")
-    backwards = ejkernel_core.registry.backends(plan.invocation.op)
-    _first_that_fits(plan.invocation, params, backend if backend in backwards else None)
+    backward_backends = ejkernel_core.registry.backends(plan.invocation.op)
+    _first_fitting_config(plan.invocation, params, backend if backend in backward_backends else None)
     overlay: Any = _Overlay(plan.invocation.op, params)
 
     def change(scope: Scope) -> Scope:

@@ -1,4 +1,4 @@
-"""Content as text, under the documents' names for parameters; models of pydantic's kind have content too."""
+"""Content as text, with the parameter names of ejKernel's documents. Models like those of pydantic have content too."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ejkernel_core import _keys
 
 
 def stable_json(obj: Any) -> str:
-    """``ejkernel_core.stable_json``, where also what has ``model_dump`` is content: its class and what that gives.
+    """``ejkernel_core.stable_json``, and also for objects with ``model_dump``: their class and the fields it returns.
 
     >>> stable_json({"b": (1, 2.0), "a": None})
     '{"a":null,"b":{"!tuple":[1,2.0]}}'
     """
-    return json.dumps(_plain(obj, ()), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return json.dumps(_to_json(obj, ()), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def short_hash(obj: Any, length: int = 16) -> str:
@@ -31,7 +31,7 @@ def short_hash(obj: Any, length: int = 16) -> str:
 
 
 def abstractify(pytree: Any) -> Any:
-    """The tree with every array in it, concrete or traced, replaced by its ``jax.ShapeDtypeStruct``.
+    """The tree, with a ``jax.ShapeDtypeStruct`` in the place of every array, concrete or traced.
 
     >>> import jax
     >>> abstractify({"x": jax.numpy.zeros((2, 3)), "causal": True})
@@ -40,21 +40,21 @@ def abstractify(pytree: Any) -> Any:
     return _keys.abstractify(pytree)
 
 
-def _plain(value: Any, path: tuple[int, ...]) -> Any:
-    """As the core writes it, by the core's rules: these ask ``inner`` for what is inside, where a model may be."""
+def _to_json(value: Any, path: tuple[int, ...]) -> Any:
+    """A value in JSON's own types, by the rules of the core. They call ``inner`` for parts, which may be models."""
     if isinstance(value, (str, int, float, type(None))):
-        return _by_core(value)
+        return _core_json(value)
     if id(value) in path:
         raise TypeError(f"stable_json: a {type(value).__qualname__} contains itself")
-    inner = functools.partial(_plain, path=(*path, id(value)))
+    inner = functools.partial(_to_json, path=(*path, id(value)))
     for rule in (*_keys._RULES, _model):
         text = rule(value, inner)
         if text is not None:
             return text
-    return _by_core(value)
+    return _core_json(value)
 
 
-def _by_core(value: Any) -> Any:
+def _core_json(value: Any) -> Any:
     return json.loads(ejkernel_core.stable_json(value))
 
 

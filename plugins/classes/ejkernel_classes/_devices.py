@@ -1,4 +1,4 @@
-"""What a device is, in the words of ejKernel's documents."""
+"""Devices, with the names of ejKernel's documents."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from ejkernel_core import _devices
 
 
 def device_fingerprint(dev: Any = None) -> str:
-    """What a device (JAX's first by default) is, in one line: its name, and in parentheses its platform's version.
+    """The name of a device (by default JAX's first), and in parentheses the version of its platform.
 
     >>> import jax
     >>> device_fingerprint(jax.devices("cpu")[0]).endswith("(cpu)")
     True
     """
-    return _devices.device_fingerprint(_checked(dev))
+    return _devices.device_fingerprint(_device_or_default(dev))
 
 
 def get_device_platform(dev: Any = None) -> str:
-    """What JAX calls the platform of a device (its first by default): gpu, tpu or cpu; unknown for any other.
+    """JAX's name for the platform of a device (by default its first): gpu, tpu or cpu; "unknown" for any other.
 
     >>> import jax
     >>> get_device_platform(jax.devices("cpu")[0])
     'cpu'
     """
-    platform = _devices.jax_platform(_checked(dev).platform.lower())
+    platform = _devices.jax_platform(_device_or_default(dev).platform.lower())
     return platform if platform in ("gpu", "tpu", "cpu") else "unknown"
 
 
 def device_kind(dev: Any = None) -> str:
-    """The same as ``get_device_platform``; what the device is called is ``dev.device_kind``.
+    """The same as ``get_device_platform``. The name of the device is ``dev.device_kind``.
 
     >>> import jax
     >>> device_kind(jax.devices("cpu")[0])
@@ -41,7 +41,7 @@ def device_kind(dev: Any = None) -> str:
 
 
 def preferred_backend(dev: Any = None) -> str:
-    """The backend that is written for this kind of device: "triton", "pallas_tpu", or "xla" for all others.
+    """The backend for the platform of a device: "triton", "pallas_tpu", or "xla" for all others.
 
     >>> import jax
     >>> preferred_backend(jax.devices("cpu")[0])
@@ -50,7 +50,7 @@ def preferred_backend(dev: Any = None) -> str:
     return {"gpu": "triton", "tpu": "pallas_tpu"}.get(get_device_platform(dev), "xla")
 
 
-def _checked(dev: Any) -> Any:
+def _device_or_default(dev: Any) -> Any:
     if dev is not None and not isinstance(dev, jax.Device):
         raise TypeError(f"dev: takes one of jax.devices(); got {type(dev).__name__} {dev!r:.60}")
     return jax.devices()[0] if dev is None else dev

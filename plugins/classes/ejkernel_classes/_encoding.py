@@ -1,6 +1,6 @@
-"""Values as JSON, and back: what a cache on disk may be given for a key or a configuration.
+"""Values as JSON, and back: the keys and configurations of a cache on disk.
 
-What a text names is looked up among what is imported, and nothing is ever imported, unpickled or evaluated for it.
+The classes that a text names are looked up among imported modules. Reading imports, unpickles and evaluates nothing.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy as np
 from ejkernel_core import RecordError, from_json, to_json
 from ejkernel_core._records import type_name
 
-#: Stands before the word for what JSON has no word for.
+#: Begins the name in an object that stands for a value JSON has no type for.
 TAG = "!"
-#: Classes by the name that a text has them under, beside what is imported.
+#: Classes by name, in addition to those that are imported.
 Classes = Mapping[str, Any]
 
 
 def is_structured(kind: Any) -> bool:
-    """Whether it is an attrs class or a dataclass, whose objects a record holds as they are."""
+    """Whether a type is an attrs class or a dataclass, whose objects a record can hold."""
     return attrs.has(kind) or dataclasses.is_dataclass(kind)
 
 
@@ -39,45 +39,45 @@ def _has_content(kind: Any) -> bool:
     return is_structured(kind) or issubclass(kind, enum.Enum) or _is_named_tuple(kind)
 
 
-def encoded(value: Any) -> Any:
-    """JSON's own types; ``RecordError`` where there is no way back."""
+def encode(value: Any) -> Any:
+    """A value in JSON's own types; ``RecordError`` if it could not be read back."""
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {f"{TAG}float": repr(value)}
-    for rule in (_object, _collection, _named):
+    for rule in (_object, _collection, _atom):
         text = rule(value)
         if text is not None:
             return text
     raise RecordError(f"what cannot be kept on disk: a {type(value).__qualname__}, {value!r:.60}")
 
 
-def decoded(text: str, classes: Classes) -> Any:
-    """What ``encoded`` gave; ``RecordError`` where it did not, or names a class that nothing has imported."""
+def decode_text(text: str, classes: Classes) -> Any:
+    """Read the JSON text of ``encode``. ``RecordError`` for another text, or one with a class that is not imported."""
     try:
-        return _decoded(json.loads(text), classes)
+        return _decode(json.loads(text), classes)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as fault:
         raise RecordError(f"{text!r:.60} is nothing that was written here: {fault}") from fault
 
 
-def _decoded(data: Any, classes: Classes) -> Any:
+def _decode(data: Any, classes: Classes) -> Any:
     if isinstance(data, list):
-        return [_decoded(item, classes) for item in data]
+        return [_decode(item, classes) for item in data]
     if not isinstance(data, dict):
         return data
     ((tag, content),) = data.items()
-    return _MADE[tag.removeprefix(TAG)](content, classes)
+    return _READERS[tag.removeprefix(TAG)](content, classes)
 
 
 def classes_in(value: Any) -> dict[str, Any]:
-    """The classes that are needed to read it back, by name."""
-    found = {type_name(type(value)): type(value)} if _has_content(type(value)) else {}
+    """The classes that are needed to read a value back, by name."""
+    classes = {type_name(type(value)): type(value)} if _has_content(type(value)) else {}
     items = [part for pair in value.items() for part in pair] if isinstance(value, dict) else value
     if not isinstance(items, (tuple, list, set, frozenset)):
-        return found
+        return classes
     for item in items:
-        found |= classes_in(item)
-    return found
+        classes |= classes_in(item)
+    return classes
 
 
 def _object(value: Any) -> Any:
@@ -86,41 +86,41 @@ def _object(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return {f"{TAG}enum": [type_name(type(value)), value.name]}
     if _is_named_tuple(type(value)):
-        return {f"{TAG}namedtuple": [type_name(type(value)), [encoded(item) for item in value]]}
+        return {f"{TAG}namedtuple": [type_name(type(value)), [encode(item) for item in value]]}
     return None
 
 
 def _collection(value: Any) -> Any:
     if type(value) is list:
-        return [encoded(item) for item in value]
+        return [encode(item) for item in value]
     if type(value) is tuple:
-        return {f"{TAG}tuple": [encoded(item) for item in value]}
+        return {f"{TAG}tuple": [encode(item) for item in value]}
     if type(value) in (set, frozenset):
-        return {f"{TAG}{type(value).__name__}": sorted(map(encoded, value), key=json.dumps)}
+        return {f"{TAG}{type(value).__name__}": sorted(map(encode, value), key=json.dumps)}
     if type(value) is dict:
-        # In their order, as a key too: Python's dicts keep it. As pairs, because only text is a name in JSON.
-        return {f"{TAG}dict": [[encoded(key), encoded(inner)] for key, inner in value.items()]}
+        # In order, which Python's dicts keep, also in keys. As pairs, because names are text in JSON.
+        return {f"{TAG}dict": [[encode(key), encode(inner)] for key, inner in value.items()]}
     return None
 
 
-def _named(value: Any) -> Any:
+def _atom(value: Any) -> Any:
     if isinstance(value, bytes):
         return {f"{TAG}bytes": value.hex()}
     if isinstance(value, complex):
-        return {f"{TAG}complex": [encoded(value.real), encoded(value.imag)]}
+        return {f"{TAG}complex": [encode(value.real), encode(value.imag)]}
     if isinstance(value, np.generic) and value.dtype.kind in "biufcV" and not value.dtype.fields:
-        return {f"{TAG}scalar": [value.dtype.name, encoded(value.item())]}
+        return {f"{TAG}scalar": [value.dtype.name, encode(value.item())]}
     if isinstance(value, (np.dtype, type)) or type(value) is _JAX_TYPE:
         return _dtype(value)
     return None
 
 
-#: What ``jax.numpy.float32`` is one of.
+#: The type of ``jax.numpy.float32``.
 _JAX_TYPE = type(jax.numpy.float32)
 
 
 def _dtype(value: Any) -> Any:
-    """One of the three faces of a dtype: they are different values."""
+    """A dtype, with its Python form: the three forms are different values."""
     if isinstance(value, np.dtype):
         return None if value.fields or value.subdtype or not value.isnative else {f"{TAG}dtype": ["dtype", value.name]}
     if type(value) is _JAX_TYPE:
@@ -128,67 +128,67 @@ def _dtype(value: Any) -> Any:
     return {f"{TAG}dtype": ["numpy", np.dtype(value).name]} if issubclass(value, np.generic) else None
 
 
-# -- back ------------------------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _class(name: str, classes: Classes) -> Any:
-    found = classes.get(name) or _imported(name)
-    if found is None:
+def _class_named(name: str, classes: Classes) -> Any:
+    kind = classes.get(name) or _imported_class(name)
+    if kind is None:
         raise RecordError(f"it is of {name}, which nothing has imported")
-    return found
+    return kind
 
 
-def _imported(name: str) -> Any:
-    """The class that is imported by this name, if it is of a kind that ``encoded`` writes."""
+def _imported_class(name: str) -> Any:
+    """The imported class of this name, if ``encode`` writes its objects; else None."""
     parts = name.split(".")
     for count in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:count]))
+        value: Any = sys.modules.get(".".join(parts[:count]))
         for part in parts[count:]:
-            found = getattr(found, "__dict__", {}).get(part)  # no module's ``__getattr__``, which could import
-        if isinstance(found, type) and type_name(found) == name and _has_content(found):
-            return found
+            value = getattr(value, "__dict__", {}).get(part)  # no module's ``__getattr__``, which could import
+        if isinstance(value, type) and type_name(value) == name and _has_content(value):
+            return value
     return None
 
 
 def _read_object(content: Any, classes: Classes) -> Any:
     name, fields = content
-    return from_json(json.dumps(fields), _class(name, classes))
+    return from_json(json.dumps(fields), _class_named(name, classes))
 
 
 def _read_enum(content: Any, classes: Classes) -> Any:
-    kind, name = _class(content[0], classes), content[1]
+    kind, name = _class_named(content[0], classes), content[1]
     if name not in kind.__members__:
         raise RecordError(f"{content[0]} has no {name!r}")
     return kind[name]
 
 
 def _read_named_tuple(content: Any, classes: Classes) -> Any:
-    kind, items = _class(content[0], classes), content[1]
+    kind, items = _class_named(content[0], classes), content[1]
     if len(items) != len(kind._fields):
         raise RecordError(f"{content[0]} has {len(kind._fields)} fields, and {len(items)} are written")
-    return kind(*(_decoded(item, classes) for item in items))
+    return kind(*(_decode(item, classes) for item in items))
 
 
 def _read_dtype(content: Any, classes: Classes) -> Any:
-    face, name = content
+    form, name = content
     dtype = np.dtype(name)
-    return {"dtype": dtype, "numpy": dtype.type, "jax": getattr(jax.numpy, name, None)}[face]
+    return {"dtype": dtype, "numpy": dtype.type, "jax": getattr(jax.numpy, name, None)}[form]
 
 
-def _each(kind: Callable[[Any], Any]) -> Callable[[Any, Classes], Any]:
-    return lambda content, classes: kind(_decoded(item, classes) for item in content)
+def _collection_reader(kind: Callable[[Any], Any]) -> Callable[[Any, Classes], Any]:
+    return lambda content, classes: kind(_decode(item, classes) for item in content)
 
 
-_MADE: dict[str, Callable[[Any, Classes], Any]] = {
+_READERS: dict[str, Callable[[Any, Classes], Any]] = {
     "float": lambda content, _: float(content),
     "bytes": lambda content, _: bytes.fromhex(content),
-    "complex": lambda content, classes: complex(*(_decoded(part, classes) for part in content)),
-    "scalar": lambda content, classes: np.dtype(content[0]).type(_decoded(content[1], classes)),
+    "complex": lambda content, classes: complex(*(_decode(part, classes) for part in content)),
+    "scalar": lambda content, classes: np.dtype(content[0]).type(_decode(content[1], classes)),
     "dtype": _read_dtype,
-    "tuple": _each(tuple),
-    "set": _each(set),
-    "frozenset": _each(frozenset),
-    "dict": lambda content, classes: {_decoded(key, classes): _decoded(value, classes) for key, value in content},
+    "tuple": _collection_reader(tuple),
+    "set": _collection_reader(set),
+    "frozenset": _collection_reader(frozenset),
+    "dict": lambda content, classes: {_decode(key, classes): _decode(value, classes) for key, value in content},
     "object": _read_object,
     "enum": _read_enum,
     "namedtuple": _read_named_tuple,

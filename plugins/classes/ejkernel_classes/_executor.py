@@ -1,4 +1,4 @@
-"""Where the configurations of kernels come from, as an object, and what runs kernels with them."""
+"""``ConfigSelectorChain``, which selects configurations of kernels, and ``Executor``, which runs kernels with it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ._named import call
 
 
 class _Store(StorePolicy):
-    """A store of a chain: it is asked before the chain's other policies, whatever their rank."""
+    """A store of a chain. It is asked before the chain's other policies, at any rank."""
 
     RANK = sys.maxsize
 
 
 class ConfigSelectorChain:
-    """Where an ``Executor`` has its configurations from: a cache, then a store, then other policies.
+    """Selects the configurations of an ``Executor``: from a cache, then a store, then other policies.
 
-    An explicit ``cfg`` and the overlays of the scope go before, the heuristic comes last. What the registry's own
-    policies remember is not asked. ``autotune`` is for the policies that can measure; see ``AutotunePolicy``.
+    An explicit ``cfg`` and the overlays of the scope come first, and the heuristic comes last. The registry's own
+    stores are not asked. With ``autotune``, the tuner measures where there is no record; see ``AutotunePolicy``.
     """
 
     _numbers = itertools.count(1)
@@ -47,25 +47,25 @@ class ConfigSelectorChain:
         self.persistent = persistent
         self.policy = policy or AutotunePolicy("on_miss" if autotune else "off")
         self._number = next(self._numbers)
-        #: What was entered last: where, in which state, and the scope that it made.
+        #: The scope in which this chain was last entered, its state then, and the scope with the chain.
         self._last: tuple[Scope | None, str, Scope] = (None, "", EMPTY)
         stores = {} if persistent is None else {"persistent": persistent}
         # pluggy asks the last one first.
-        self._policies = (*_checked(policies or {}), *_stores({**stores, "cache": self.cache}))
+        self._policies = (*_check_policies(policies or {}), *_stores({**stores, "cache": self.cache}))
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
-        """Choose by this chain for the ``with`` block."""
-        # A chain is itself and no other; once something is put into its stores, it is another.
+        """Use this chain for a ``with`` block."""
+        # The state identifies the chain and the content of its stores.
         state = f"{self._number}:{self._generation(self.cache)}:{self._generation(self.persistent)}"
 
         def change(scope: Scope) -> Scope:
-            outer, before, own = self._last
-            if outer is not scope or before != state:
-                # ``policy_override`` makes a new policy, even an equal one: it goes before what the chain says.
+            last_scope, last_state, scope_of_chain = self._last
+            if last_scope is not scope or last_state != state:
+                # ``policy_override`` makes a new object, even for an equal policy. It overrides the chain's policy.
                 policy = self.policy if scope.policy is EMPTY.policy else scope.policy
-                own = attrs.evolve(scope, policies=self._policies, policy=policy, state=state)
-                self._last = scope, state, own
-            return own
+                scope_of_chain = attrs.evolve(scope, policies=self._policies, policy=policy, state=state)
+                self._last = scope, state, scope_of_chain
+            return scope_of_chain
 
         return ScopeChange(change)
 
@@ -74,7 +74,7 @@ class ConfigSelectorChain:
         return getattr(store, "generation", 0)
 
 
-def _checked(policies: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+def _check_policies(policies: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     for name, policy in policies.items():
         hook_manager(Entry(POLICIES, name), policy, PolicyHooks)
         yield name, policy
@@ -88,13 +88,13 @@ def _stores(stores: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
 
 
 class Executor:
-    """Runs kernels with configurations from its own chain."""
+    """Runs kernels with the configurations that its chain selects."""
 
     def __init__(self, selector: ConfigSelectorChain | None = None) -> None:
         self.selector = ConfigSelectorChain() if selector is None else selector
 
     def __call__(self, kernel: Any, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
-        """The results of a ``Kernel`` object, or of an operation by its name."""
+        """The results of a ``Kernel`` object, or of an operation given by name."""
         with self.selector.entered():
             if isinstance(kernel, str):
                 return call(kernel, *args, cfg=cfg, **kwargs)

@@ -1,4 +1,4 @@
-"""One call of a kernel object, as its own methods and its users see it."""
+"""The invocation of a kernel object, for its methods and its users."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ejkernel_core._keys import abstractify
 
 @attrs.frozen(eq=False)
 class Invocation:
-    """One call of a kernel object, or of an operation by its name, frozen."""
+    """One call of a kernel object, or of an operation given by name. It is frozen."""
 
     kernel: Any
-    #: The arguments as they were given; abstract where a configuration is chosen.
+    #: The arguments of the call. They are abstract while a configuration is chosen.
     args: tuple[Any, ...] = attrs.field(default=(), converter=tuple)
     kwargs: dict[str, Any] = attrs.field(factory=dict, converter=dict)
     metadata: Any = None
-    #: The same call, as the core's policies see it.
+    #: The invocation that the core's policies see.
     core: CoreInvocation = attrs.field(repr=False, kw_only=True)
 
     @core.default
     def _core(self) -> CoreInvocation:
         if isinstance(self.kernel, str):
             return ejkernel_core.invocation(self.kernel, *self.args, **self.kwargs)
-        return self.kernel._ask(Registry.invocation, self.args, self.kwargs)  # type: ignore[no-any-return]
+        return self.kernel._call_registry(Registry.invocation, self.args, self.kwargs)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return repr(self.core)
@@ -41,12 +41,12 @@ class Invocation:
 
     @property
     def key(self) -> Key:
-        """What a configuration is remembered by."""
+        """The key under which a configuration is stored."""
         return self.core.key
 
     @property
     def platform(self) -> str:
-        """JAX's word: "cpu", "gpu", "tpu"."""
+        """JAX's name: "cpu", "gpu", "tpu"."""
         return self.core.platform
 
     @property
@@ -56,7 +56,7 @@ class Invocation:
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
-        """Of an NVIDIA GPU."""
+        """The compute capability of an NVIDIA GPU; else None."""
         return self.core.compute_capability
 
     @property
@@ -66,7 +66,7 @@ class Invocation:
 
     @property
     def device_fingerprint(self) -> str:
-        """What it runs on: see ``device_fingerprint``. Without such a device, the platform."""
+        """The device, see ``device_fingerprint``; the platform if this machine has no such device."""
         try:
             return device_fingerprint(jax.local_devices(backend=self.platform)[0])
         except RuntimeError:
@@ -74,7 +74,7 @@ class Invocation:
 
 
 def default_key_builder_with_sharding(kernel: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Key:
-    """What a configuration for this call is remembered by: of a ``Kernel``, or of an operation by name.
+    """The key under which a configuration for this call is stored. ``kernel`` is a ``Kernel`` or an operation's name.
 
     >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
     >>> key = default_key_builder_with_sharding("flash_attention", (query, query, query), {"causal": True})

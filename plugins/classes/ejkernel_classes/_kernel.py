@@ -1,6 +1,6 @@
-"""Kernels as classes: an operation and its implementations in one, thin over the functions of the core.
+"""Kernels as classes: an operation and its implementations in one class, as a thin layer over the core.
 
-A ``Kernel`` needs no registration; what it does is planned, remembered and explained as ``ejkernel_core.call`` is.
+A ``Kernel`` needs no registration. Its calls are planned, stored and explained like those of ``ejkernel_core.call``.
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ import ejkernel_core
 from ejkernel_core import Explanation, NoKernel, Plan, Registry
 from ejkernel_core._kernel import why_mutable
 
-from ._bridge import Filled, Site, Written
+from ._bridge import CallArguments, Site, Written
 from ._invocation import Invocation
 from ._recording import recording
 
 Cfg = TypeVar("Cfg")
 Out = TypeVar("Out")
 
-#: How many ways of calling one kernel object are kept: another scalar is another way.
-KEPT = 512
+#: The most forms of a call that are kept for a kernel object. Every different scalar makes another form.
+MAX_FORMS = 512
 
-#: The methods by backend, the plainest first.
+#: The methods by backend, the most general first.
 _METHODS = {"run": "run", "xla": "run_xla", "pallas": "run_pallas", "triton": "run_triton"}
 
 
 class Kernel(Generic[Cfg, Out]):
     """An operation and its implementations in one class. Subclass it, and call an instance.
 
-    ``run`` is the implementation for everywhere; ``run_triton`` goes before it on a GPU, ``run_pallas`` on a TPU, and
-    ``run_xla`` everywhere. Arguments may be pytrees. Arrays in them are traced; numbers, strings and everything else
-    are static. ``cfg`` and ``backend`` (the name of a method: "triton", "pallas", "xla", "run") are for the framework.
+    ``run`` is the implementation for all platforms. ``run_triton`` is preferred to it on a GPU, ``run_pallas`` on a
+    TPU, and ``run_xla`` on all platforms. Arguments may be pytrees. Arrays in them are traced; numbers, strings and
+    all other values are static. ``cfg`` and ``backend`` (the name of a method: "triton", "pallas", "xla", "run") are
+    arguments of the framework.
 
-    What an instance computes is compiled: change nothing of it after its first call.
+    An instance is compiled at its first call, so it must not change afterwards.
     """
 
-    #: What it is remembered by, beside its arguments; by default, the name of the class.
+    #: The name of its operation, which is a part of its keys; by default, the name of the class.
     name: str
-    #: Raised when its results change.
+    #: Increase it when the results change.
     version: int = 1
     #: The names of what ``run`` returns, where the kernel is registered as a plugin.
     results: tuple[str, ...] = ("out",)
@@ -51,19 +52,19 @@ class Kernel(Generic[Cfg, Out]):
         cls.name = vars(cls).get("name", cls.__name__)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse a class that computes nothing: a subclass may leave ``__init__`` out, as a dataclass does."""
+        """Raise for a class without any ``run`` method. Not in ``__init__``, which a subclass may replace."""
         if not any(getattr(cls, name) is not getattr(Kernel, name) for name in _METHODS.values()):
-            raise TypeError(_what_to_write(cls))
+            raise TypeError(_missing_method_text(cls))
         return super().__new__(cls)
 
     def __init__(self, name: str | None = None, version: int | None = None) -> None:
         self.name = self.name if name is None else name
         self.version = self.version if version is None else version
 
-    # -- to be written -------------------------------------------------------------------------------------------
+    # -- methods that a subclass writes --------------------------------------------------------------------------
 
     def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
-        """Compute the results, in plain JAX: where there is no ``custom_vjp``, JAX differentiates this."""
+        """Compute the results in plain JAX. Without ``custom_vjp``, JAX differentiates this method."""
         raise NotImplementedError
 
     def run_triton(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
@@ -92,38 +93,39 @@ class Kernel(Generic[Cfg, Out]):
     def custom_vjp(
         self, primals: tuple[Any, ...], cfg: Cfg, kwargs: Mapping[str, Any], cotangents: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """The gradients of the positional arguments, from the cotangents of the results.
+        """Compute the gradients of the positional arguments from the cotangents of the results.
 
-        One gradient for each primal, of its structure, or None where it is zero; after them, optionally, a dict of
-        gradients of keyword arguments. A gradient that is asked for and not given is ``NotDifferentiable``.
+        Return one gradient for each primal, of the same structure, or None where it is zero; and after them, if
+        needed, a dict with the gradients of keyword arguments. If JAX needs one that is missing, it raises
+        ``NotDifferentiable``.
         """
         raise NotImplementedError
 
-    # -- to be called --------------------------------------------------------------------------------------------
+    # -- methods that a user calls -------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, cfg: Any = None, backend: str | None = None, **kwargs: Any) -> Out:
-        """The results, by the best method there is, with the best configuration that is known."""
-        with recording.listening():
-            return self._ask(Registry.call, args, kwargs, cfg, backend)  # type: ignore[no-any-return]
+        """The results, by the best method with the best configuration."""
+        with recording.record_calls():
+            return self._call_registry(Registry.call, args, kwargs, cfg, backend)  # type: ignore[no-any-return]
 
     def invocation(self, *args: Any, **kwargs: Any) -> Invocation:
-        """That call, frozen; its ``key`` is what configurations are remembered by."""
+        """The invocation of such a call. Configurations are stored under its ``key``."""
         return Invocation(self, args, kwargs)
 
     def plan(self, *args: Any, cfg: Any = None, backend: str | None = None, **kwargs: Any) -> Plan:
-        """The plan of that call; arrays may be abstract."""
-        return self._ask(Registry.plan, args, kwargs, cfg, backend)  # type: ignore[no-any-return]
+        """The plan of such a call. Arrays may be abstract."""
+        return self._call_registry(Registry.plan, args, kwargs, cfg, backend)  # type: ignore[no-any-return]
 
     def explain(self, *args: Any, cfg: Any = None, backend: str | None = None, **kwargs: Any) -> Explanation:
-        """The plan of that call and of its gradients, or why there is none."""
+        """The plan of such a call and of its gradients, or the error in place of it."""
         try:
-            return self._ask(Registry.explain, args, kwargs, cfg, backend)  # type: ignore[no-any-return]
+            return self._call_registry(Registry.explain, args, kwargs, cfg, backend)  # type: ignore[no-any-return]
         except NoKernel as refusal:
             return Explanation(self.name, None, str(refusal))
 
-    def _ask(
+    def _call_registry(
         self,
-        question: Callable[..., Any],
+        function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         cfg: Any = None,
@@ -132,23 +134,23 @@ class Kernel(Generic[Cfg, Out]):
         reason = None if cfg is None else why_mutable(cfg)
         if reason is not None:
             raise TypeError(f"{self.name}: cfg takes a value that cannot be changed; {reason}")
-        way, arrays = Written.of(args, kwargs)
-        # A class that does not say which configurations it takes is given any; see ``Site.config_type``.
-        takes = type(cfg) if cfg is not None and self.config_type is None else self.config_type
+        form, arrays = Written.of(args, kwargs)
+        # A class without a type for its configurations takes any ``cfg``.
+        config_type = type(cfg) if cfg is not None and self.config_type is None else self.config_type
         try:
-            registry = self._registries.of((*way, takes), ejkernel_core.registry)
+            registry = self._registries.get((*form, config_type), ejkernel_core.registry)
         except TypeError:
-            raise TypeError(f"{self.name}: {way[0].unhashable()}") from None
+            raise TypeError(f"{self.name}: {form[0].unhashable()}") from None
         if registry is None:
-            registry = self._registries.add((*way, takes), self._new_registry(way[0], arrays, takes))
-        return question(registry, self.name, *arrays, cfg=cfg, backend=backend)
+            registry = self._registries.add((*form, config_type), self._new_registry(form[0], arrays, config_type))
+        return function(registry, self.name, *arrays, cfg=cfg, backend=backend)
 
-    def _new_registry(self, written: Written, arrays: Sequence[Any], takes: type | None) -> Registry:
-        """A registry in which this way of calling is an operation."""
+    def _new_registry(self, written: Written, arrays: Sequence[Any], config_type: type | None) -> Registry:
+        """A registry in which this form of a call is an operation."""
         if not arrays:
             raise TypeError(f"{self.name}: takes at least one array; numbers are static, and jnp.asarray makes one")
         registry = Registry(policies_of=ejkernel_core.registry)
-        site = Site(self, written.signature, written.arrays, written.filled, takes).on(arrays)
+        site = Site(self, written.signature, written.arrays, written.fill, config_type).with_results(arrays)
         for name, plugin in site.as_plugins().items():
             registry.register(plugin, name)
         return registry
@@ -158,61 +160,63 @@ class Kernel(Generic[Cfg, Out]):
         return _Registries()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy starts anew: what is compiled for this object computes with this object."""
+        """Leave out what is compiled for this object: it computes with this object, and not with a copy."""
         return {name: value for name, value in vars(self).items() if name not in ("_registries", "plugin")}
 
-    # -- to be registered ----------------------------------------------------------------------------------------
+    # -- as plugins ----------------------------------------------------------------------------------------------
 
     def as_plugins(self) -> dict[str, Any]:
-        """The operation and its kernels, by name, for ``Registry.register``; ``plugin`` gives them to entry points.
+        """The operation and its kernels by name, for ``Registry.register``. ``plugin`` has them for entry points.
 
-        The operation's signature is that of ``run``: its positional parameters are arrays, those that are keyword-only
-        or have a default other than None are static options.
+        The operation has the signature of ``run``. Positional parameters are arrays. Parameters that are keyword-only,
+        or have a default other than None, are static options.
         """
-        takes = inspect.signature(self.methods()[self.plainest]).parameters.values()
-        own = [p for p in takes if p.name != "cfg" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        positional = [p.name for p in own if p.kind is not p.KEYWORD_ONLY]
-        arrays = tuple(p.name for p in own if p.name in positional and (p.default is p.empty or p.default is None))
+        signature = inspect.signature(self.methods()[self.plainest]).parameters.values()
+        parameters = [p for p in signature if p.name != "cfg" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        required = [p.name for p in parameters if p.default is p.empty or p.default is None]
+        arrays = tuple(name for name in required if name in positional)
 
-        def filled(arguments: Mapping[str, Any]) -> Filled:
-            keywords = {p.name: arguments[p.name] for p in own if p.name not in positional}
+        def fill(arguments: Mapping[str, Any]) -> CallArguments:
+            keywords = {p.name: arguments[p.name] for p in parameters if p.name not in positional}
             return tuple(arguments[name] for name in positional), keywords
 
-        return Site(self, inspect.Signature(own), arrays, filled, self.config_type, self.results).as_plugins()
+        return Site(self, inspect.Signature(parameters), arrays, fill, self.config_type, self.results).as_plugins()
 
     @functools.cached_property
     def plugin(self) -> SimpleNamespace:
-        """The same as attributes: an entry point says ``my_package:my_kernel.plugin.operation``, or ``.plugin.xla``."""
-        short = {self.name: "operation", f"{self.name}_bwd": "backward_operation"}
-        return SimpleNamespace(**{short.get(name, name.rpartition(".")[2]): p for name, p in self.as_plugins().items()})
+        """The plugins as attributes, for entry points such as ``my_package:my_kernel.plugin.operation``."""
+        names = {self.name: "operation", f"{self.name}_bwd": "backward_operation"}
+        plugins = self.as_plugins().items()
+        return SimpleNamespace(**{names.get(name, name.rpartition(".")[2]): plugin for name, plugin in plugins})
 
-    # -- what is written -----------------------------------------------------------------------------------------
+    # -- what the class defines ----------------------------------------------------------------------------------
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """The ``run`` methods that this class has, by backend, the plainest first."""
+        """The ``run`` methods that this class has, by backend, the most general first."""
         return {b: getattr(self, n) for b, n in _METHODS.items() if getattr(type(self), n) is not getattr(Kernel, n)}
 
     @property
     def plainest(self) -> str:
-        """The method whose results tell what the others return, and that JAX differentiates."""
+        """The backend of the most general method. It defines the results, and JAX differentiates it."""
         return next(iter(self.methods()))
 
     def has_custom_vjp(self) -> bool:
-        """Whether this class differentiates itself."""
+        """Whether this class has its own gradients."""
         return type(self).custom_vjp is not Kernel.custom_vjp
 
     @functools.cached_property
     def config_type(self) -> type[Any] | None:
-        """``Cfg``, if the class says ``Kernel[Cfg, Out]`` with a class."""
+        """The type of the configurations, if the class is a subclass of ``Kernel[Cfg, Out]`` with a class ``Cfg``."""
         for base in type(self).__mro__:
             for generic in vars(base).get("__orig_bases__", ()):
-                kind = get_args(generic)[0] if get_origin(generic) is Kernel else None
-                if isinstance(kind, type) and kind is not Any:  # which is a class since Python 3.11
-                    return kind
+                config_type = get_args(generic)[0] if get_origin(generic) is Kernel else None
+                if isinstance(config_type, type) and config_type is not Any:  # ``Any`` is a class since Python 3.11
+                    return config_type
         return None
 
 
-def _what_to_write(cls: type) -> str:
+def _missing_method_text(cls: type) -> str:
     others = ", ".join([*_METHODS.values()][1:])
     if cls is Kernel:
         subclass = "class MyKernel(Kernel[Config, jax.Array]): def run(self, x, *, cfg): ..."
@@ -221,20 +225,20 @@ def _what_to_write(cls: type) -> str:
 
 
 class _Registries:
-    """A registry for each way of calling one kernel object, as long as what they take from the core's one holds."""
+    """The registries for the forms of calls of one kernel object, until the registry of the core changes."""
 
     def __init__(self) -> None:
-        self._made: dict[Any, Registry] = {}
-        self._seen: Any = None
+        self._registry_by_form: dict[Any, Registry] = {}
+        self._changes: Any = None
 
-    def of(self, way: Any, core: Registry) -> Registry | None:
-        # A policy was registered in the core's registry, or something new is remembered there.
-        if self._seen != core.changes:
-            self._made, self._seen = {}, core.changes
-        return self._made.get(way)
+    def get(self, form: Any, core: Registry) -> Registry | None:
+        # The registry of the core has a new policy or a new record.
+        if self._changes != core.changes:
+            self._registry_by_form, self._changes = {}, core.changes
+        return self._registry_by_form.get(form)
 
-    def add(self, way: Any, registry: Registry) -> Registry:
-        if len(self._made) >= KEPT:
-            self._made.pop(next(iter(self._made)), None)
-        self._made[way] = registry
+    def add(self, form: Any, registry: Registry) -> Registry:
+        if len(self._registry_by_form) >= MAX_FORMS:
+            self._registry_by_form.pop(next(iter(self._registry_by_form)), None)
+        self._registry_by_form[form] = registry
         return registry

@@ -1,4 +1,4 @@
-"""Mapped axes: what ``jax.vmap`` and ``jax.grad`` around it make of one call of a kernel object."""
+"""Mapped axes: how one call of a kernel object carries the axes of ``jax.vmap``, and of ``jax.grad`` around it."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from ejkernel_core._operation import Arguments, Restore
 
 
 def fold_backward(arguments: Mapping[str, Any], names: frozenset[str], size: int) -> tuple[Arguments, Restore]:
-    """One more level of ``outer``, as of ``mapped``: the gradients have its axis too."""
-    return {**arguments, "outer": (tuple(sorted(names)), *arguments["outer"])}, as_they_are
+    """Add a level to ``outer``: as for ``mapped``, and the gradients have its axis too."""
+    return {**arguments, "outer": (tuple(sorted(names)), *arguments["outer"])}, identity
 
 
-def as_they_are(results: tuple[Any, ...]) -> tuple[Any, ...]:
+def identity(results: tuple[Any, ...]) -> tuple[Any, ...]:
     return results
 
 
-#: Of each mapped axis, the names of the arrays that have it.
+#: For each mapped axis, the names of the arrays that have it.
 Levels = Sequence[Sequence[str]]
 
 
-def element(arguments: Mapping[str, Any], levels: Levels, name: str) -> jax.ShapeDtypeStruct:
-    """An array without these mapped axes, and sharded as it is where that is a part of its type (explicit axes)."""
+def element_type(arguments: Mapping[str, Any], levels: Levels, name: str) -> jax.ShapeDtypeStruct:
+    """The type of an array without its mapped axes, with its sharding if that is a part of the type (explicit axes)."""
     array, axes = arguments[name], sum(name in level for level in levels)
     sharding = getattr(array, "sharding", None)
-    explicit = not axes and isinstance(sharding, NamedSharding) and any(spec is not None for spec in sharding.spec)
-    return jax.ShapeDtypeStruct(array.shape[axes:], array.dtype, sharding=sharding if explicit else None)
+    is_explicit = not axes and isinstance(sharding, NamedSharding) and any(spec is not None for spec in sharding.spec)
+    return jax.ShapeDtypeStruct(array.shape[axes:], array.dtype, sharding=sharding if is_explicit else None)
 
 
-def whole(arguments: Mapping[str, Any], levels: Levels, element: Any) -> jax.ShapeDtypeStruct:
-    """A result for each element: with every mapped axis."""
+def batched_type(arguments: Mapping[str, Any], levels: Levels, element: Any) -> jax.ShapeDtypeStruct:
+    """The type of a result with all mapped axes."""
     sizes = []
     for i, level in enumerate(levels):
         mapped = level[0]
@@ -44,56 +44,61 @@ def whole(arguments: Mapping[str, Any], levels: Levels, element: Any) -> jax.Sha
 
 
 def gradient_types(arguments: Mapping[str, Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Each is like its array, and has every axis that the backward itself is mapped over."""
+    """The type of each gradient: that of its array, with the axes that the backward itself is mapped over."""
     outer = arguments["outer"]
-    return tuple(whole(arguments, outer, element(arguments, outer, name)) for name in arguments["wrt"])
+    return tuple(batched_type(arguments, outer, element_type(arguments, outer, name)) for name in arguments["wrt"])
 
 
-Once = Callable[[Mapping[str, Any]], list[Any]]
-#: A mapped axis: the names of what has it, and those of the results to be summed over it where they do not have it.
+ElementFunction = Callable[[Mapping[str, Any]], list[Any]]
+#: A mapped axis: the names of the arrays that have it; and the names of the results, which are summed over it if their
+#: arrays do not have it. None if nothing is summed.
 Level = tuple[frozenset[str], Sequence[str] | None]
 
 
-def mapped_over(once: Once, levels: Sequence[Level], given: Mapping[str, Any], loops: str = "") -> list[Any]:
-    """``once`` of these arrays, over the mapped axes: all elements at a time.
+def map_over_levels(
+    run_element: ElementFunction, levels: Sequence[Level], arrays: Mapping[str, Any], loop_name: str = ""
+) -> list[Any]:
+    """Run a function over all mapped axes of the arrays at once.
 
-    ``loops`` is the name of what may know no batching, as a launch of Triton does not unless it is inside a
-    ``jax.custom_batching.custom_vmap``: then the elements come one after another, and a warning says so.
+    ``loop_name`` is the name of a function that may not support batching, such as a launch of Triton outside of a
+    ``jax.custom_batching.custom_vmap``. Its elements then run in a loop, and a warning says so.
     """
-    function = once
-    for names, summed in reversed(levels):
-        function = _one_level(function, names, summed, loops)
-    return function(given)
+    function = run_element
+    for names, sums in reversed(levels):
+        function = _map_over_level(function, names, sums, loop_name)
+    return function(arrays)
 
 
-def _one_level(function: Once, names: frozenset[str], summed: Sequence[str] | None, loops: str) -> Once:
-    def run(given: Mapping[str, Any]) -> list[Any]:
-        moving = {name: value for name, value in given.items() if name in names}
-        fixed = {name: value for name, value in given.items() if name not in names}
+def _map_over_level(
+    function: ElementFunction, names: frozenset[str], sums: Sequence[str] | None, loop_name: str
+) -> ElementFunction:
+    def run(arrays: Mapping[str, Any]) -> list[Any]:
+        mapped = {name: value for name, value in arrays.items() if name in names}
+        unmapped = {name: value for name, value in arrays.items() if name not in names}
 
-        def inner(values: Mapping[str, Any]) -> list[Any]:
-            return function({**fixed, **values})
+        def run_element(values: Mapping[str, Any]) -> list[Any]:
+            return function({**unmapped, **values})
 
-        over = jax.lax.map if loops and not _can_be_batched(inner, moving, loops) else _at_a_time
-        results: list[Any] = over(inner, moving)
-        if summed is None:
+        map_elements = jax.lax.map if loop_name and not _can_be_batched(run_element, mapped, loop_name) else _vmap
+        results: list[Any] = map_elements(run_element, mapped)
+        if sums is None:
             return results
-        return [r if name in names else r.sum(0) for name, r in zip(summed, results, strict=True)]
+        return [r if name in names else r.sum(0) for name, r in zip(sums, results, strict=True)]
 
     return run
 
 
-def _at_a_time(function: Once, moving: Mapping[str, Any]) -> list[Any]:
-    results: list[Any] = jax.vmap(function)(moving)
+def _vmap(function: ElementFunction, mapped: Mapping[str, Any]) -> list[Any]:
+    results: list[Any] = jax.vmap(function)(mapped)
     return results
 
 
-def _can_be_batched(function: Once, moving: Mapping[str, Any], name: str) -> bool:
-    """Asked of shapes, apart from what is being traced: an attempt that fails must leave nothing there."""
+def _can_be_batched(function: ElementFunction, mapped: Mapping[str, Any], name: str) -> bool:
+    """Whether ``jax.vmap`` supports the function. This is tried with shapes, so that a failure leaves no trace."""
     try:
-        jax.eval_shape(jax.vmap(function), moving)
-    except NotImplementedError as fault:  # of JAX or jax-triton: a primitive without a rule for batching
-        count = next(iter(moving.values())).shape[0]
+        jax.eval_shape(jax.vmap(function), mapped)
+    except NotImplementedError as fault:  # a primitive of JAX or jax-triton has no batching rule
+        count = next(iter(mapped.values())).shape[0]
         reason = str(fault).rstrip(".")
         warnings.warn(
             f"{name} runs {count} times, in a loop, for a mapped axis of {count}: {reason}. One launch for all "

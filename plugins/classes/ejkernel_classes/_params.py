@@ -1,4 +1,4 @@
-"""Parameters that kernels have in common, as frozen values, and hashes of values by content."""
+"""Parameters that kernels have in common, as frozen values; and hashes of values by content."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._content import stable_json
 Params = TypeVar("Params", bound="_Params")
 
 
-def _is_whole(instance: Any, attribute: Any, value: Any) -> None:
+def _is_positive_int(instance: Any, attribute: Any, value: Any) -> None:
     instance_of(int)(instance, attribute, value)
     if isinstance(value, bool):
         raise TypeError(f"{attribute.name}: takes a whole number; got {value}")
@@ -23,25 +23,25 @@ def _is_whole(instance: Any, attribute: Any, value: Any) -> None:
 
 
 def _size() -> Any:
-    """A whole number from 1, or None: left to the kernel."""
-    return attrs.field(default=None, validator=optional(_is_whole))
+    """A field for a positive int, or None for the kernel's own choice."""
+    return attrs.field(default=None, validator=optional(_is_positive_int))
 
 
 @attrs.frozen
 class _Params:
     def to_dict(self) -> dict[str, int]:
-        """The fields that are given, by name."""
+        """The fields that are not None, by name."""
         return {name: value for name, value in attrs.asdict(self).items() if value is not None}
 
     @classmethod
     def merge(cls: type[Params], base: Params | None, override: Params | None) -> Params:
-        """Both, the second before the first."""
+        """The fields of both; where both have a value, that of ``override``."""
         return cls(**{**(base.to_dict() if base else {}), **(override.to_dict() if override else {})})
 
 
 @attrs.frozen
 class FwdParams(_Params):
-    """Block sizes and launch parameters of a forward pass; None is left to the kernel.
+    """Block sizes and launch parameters of a forward pass. None leaves the choice to the kernel.
 
     >>> FwdParams.merge(FwdParams(q_blocksize=128, num_warps=4), FwdParams(num_warps=8)).to_dict()
     {'q_blocksize': 128, 'num_warps': 8}
@@ -61,7 +61,7 @@ class FwdParams(_Params):
 
 @attrs.frozen
 class BwdParams(_Params):
-    """Block sizes and launch parameters of a backward pass; None is left to the kernel."""
+    """Block sizes and launch parameters of a backward pass. None leaves the choice to the kernel."""
 
     blocksize_m: int | None = _size()
     blocksize_k: int | None = _size()
@@ -73,7 +73,7 @@ class BwdParams(_Params):
 
     @classmethod
     def from_fwd_params(cls, fwd: FwdParams, scale: float = 0.5) -> BwdParams:
-        """The forward's, with smaller blocks: powers of two, and at least 16. A block that is not given counts as 128.
+        """The forward's parameters with scaled blocks: powers of two, and at least 16. A block of None counts as 128.
 
         >>> BwdParams.from_fwd_params(FwdParams(q_blocksize=96, num_warps=4)).to_dict()
         {'q_blocksize': 32, 'kv_blocksize': 64, 'num_warps': 4}
@@ -85,7 +85,7 @@ class BwdParams(_Params):
 
 
 def _block(size: float) -> int:
-    """The greatest power of two that is no larger, and at least 16."""
+    """The greatest power of two up to ``size``, and at least 16."""
     return max(16, 1 << (max(int(size), 1).bit_length() - 1))
 
 
@@ -97,13 +97,13 @@ def get_safe_hash_int(text: Any, algorithm: str = "md5") -> int:
     """
     try:
         digest = hashlib.new(algorithm, str(text).encode(), usedforsecurity=False).digest()
-    except (ValueError, TypeError) as fault:  # unknown, or, as shake_128, without a length of its own
+    except (ValueError, TypeError) as fault:  # unknown, or without a fixed length, such as shake_128
         raise ValueError(f"algorithm: takes one of hashlib's with a fixed length; got {algorithm!r}") from fault
     return int.from_bytes(digest, "big")
 
 
 def hash_fn(self: Any) -> int:
-    """A hash by the type's name and the fields by name: the same in every process, and equal where values are.
+    """A hash of the type's name and of the fields with their names. It is the same in every process.
 
     >>> hash_fn(FwdParams(q_blocksize=12, kv_blocksize=3)) == hash_fn(FwdParams(q_blocksize=1, kv_blocksize=23))
     False
@@ -119,7 +119,7 @@ def hash_fn(self: Any) -> int:
 
 
 def _normal(value: Any) -> Any:
-    """Numbers that are equal become one: 1, 1.0 and True."""
+    """The value with equal numbers made the same: 1, 1.0 and True."""
     if isinstance(value, Mapping):
         return {key: _normal(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

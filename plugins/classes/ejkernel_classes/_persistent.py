@@ -1,4 +1,4 @@
-"""The cache on disk, for any key and any configuration that a ``ConfigCache`` takes."""
+"""The cache on disk, for the keys and configurations that a ``ConfigCache`` takes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import ejkernel_cache
 from ejkernel_cache._names import Place
 from ejkernel_core import Candidate, Key, Record, RecordError, as_record
 
-from ._encoding import classes_in, decoded, encoded, is_structured
+from ._encoding import classes_in, decode_text, encode, is_structured
 
-#: What stands for the operation and the device of a key that is no ``Key``.
+#: The operation and the device in the ``Key`` for any other key.
 ANY = "any"
 
 
 @attrs.frozen
 class Plain:
-    """A configuration that is no object with fields, as a text."""
+    """The text of a configuration that is no object with fields."""
 
     text: str
 
@@ -30,55 +30,55 @@ class Plain:
 class PersistentCache(ejkernel_cache.PersistentCache):
     """Configurations by key, in a folder that processes share: ``ejkernel_cache.PersistentCache`` for any key.
 
-    A key is ``Invocation.key``, or anything hashable that can be written down and read back: numbers, text, dtypes,
+    A key is ``Invocation.key``, or any hashable value that can be written and read back: numbers, text, dtypes,
     enumerations, and objects of attrs classes and dataclasses, also in tuples and frozensets. A configuration is any of
-    these, or a list, a set or a dict. Keys are told apart by their content: 1 and 1.0 are two. ``RecordError`` for what
-    cannot be written down, as a function.
+    these, or a list, a set or a dict. Keys differ by content: 1 and 1.0 are two keys. Other values, such as functions,
+    raise ``RecordError``.
     """
 
     def put(self, key: Hashable, value: Any) -> None:
-        """Remember a configuration, or a ``Record`` of one: in the place of what is there for the same backend."""
+        """Store a configuration, or a ``Record`` of one. It replaces the record for the same backend."""
         record = as_record(value)
-        # A kernel's key says of which type its configurations are; any other key says nothing.
+        # A ``Key`` gives the type of the configuration, by its kernel. Another key does not.
         if record.cfg is not None and not (isinstance(key, Key) and is_structured(type(record.cfg))):
-            text = json.dumps(encoded(record.cfg))
+            text = json.dumps(encode(record.cfg))
             self._types.update(classes_in(record.cfg))
             record = attrs.evolve(record, cfg=Plain(text))
         self._types.update(classes_in(key))
         super().put(_as_key(key), record)
 
     def file(self, key: Hashable, backend: str | None = None) -> Path:
-        """Where the record of a key and a backend lies, or would."""
+        """The path of the record of a key and a backend, whether there is one or not."""
         return super().file(_as_key(key), backend)
 
     def read(self, key: Hashable, backend: str | None, kind: type | None = None) -> Record | None:
-        """The record for exactly this backend, None if there is no file, or ``RecordError`` with the reason."""
+        """The record for exactly this backend; None if there is no file. ``RecordError`` if it cannot be read."""
         return super().read(_as_key(key), backend, kind)
 
     def find(self, key: Hashable, candidate: Candidate) -> Record | None:
-        """The record for this kernel, the one put last: what a store is asked by ``ejkernel_core.recall``."""
+        """The latest record for the candidate's kernel, or None. ``ejkernel_core.recall`` calls this method."""
         return super().find(_as_key(key), candidate)
 
     def records(self, key: Hashable, kind: type | None = None) -> tuple[Record, ...]:
-        """The records of every backend, the last one put first; with a ``kind``, those of this type."""
+        """The records of all backends, the latest first. With a ``kind``, those of this type."""
         return super().records(_as_key(key), kind)
 
     def get(self, key: Hashable, default: Any = None, kind: type | None = None) -> Any:
-        """The configuration that was put last, or the default: see ``records``."""
+        """The configuration that was stored last, or the default: see ``records``."""
         return super().get(_as_key(key), default, kind)
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether there is a file, be it readable or not."""
+        """Whether there is a file for the key, readable or not."""
         return super().__contains__(_as_key(key))
 
     def __iter__(self) -> Iterator[Any]:
-        """The keys as they were put; one that names a class that nothing has imported, as a ``Key``."""
-        return map(self._as_put, super().__iter__())
+        """The keys that were stored. One with a class that is not imported is a ``Key``."""
+        return map(self._original_key, super().__iter__())
 
-    def _as_put(self, key: Key) -> Any:
+    def _original_key(self, key: Key) -> Any:
         if (key.op, key.device) == (ANY, ANY):
             with contextlib.suppress(RecordError):
-                return decoded(key.problem, self._types)
+                return decode_text(key.problem, self._types)
         return key
 
     def _read_record(self, place: Place, key: Key, kind: type | None) -> tuple[int, Record] | None:
@@ -86,7 +86,7 @@ class PersistentCache(ejkernel_cache.PersistentCache):
         if stored is None or not isinstance(stored[1].cfg, Plain):
             return stored
         when, record = stored
-        cfg = decoded(record.cfg.text, self._types)
+        cfg = decode_text(record.cfg.text, self._types)
         if kind is not None and not isinstance(cfg, kind):
             raise RecordError(f"{place[3]} holds a {type(cfg).__qualname__}, no {kind.__qualname__}")
         return when, attrs.evolve(record, cfg=cfg)
@@ -99,7 +99,7 @@ class PersistentCache(ejkernel_cache.PersistentCache):
         except RecordError as fault:
             if kind is not None or fault.damaged:
                 raise
-            with contextlib.suppress(RecordError):  # it may be no object with fields
+            with contextlib.suppress(RecordError):  # the configuration may be no object with fields
                 return super()._read_record(place, key, Plain)
             raise
 
@@ -107,7 +107,7 @@ class PersistentCache(ejkernel_cache.PersistentCache):
 def _as_key(key: Hashable) -> Key:
     if isinstance(key, Key):
         return key
-    hash(key)  # a TypeError, as in a ``ConfigCache``
-    # As ``stable_json`` writes it, which would write the marks for what JSON has no word for down a second time.
-    problem = json.dumps(encoded(key), sort_keys=True, separators=(",", ":"))
+    hash(key)  # raises TypeError, as a ``ConfigCache`` does
+    # The same format as ``stable_json``, which would encode the tags of ``encode`` a second time.
+    problem = json.dumps(encode(key), sort_keys=True, separators=(",", ":"))
     return Key(ANY, ANY, problem)

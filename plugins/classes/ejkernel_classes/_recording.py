@@ -1,4 +1,4 @@
-"""The calls that a program makes, from when ``record_invocation`` is called."""
+"""Records the calls that a program makes, once ``record_invocation`` was called."""
 
 from __future__ import annotations
 
@@ -22,46 +22,45 @@ class Recording:
         self._recorder: Any = None
         self._numbers = itertools.count(1)
         self._state = ""
-        #: A scope that was met, and the one in which its calls are heard: a call that is repeated makes none anew.
+        #: The last scope of a call, and the scope with the recorder, so that repeated calls make no new one.
         self._last: tuple[Scope, Scope] = (EMPTY, EMPTY)
 
     def start(self, recorder: Any) -> None:
-        """Have this hear of all calls from now on."""
+        """Record all calls with this recorder from now on."""
         if self._recorder is not recorder:
-            # A number of its own: what was compiled before is compiled again, and heard.
+            # With a new number, functions that were compiled before are compiled again, so their calls are recorded.
             self._state = f"recorded {next(self._numbers)}"
             self._last = (EMPTY, EMPTY)
             self._recorder = recorder
 
     def stop(self) -> None:
-        """Hear of no more."""
+        """Record no more calls."""
         self._recorder = None
 
-    def listening(self) -> contextlib.AbstractContextManager[None]:
-        """Around a call."""
-        return contextlib.nullcontext() if self._recorder is None else ScopeChange(self._heard)
+    def record_calls(self) -> contextlib.AbstractContextManager[None]:
+        """Record the calls in a ``with`` block, if recording is on."""
+        return contextlib.nullcontext() if self._recorder is None else ScopeChange(self._with_recorder)
 
-    def _heard(self, scope: Scope) -> Scope:
+    def _with_recorder(self, scope: Scope) -> Scope:
         recorder = self._recorder
         if recorder is None or recorder in scope.listeners:
             return scope
-        outer, own = self._last
-        if outer is not scope or own is EMPTY:
+        outer, recorded_scope = self._last
+        if outer is not scope or recorded_scope is EMPTY:
             state = f"{scope.state};{self._state}"
-            own = attrs.evolve(scope, listeners=(*scope.listeners, recorder), state=state)
-            self._last = scope, own
-        return own
+            recorded_scope = attrs.evolve(scope, listeners=(*scope.listeners, recorder), state=state)
+            self._last = scope, recorded_scope
+        return recorded_scope
 
 
 recording = Recording()
 
 
 def record_invocation(kernel: Any, inv: Any) -> None:
-    """Put one invocation of a kernel (an object, or an operation's name) among the recorded ones, and record from now
-    on every call that the program makes through this package, backward passes included. No array is kept.
+    """Record one invocation of a kernel (an object, or the name of an operation), and from now on all calls that the
+    program makes through this package, backward passes included. Arrays are not recorded.
 
-    A function that was jitted by the caller and compiled before is heard of when it is compiled anew.
-    ``stop_recording`` ends it.
+    Calls in a function that the caller has jitted are recorded when it is compiled again. ``stop_recording`` ends it.
 
     >>> import ejkernel_tuning, jax
     >>> ejkernel_tuning.clear_invocations()
@@ -79,7 +78,7 @@ def record_invocation(kernel: Any, inv: Any) -> None:
 
 
 def stop_recording() -> None:
-    """Record no more. What was recorded stays, until ``ejkernel_tuning.clear_invocations``.
+    """Record no more calls. Recorded ones stay, until ``ejkernel_tuning.clear_invocations``.
 
     >>> stop_recording()
     """
@@ -87,22 +86,22 @@ def stop_recording() -> None:
 
 
 def get_invocations() -> list[Invocation]:
-    """All calls that were recorded in this process, each once: shapes and options, as the kernels see them.
+    """All calls that were recorded in this process, each once, with the shapes and options that kernels see.
 
-    A backward pass is a call too: of the same kernel object, or of the operation that computes the gradients.
+    A backward pass is a call of the same kernel object, or of the operation that computes the gradients.
 
     >>> all(isinstance(inv, Invocation) for inv in get_invocations())
     True
     """
     import ejkernel_tuning
 
-    return [_seen(core) for core in ejkernel_tuning.get_invocations()]
+    return [_kernel_invocation(core) for core in ejkernel_tuning.get_invocations()]
 
 
-def _seen(core: CoreInvocation) -> Invocation:
+def _kernel_invocation(core: CoreInvocation) -> Invocation:
     site = getattr(core.operation, "site", None)
     if site is not None:
-        return site.view(core)  # type: ignore[no-any-return]
+        return site.kernel_invocation(core)  # type: ignore[no-any-return]
     parameters = [] if core.operation is None else core.operation.signature.parameters.values()
     by_name = {p.name: core[p.name] for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
     defaults = {p.name: p.default for p in parameters}

@@ -400,11 +400,11 @@ def test_nothing_is_traced_twice_eagerly() -> None:
 
 
 def test_the_ways_of_calling_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ejkernel_classes._kernel.KEPT", 4)
+    monkeypatch.setattr("ejkernel_classes._kernel.MAX_FORMS", 4)
     kernel = Scale()
     for shift in range(9):
         close(kernel(X, shift=shift), X * 2 + shift)
-    assert len(kernel._registries._made) == 4
+    assert len(kernel._registries._registry_by_form) == 4
     close(kernel(X, shift=0), X * 2)
 
 

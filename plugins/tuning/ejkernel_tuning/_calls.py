@@ -69,7 +69,7 @@ def autotune(
     tune_call = functools.partial(_autotune_call, direction, config_list, budget_s, remember, (num_warmup, num_iters))
     if isinstance(kernel, str):
         return tune_call(ejkernel_core.registry, kernel, *args, backend=backend, **kwargs)
-    result: TuningResult = kernel._ask(tune_call, args, kwargs, backend=backend)
+    result: TuningResult = kernel._call_registry(tune_call, args, kwargs, backend=backend)
     return result
 
 
@@ -283,8 +283,8 @@ def _plugins_of(inv: Any) -> Plugins:
     entry = _plugins_by_id.get(id(_core_invocation(inv)))
     if entry is not None:
         return entry[1]
-    if hasattr(getattr(inv, "kernel", None), "_ask"):  # a kernel object has a registry for each form of a call
-        own: Plugins = inv.kernel._ask(lambda plugins, *args, **kwargs: plugins, inv.args, inv.kwargs)
+    if hasattr(getattr(inv, "kernel", None), "_call_registry"):
+        own: Plugins = inv.kernel._call_registry(lambda plugins, *args, **kwargs: plugins, inv.args, inv.kwargs)
         return own
     return ejkernel_core.registry
 
