@@ -1,8 +1,8 @@
-"""Packed sequences: tokens of many sequences one behind the other, with boundaries ``[0, len1, len1 + len2, ...]``.
+"""Packed sequences: the tokens of many sequences in one axis, with boundaries ``[0, len1, len1 + len2, ...]``.
 
-Sequences may be empty, and there may be none. Eagerly the values of all arguments are checked. Under ``jit`` they
-cannot be seen: the static size of the result has to be given, and boundaries that do not start at 0 or decrease give
-numbers without a meaning, never an error. Tokens after the last boundary are padding.
+Sequences may be empty, and there may be none. Eagerly, the values of all arguments are checked. Under ``jit`` the
+values are unknown: the caller has to pass the static size of the result, and boundaries that do not start at 0 or that
+decrease give undefined results, and no error. Tokens after the last boundary are padding.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Chunks of packed sequences: each sequence is cut by itself, and the last piece of each may be short."""
+"""Chunks of packed sequences. Each sequence is split by itself, and its last chunk may be short."""
 
 from __future__ import annotations
 
 import jax
 from jax.typing import ArrayLike
 
-from ._checks import at_least
+from ._checks import int_at_least
 from ._lengths import boundaries_of, cdiv, prepare_lens
 from ._tokens import prepare_token_indices
 
 
 def prepare_chunk_offsets(cu_seqlens: ArrayLike, chunk_size: int) -> jax.Array:
-    """How many chunks there are before each sequence, and at the end all of them. An empty sequence has none.
+    """The number of chunks before each sequence, and at the end the number of all. An empty sequence has none.
 
     >>> import jax.numpy as jnp
     >>> prepare_chunk_offsets(jnp.array([0, 5, 5, 9]), 4)
@@ -19,9 +19,9 @@ def prepare_chunk_offsets(cu_seqlens: ArrayLike, chunk_size: int) -> jax.Array:
 
     Args:
       cu_seqlens: The boundaries: integers from 0 that do not decrease.
-      chunk_size: The tokens of a whole chunk, at least 1: static.
+      chunk_size: The number of tokens in a full chunk, at least 1: static.
     """
-    return boundaries_of(cdiv(prepare_lens(cu_seqlens), at_least(chunk_size, 1, "chunk_size")))
+    return boundaries_of(cdiv(prepare_lens(cu_seqlens), int_at_least(chunk_size, 1, "chunk_size")))
 
 
 def prepare_chunk_indices(cu_seqlens: ArrayLike, chunk_size: int, *, total_chunks: int | None = None) -> jax.Array:
@@ -35,10 +35,9 @@ def prepare_chunk_indices(cu_seqlens: ArrayLike, chunk_size: int, *, total_chunk
 
     Args:
       cu_seqlens: The boundaries: integers from 0 that do not decrease.
-      chunk_size: The tokens of a whole chunk, at least 1: static.
-      total_chunks: The number of rows: static. By default the number of chunks; under jit it has to be given
-        (``cdiv(total_length, chunk_size)`` plus the number of sequences is always enough), and chunks that do not fit
-        are left out.
+      chunk_size: The number of tokens in a full chunk, at least 1: static.
+      total_chunks: The number of rows: static. By default the number of chunks. Required under jit, where chunks that
+        do not fit are left out (``cdiv(total_length, chunk_size)`` plus the number of sequences is always enough).
     """
     offsets = prepare_chunk_offsets(cu_seqlens, chunk_size)
     try:

@@ -1,4 +1,4 @@
-"""Gradients rounded to another dtype."""
+"""Round gradients to another dtype."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 
 
 def identity_dtype_convert(dtype: Any) -> Callable[[Any], Any]:
-    """The identity, for arrays or trees of them, whose gradient is rounded to ``dtype`` on its way back.
+    """An identity function for arrays and trees of arrays that rounds their gradients to ``dtype``.
 
-    JAX wants a gradient in the dtype of what it is the gradient of, so it is cast to ``dtype`` and back: it has the
-    numbers of ``dtype``, in the primal's dtype. A ``dtype`` at least as wide as the primal's changes nothing.
+    JAX requires a gradient to have the dtype of its primal, so it is cast to ``dtype`` and back: its values are
+    rounded, and its dtype is the primal's. A ``dtype`` at least as wide as that changes nothing.
 
     >>> rounded = identity_dtype_convert(jnp.bfloat16)
     >>> jax.grad(lambda x: 1.001 * rounded(x))(jnp.float32(2.0))
@@ -23,11 +23,11 @@ def identity_dtype_convert(dtype: Any) -> Callable[[Any], Any]:
     >>> rounded(jnp.float32(1.001))
     Array(1.001, dtype=float32)
 
-    The gradient of integers is none; complex numbers are a ``TypeError``. The same dtype gives the same function.
+    Integers have no gradient, and complex numbers are a ``TypeError``. The same dtype gives the same function.
     """
-    if not jnp.issubdtype(kind := np.dtype(dtype), jnp.floating):
-        raise TypeError(f"dtype: takes a floating dtype; got {kind}")
-    return _identity(kind)
+    if not jnp.issubdtype(floating_dtype := np.dtype(dtype), jnp.floating):
+        raise TypeError(f"dtype: takes a floating dtype; got {floating_dtype}")
+    return _identity(floating_dtype)
 
 
 @functools.cache
@@ -42,14 +42,14 @@ def _identity(dtype: np.dtype[Any]) -> Callable[[Any], Any]:
         return x, None
 
     def backward(_: None, gradient: Any) -> tuple[Any]:
-        return (jax.tree.map(lambda g: _rounded(g, dtype), gradient),)
+        return (jax.tree.map(lambda g: _round(g, dtype), gradient),)
 
     identity.defvjp(forward, backward)
     return identity
 
 
-def _rounded(gradient: Any, dtype: np.dtype[Any]) -> Any:
-    """Without the barrier XLA may leave out a cast there and back, and keep the digits."""
+def _round(gradient: Any, dtype: np.dtype[Any]) -> Any:
+    """The gradient, cast to ``dtype`` and back. Without the barrier, XLA may remove both casts."""
     if gradient.dtype == jax.dtypes.float0 or jnp.promote_types(gradient.dtype, dtype) == dtype:
         return gradient
     return jax.lax.optimization_barrier(gradient.astype(dtype)).astype(gradient.dtype)

@@ -1,4 +1,4 @@
-"""Ragged examples into rows of one length, on the host."""
+"""Pack ragged examples into rows of one length, on the host."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._checks import at_least
+from ._checks import int_at_least
 
 
 @attrs.frozen(eq=False)
 class Rows:
-    """Where each example goes, and what the rows then are."""
+    """The place of each example, and the segment ids and positions of the rows."""
 
-    #: (examples,): the tokens of each; its row, -1 where it has no tokens; and the place of its first token there.
+    #: (examples,): the number of its tokens; its row, -1 if it has no tokens; and the place of its first token there.
     length: NDArray[np.int64]
     row: NDArray[np.int32]
     start: NDArray[np.int32]
     #: (rows, row_length): 1, 2, ... for the examples of a row from left to right, 0 for padding.
     segment_ids: NDArray[np.int32]
-    #: (rows, row_length): the place of each token in its example; 0 for padding.
+    #: (rows, row_length): the position of each token in its example; 0 for padding.
     positions: NDArray[np.int32]
-    #: The part of all places that is padding, from 0 to 1.
+    #: The part of all tokens that is padding, from 0 to 1.
     waste: float
 
     def fill(self, examples: Sequence[ArrayLike], pad_value: Any = 0) -> NDArray[Any]:
-        """The examples, (length, ...) each, in their rows: (rows, row_length, ...).
+        """Put the examples, (length, ...) each, into their rows, (rows, row_length, ...).
 
         >>> pack_rows([2, 3], 4).fill([[1, 2], [3, 4, 5]], pad_value=-1).tolist()
         [[3, 4, 5, -1], [1, 2, -1, -1]]
@@ -36,14 +36,12 @@ class Rows:
         arrays = [np.asarray(example) for example in examples]
         if len(arrays) != len(self.row):
             raise ValueError(f"examples: {len(self.row)} were packed; got {len(arrays)}")
-        wrong = [i for i, (array, length) in enumerate(zip(arrays, self.length, strict=True)) if len(array) != length]
-        if wrong:
-            raise ValueError(
-                f"examples: number {wrong[0]} has {len(arrays[wrong[0]])} tokens, not {self.length[wrong[0]]}"
-            )
-        filled = [array for array, row in zip(arrays, self.row, strict=True) if row >= 0]
-        tail, dtype = (filled[0].shape[1:], np.result_type(*filled)) if filled else ((), int)
-        out = np.full((*self.segment_ids.shape, *tail), pad_value, dtype)
+        for number, (array, length) in enumerate(zip(arrays, self.length, strict=True)):
+            if len(array) != length:
+                raise ValueError(f"examples: number {number} has {len(array)} tokens, not {length}")
+        nonempty = [array for array, row in zip(arrays, self.row, strict=True) if row >= 0]
+        feature_shape, dtype = (nonempty[0].shape[1:], np.result_type(*nonempty)) if nonempty else ((), int)
+        out = np.full((*self.segment_ids.shape, *feature_shape), pad_value, dtype)
         for array, row, start in zip(arrays, self.row, self.start, strict=True):
             if row >= 0:
                 out[row, start : start + len(array)] = array
@@ -51,7 +49,7 @@ class Rows:
 
 
 def pack_rows(lengths: ArrayLike, row_length: int) -> Rows:
-    """Put examples into as few rows as first-fit decreasing does: the longest first, each in the first row with room.
+    """Assign examples to rows by first-fit decreasing: the longest first, each to the first row with room.
 
     >>> rows = pack_rows([2, 5, 3, 0, 1], 6)
     >>> rows.row.tolist(), rows.start.tolist(), round(rows.waste, 3)
@@ -61,13 +59,13 @@ def pack_rows(lengths: ArrayLike, row_length: int) -> Rows:
     >>> rows.positions.tolist()
     [[0, 1, 2, 3, 4, 0], [0, 1, 2, 0, 1, 0]]
 
-    On the host, ``n log n`` steps for ``n`` examples. It takes at most 11/9 of the fewest rows, and one more.
+    It runs on the host, in ``n log n`` steps for ``n`` examples. There are at most 11/9 of the fewest rows, plus one.
 
     Args:
-      lengths: (examples,) integers from 0 to ``row_length``. An example without tokens is in no row.
-      row_length: Tokens of a row, at least 1.
+      lengths: (examples,) integers from 0 to ``row_length``. An example without tokens has no row.
+      row_length: The number of tokens in a row, at least 1.
     """
-    row_length = at_least(row_length, 1, "row_length")
+    row_length = int_at_least(row_length, 1, "row_length")
     lens = _lengths(lengths, row_length)
     row, start, count = _first_fit_decreasing(lens, row_length)
     segment_ids, positions = _tokens(lens, row, start, (count, row_length))
@@ -101,7 +99,9 @@ def _tokens(
 
 
 def _first_fit_decreasing(lens: NDArray[np.int64], row_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Over a tree of the most room there is among the rows below: a row not yet begun has room for all."""
+    """The row of each example, its start there, and the number of rows. A tree holds the most room in the rows below
+    each node. An empty row has room for any example.
+    """
     row, start = np.full(len(lens), -1), np.zeros(len(lens), np.int64)
     order = np.argsort(-lens, kind="stable")[: np.count_nonzero(lens)]
     leaves = 1 << max(len(order) - 1, 0).bit_length()
@@ -113,6 +113,6 @@ def _first_fit_decreasing(lens: NDArray[np.int64], row_length: int) -> tuple[NDA
             node += room[node] < length
         row[example], start[example] = node - leaves, row_length - room[node]
         room[node] -= length
-        while (node := node // 2) and room[node] != (most := max(room[2 * node], room[2 * node + 1])):
-            room[node] = most
+        while (node := node // 2) and room[node] != (largest := max(room[2 * node], room[2 * node + 1])):
+            room[node] = largest
     return row, start, int(row.max(initial=-1)) + 1
