@@ -101,7 +101,7 @@ def test_explain_names_it_and_its_refusal(folder):
     taken, refused, alone = python(folder, "-c", EXPLAIN).split("---\n")
     assert taken.startswith("flash_attention.mine with Config(block=64), by heuristic")
     assert "flash_attention.mine (my-attention 1.0): chosen" in kernel_lines(taken)
-    reason = "flash_attention.mine (my-attention 1.0): refused, sliding_window is not done by my-attention"
+    reason = "flash_attention.mine (my-attention 1.0): refused, my-attention does not support sliding_window"
     assert reason in kernel_lines(refused)
     assert not refused.startswith("flash_attention.mine")
     assert reason in kernel_lines(alone)
