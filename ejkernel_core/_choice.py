@@ -63,23 +63,34 @@ def candidates_for(
     reason = None if cfg is None else why_mutable(cfg)
     if reason is not None:
         raise TypeError(f"{inv.op}: cfg takes a value that cannot be changed; {reason}")
-    candidates, verdicts = [], []
-    ranks = {kernel: _rank(kernel, inv.platform) for kernel in kernels}
-    for kernel in sorted(kernels, key=lambda kernel: -(ranks[kernel] or 0)):
-        heuristic, verdict = _ask_kernel(kernel, ranks[kernel] is not None, inv, backend, cfg)
-        verdicts.append(verdict)
-        if verdict.status == "able":
-            candidates.append(Candidate(kernel, heuristic if cfg is None else cfg, cfg is not None))
+    answers = [(kernel, *_ask_kernel(kernel, inv, backend, cfg)) for kernel in kernels]
+    answers.sort(key=lambda answer: -answer[1])
+    verdicts = [verdict for *_, verdict in answers]
+    candidates = [
+        Candidate(kernel, heuristic if cfg is None else cfg, cfg is not None)
+        for kernel, _, heuristic, verdict in answers
+        if verdict.status == "able"
+    ]
     software = {name: version for candidate in candidates for name, version in candidate.kernel.software.items()}
     return [attrs.evolve(candidate, software=software) for candidate in candidates], verdicts
 
 
-def _rank(kernel: LoadedKernel, platform: str) -> int | None:
-    """The rank of a kernel on a platform; None where it does not run."""
-    return DEFAULT_RANK if kernel.platforms is None else kernel.platforms.get(platform)
+def _ask_kernel(kernel: LoadedKernel, inv: Invocation, backend: str | None, cfg: Any) -> tuple[int, Any, Verdict]:
+    """The rank of the kernel for the invocation, its heuristic's configuration, and the verdict on it."""
+    rank = DEFAULT_RANK if kernel.platforms is None else kernel.platforms.get(inv.platform)
+    heuristic, verdict = _verdict(kernel, rank is not None, inv, backend, cfg)
+    if rank is None or (callable(rank) and verdict.status != "able"):
+        return 0, heuristic, verdict
+    try:
+        return rank(inv) if callable(rank) else rank, heuristic, verdict
+    except NEVER_CAUGHT:
+        raise
+    except BaseException as fault:
+        reason = f"its rank in PLATFORMS raised {description(fault)}"
+        return 0, None, attrs.evolve(verdict, status="broken", reason=reason)
 
 
-def _ask_kernel(
+def _verdict(
     kernel: LoadedKernel, runs_here: bool, inv: Invocation, backend: str | None, cfg: Any
 ) -> tuple[Any, Verdict]:
     def verdict(status: str, reason: str = "") -> Verdict:

@@ -160,8 +160,9 @@ class LoadedKernel:
     op: str
     backend: str
     provider: str
-    #: The platforms that it runs on, with its rank there: the highest is preferred. None for all platforms.
-    platforms: Mapping[str, int] | None
+    #: The platforms that it runs on, with its rank there, or a function that gives the rank for an invocation: the
+    #: highest is preferred. None for all platforms.
+    platforms: Mapping[str, int | Callable[[Invocation], int]] | None
     config_type: type | None
     #: The versions of the kernel, by its name, of JAX and of the compilers it names.
     software: Mapping[str, str] = attrs.field(repr=False)

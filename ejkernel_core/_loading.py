@@ -112,8 +112,9 @@ def hook_manager(entry: Entry, plugin: Any, hooks: type) -> pluggy.PluginManager
 def _wrong_attributes(plugin: Any) -> Iterator[str]:
     platforms, config = getattr(plugin, "PLATFORMS", None), getattr(plugin, "Config", None)
     ranks = platforms if isinstance(platforms, Mapping) else {None: None}
-    if platforms is not None and not all(isinstance(k, str) and isinstance(r, int) for k, r in ranks.items()):
-        yield f"PLATFORMS takes {{platform: rank}} with whole numbers; got {platforms!r}"
+    are_ranks = all(isinstance(k, str) and (isinstance(r, int) or callable(r)) for k, r in ranks.items())
+    if platforms is not None and not are_ranks:
+        yield f"PLATFORMS takes {{platform: rank}} with whole numbers, or functions that give them; got {platforms!r}"
     compilers = getattr(plugin, "COMPILERS", ())
     if not (isinstance(compilers, tuple) and all(isinstance(name, str) for name in compilers)):
         yield f"COMPILERS takes a tuple of the names of distributions; got {compilers!r}"

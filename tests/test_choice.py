@@ -574,3 +574,26 @@ def test_forward_and_backward_have_configurations_of_their_own(remembering: Regi
     assert (explained.backward.plan.origin, explained.backward.plan.cfg.kv_block) == ("memory", 8)
     after = jax.grad(lambda *a: ejkernel_core.call("flash_attention", *a).sum())(*arrays)
     np.testing.assert_allclose(after, before, atol=1e-5)
+
+
+def test_a_rank_may_depend_on_the_call() -> None:
+    registry = Registry(plugins="")
+    registry.register(operation())
+    registry.register(kernel(Config(2)), "scale.two")
+
+    def rank(inv: Invocation) -> int:
+        return 90 if inv["x"].shape[0] > 4 else 1
+
+    other = kernel(Config(3))
+    other.PLATFORMS = {"cpu": rank}
+    registry.register(other, "scale.three")
+    long, short = jnp.ones(5), jnp.ones(4)
+    assert (registry.call("scale", long)[0], registry.call("scale", short)[0]) == (3, 2)
+    other.PLATFORMS = {"cpu": lambda inv: 1 / 0}
+    registry.register(other, "scale.three")
+    assert registry.call("scale", long)[0] == 2
+    (verdict,) = [v for v in registry.explain("scale", long).verdicts if v.name == "scale.three"]
+    assert (verdict.status, verdict.reason) == (
+        "broken",
+        "its rank in PLATFORMS raised ZeroDivisionError: division by zero",
+    )
