@@ -252,8 +252,16 @@ def test_compiled_calls_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("PLATFORMS", ["gpu"], "PLATFORMS takes {platform: rank} with whole numbers, or functions that give them; got ['gpu']"),
-        ("PLATFORMS", {1: 2}, "PLATFORMS takes {platform: rank} with whole numbers, or functions that give them; got {1: 2}"),
+        (
+            "PLATFORMS",
+            ["gpu"],
+            "PLATFORMS takes {platform: rank} with whole numbers, or functions that give them; got ['gpu']",
+        ),
+        (
+            "PLATFORMS",
+            {1: 2},
+            "PLATFORMS takes {platform: rank} with whole numbers, or functions that give them; got {1: 2}",
+        ),
         ("PLATFORMS", {"cpu": "high"}, "PLATFORMS takes {platform: rank} with whole numbers"),
         ("Config", Config(3), "Config is the type of the configurations; got Config(times=3)"),
     ],

@@ -26,6 +26,8 @@ class TestFlashAttention(KernelProofs):
     kernel = "flash_attention.cudnn"
     backward = "flash_attention_bwd.cudnn"
     platform = "gpu"
+    #: It rounds weights to 16 bits, and its gradients' once more.
+    roundings = 2.0
 
     def cases(self) -> Sequence[Case]:
         return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core import NoKernel, registry
+from ejkernel_core._choice import candidates_for
 from ejkernel_cudnn.flash_attention import library
+from ejkernel_triton.launch import _jax_triton
 
 
 def invocation(dtype: Any = jnp.bfloat16, op: str = "flash_attention", **given: Any) -> Any:
@@ -76,3 +79,17 @@ def test_the_last_query_alone_sees_all_keys(queries: int) -> None:
     }
     reason = library._out_of_band(invocation(**arrays, causal=True))
     assert (reason is None) == (queries == 1)
+
+
+@pytest.mark.parametrize(("queries", "backends"), [(1, ["cudnn", "triton"]), (2, ["triton", "cudnn"])])
+def test_one_query_goes_to_cudnn_first(queries: int, backends: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "refusal", lambda arguments: None)
+    monkeypatch.setattr(_jax_triton, "missing", lambda: None)
+    arrays = {
+        "query": jax.ShapeDtypeStruct((64, queries, 32, 128), jnp.bfloat16),
+        **{name: jax.ShapeDtypeStruct((64, 8192, 8, 128), jnp.bfloat16) for name in ("key", "value")},
+    }
+    card = {"platform": "gpu", "device_kind": "NVIDIA A100-SXM4-80GB", "compute_capability": (8, 0)}
+    inv = attrs.evolve(invocation(**arrays), **card)
+    candidates, _ = candidates_for(inv, registry.kernels("flash_attention")[0], None, None)
+    assert [candidate.backend for candidate in candidates][:2] == backends

@@ -12,13 +12,11 @@ from . import library
 
 #: Of the kernel and of its Config: what was measured with another one is measured again.
 VERSION = 1
-#: How many queries are few: tiles of our kernels would be mostly empty, and nothing divides the keys among programs.
-FEW_QUERIES = 16
 
 
 def rank(inv: Invocation) -> int:
-    """Before all others for few queries, else after the Triton kernels."""
-    return 70 if inv["query"].shape[1] <= FEW_QUERIES else 40
+    """First for one query, else after the Triton kernels: cuDNN alone divides the keys of one query among programs."""
+    return 70 if inv["query"].shape[1] == 1 else 40
 
 
 #: Where it runs, and how strongly it is preferred there.
