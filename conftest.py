@@ -1,21 +1,74 @@
-"""Set before JAX starts: eight devices on any machine, for what is sharded; and how XLA compiles."""
+"""Set before JAX starts: eight devices on any machine, for what is sharded; how XLA compiles; and where its programs
+stay, so that the next run does not compile them again.
+"""
 
+import hashlib
 import os
-from collections.abc import Callable
+import platform
+import shutil
+from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+given = os.environ.get("XLA_FLAGS", "").split()
+flags = ["--xla_force_host_platform_device_count=8"]
 if os.environ.get("EJKERNEL_TESTS") == "quick":
     # What a test compiles it runs once, and compiling takes longest: without optimisation, half as long or less. The
     # long sweep compiles XLA's own kernels as users do.
     flags.append("--xla_backend_optimization_level=0")
     if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # later ones know no other way
         flags.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+# Each once: a process that a test starts, and a worker, inherit them, and JAX takes as many as there are for its keys.
+os.environ["XLA_FLAGS"] = " ".join([*given, *(flag for flag in flags if flag not in given)])
+
+#: Of compiled programs, over all versions and flags: with more, all of them go.
+MOST_BYTES = 500 * 2**20
+
+
+def processor() -> str:
+    """What it can do. JAX's own keys lack this, and a program for another one ends in an illegal instruction."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def programs_folder(every: Path, flags: str) -> Path:
+    """Of this version of XLA, its flags and this processor."""
+    built = "\n".join((flags, processor()))
+    return every / f"{version('jaxlib')}-{hashlib.sha256(built.encode()).hexdigest()[:12]}"
+
+
+def bound(folder: Path, most: int) -> None:
+    """Remove a folder that has grown beyond so many bytes."""
+    with suppress(FileNotFoundError):  # another run that removes it
+        if sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) > most:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def keep_programs(every: Path, environment: MutableMapping[str, str]) -> None:
+    """Have JAX keep all that it compiles, however small.
+
+    A folder that the user has named is his own. CI has nothing to read back, and is to compile everything.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in environment or environment.get("CI") == "true":
+        return
+    bound(every, MOST_BYTES)
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(programs_folder(every, environment["XLA_FLAGS"]))
+    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    # The labels of calls are in a program's metadata. Without it in the key, a program would be read back with the
+    # labels of another one. The lines of its sources are left out: with them, every edit would compile all anew.
+    environment["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "1"
+    environment["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+
+
+keep_programs(Path(__file__).parent / ".pytest_cache" / "jax", os.environ)
 
 
 @pytest.fixture
