@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import quote
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,41 +38,104 @@ def outcome(
     ``precise``: of the same inputs, rounded to the case's dtype, as float64. ``weighted_as``: with the weights of the
     case of this name.
     """
+    return _computed(registry, backend, case, precise, weighted_as).arrays
+
+
+def backward_kernels(registry: Registry, backend: str, case: Case) -> tuple[str, ...]:
+    """The kernels that give the gradients of ``outcome``, as its program tells; none where JAX differentiates the
+    reference.
+    """
+    return _computed(registry, backend, case, False, None).backward
+
+
+@attrs.frozen
+class Outcome:
+    """Of one program."""
+
+    arrays: dict[str, np.ndarray]
+    #: The kernels of the backward operation in it.
+    backward: tuple[str, ...]
+
+
+@attrs.frozen
+class Question:
+    """What is to be computed. Two are equal where all that the answer depends on is."""
+
+    registry: Registry = attrs.field(eq=False)
+    backend: str
+    case: Case = attrs.field(eq=False)
+    precise: bool
+    weighted_as: str
+    #: The operation, what is called in the case, and the code that is.
+    content: tuple[Any, ...]
+
+
+def _computed(registry: Registry, backend: str, case: Case, precise: bool, weighted_as: str | None) -> Outcome:
     owners = case.op, registry.operation(case.op).backward
     kernels = tuple(kernel for owner in owners if owner for kernel in registry.kernels(owner)[0])
-    return _outcome(registry, backend, case, precise, weighted_as, kernels)
+    named = weighted_as or case.name
+    judges = _judges(registry, case) if backend == REFERENCE else None
+    if judges is None:
+        # As long as the kernels are these: one that was mended is registered anew.
+        return _of_a_kernel(Question(registry, backend, case, precise, named, (registry, case, kernels)))
+    call = case.name, case.op, case.arguments, case.dtype, case.wrt
+    return _of_the_reference(Question(registry, backend, case, precise, named, (*judges, *call)))
+
+
+def _judges(registry: Registry, case: Case) -> tuple[Any, ...] | None:
+    """The operations and the functions that the reference's outcome is computed by, where they are no others than
+    these: whichever registry they are in, it is the same.
+    """
+    operation = registry.operation(case.op)
+    if operation.backward is None:
+        owners = [operation]
+    elif REFERENCE in registry.backends(operation.backward):
+        owners = [operation, registry.operation(operation.backward)]
+    else:  # the registry chooses who differentiates
+        return None
+    if operation.reference != REFERENCE:
+        return None
+    relays = [registry.kernel(owner.name, REFERENCE)._hooks for owner in owners]
+    hooks = [hook for relay in relays for hook in (relay.heuristic_cfg, relay.run_backend)]
+    return (*owners, *(implementation.function for hook in hooks for implementation in hook.get_hookimpls()))
+
+
+@lru_cache(maxsize=64)
+def _of_a_kernel(question: Question) -> Outcome:
+    """Of a case and its variations; then the next one's turn comes."""
+    return _evaluated(question)
 
 
 @lru_cache(maxsize=512)
-def _outcome(
-    registry: Registry, backend: str, case: Case, precise: bool, weighted_as: str | None, kernels: tuple[Any, ...]
-) -> dict[str, np.ndarray]:
-    """Computed once, as long as the ``kernels`` are these: one that was mended is registered anew."""
-    with jax.enable_x64(precise or case.dtype == "float64"):
-        arrays = inputs(registry, case, precise=precise)
+def _of_the_reference(question: Question) -> Outcome:
+    """Every kernel of the operation is compared with it."""
+    return _evaluated(question)
+
+
+def _evaluated(question: Question) -> Outcome:
+    registry, backend, case = question.registry, question.backend, question.case
+    with jax.enable_x64(question.precise or case.dtype == "float64"):
+        arrays = inputs(registry, case, precise=question.precise)
         function = partial(called, registry, backend, case)
-        ct = weights(weighted_as or case.name, function, arrays)
+        ct = weights(question.weighted_as, function, arrays)
         try:
             evaluated = jax.jit(partial(_pulled_beside, partial(_whole, registry, backend, case), case.wrt))
-            _, gradients, results = evaluated(arrays, ct)
+            program = evaluated.lower(arrays, ct)
+            _, gradients, results = program.compile()(arrays, ct)
         except Unsupported as late:
             told = f"refusals: {case.op}.{backend} on {case.name}: refused in run_backend, not in heuristic_cfg: {late}"
             raise AssertionError(told) from late
         names = registry.operation(case.op).results
         named = {f"result {name}": result for name, result in zip(names, results, strict=True)}
         named |= {f"gradient of {name}": gradient for name, gradient in gradients.items()}
-        return {name: np.asarray(array) for name, array in named.items()}
+        arrays = {name: np.asarray(array) for name, array in named.items()}
+        return Outcome(arrays, _backward_kernels(registry, case, program))
 
 
-def backward_kernels(registry: Registry, backend: str, case: Case) -> tuple[str, ...]:
-    """The kernels that give the case's gradients, as its program tells; none where JAX differentiates the reference."""
-    with jax.enable_x64(case.dtype == "float64"):
-        arrays = inputs(registry, case)
-        function = partial(called, registry, backend, case)
-        program = jax.jit(partial(pulled, function, case.wrt)).lower(arrays, weights(case.name, function, arrays))
-        text = program.as_text(debug_info=True)
+def _backward_kernels(registry: Registry, case: Case, program: jax.stages.Lowered) -> tuple[str, ...]:
     owner = registry.operation(case.op).backward
     names = [] if owner is None else [f"{owner}.{backend}" for backend in registry.backends(owner)]
+    text = program.as_text(debug_info=True) if names else ""
     # As they stand in the labels of its calls.
     return tuple(name for name in names if f"{quote(name, safe='')}(" in text)
 

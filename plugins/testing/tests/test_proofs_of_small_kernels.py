@@ -296,6 +296,63 @@ def test_a_kernel_that_is_registered_anew_is_proved_anew() -> None:
     testing.values(own, "square.mine", one)
 
 
+def test_the_reference_is_computed_once_for_all_registries_that_have_it() -> None:
+    traced: list[str] = []
+
+    def noted(compute: Compute) -> SimpleNamespace:
+        return hooks(lambda a: traced.append("") or compute(a), 0)
+
+    def holding(forward_reference: Any, backward_reference: Any) -> Registry:
+        own = registry()
+        own.register(forward_reference, "square.reference")
+        own.register(backward_reference, "square_bwd.reference")
+        return own
+
+    references, one = (noted(forward), noted(backward)), case("shared")
+    testing.values(holding(*references), "square.mine", one)
+    count = len(traced)
+    assert count
+    for again in (one, attrs.evolve(one, checks=frozenset())):
+        testing.values(holding(*references), "square.mine", again)
+        testing.gradients(holding(*references), "square.mine", again)
+    assert len(traced) == count
+    # What else it is computed from makes it another one.
+    other_wrt, other_dtype = attrs.evolve(one, wrt=()), attrs.evolve(one, dtype="bfloat16")
+    for other in (case("other"), other_wrt, other_dtype, attrs.evolve(one, arguments=case(factor=2.0).arguments)):
+        testing.values(holding(*references), "square.mine", other)
+        assert len(traced) > count
+        count = len(traced)
+
+
+def test_a_changed_reference_is_computed_anew() -> None:
+    """With the same name, for the same case, in the same registry or another."""
+    own, one = registry(), case("changed")
+    testing.values(own, "square.mine", one)
+    for where in (own, registry()):
+        where.register(hooks(lambda a: (2 * a["x"] ** 2, a["x"].sum()), 0), "square.reference")
+        said = told(testing.values, where, "square.mine", one)
+        assert said.startswith("values: square.mine on changed: result out is off by 5.00e-01")
+    testing.values(registry(), "square.mine", one)
+
+
+def test_another_operation_with_the_same_reference_is_computed_anew() -> None:
+    """It may prepare its arguments otherwise."""
+
+    def doubled(arguments: dict[str, Any]) -> Any:
+        return prepare({**arguments, "factor": 2 * arguments["factor"]})
+
+    reference, mine, one = hooks(forward, 0), hooks(forward), case("prepared")
+    wanted = []
+    for prepared in (prepare, doubled):
+        own = registry()
+        own.register(attrs.evolve(FORWARD, prepare=prepared))
+        own.register(reference, "square.reference")
+        own.register(mine, "square.mine")
+        testing.values(own, "square.mine", one)
+        wanted.append(_outcome.outcome(own, "reference", one, precise=True)["result out"])
+    np.testing.assert_array_equal(wanted[1], 2 * wanted[0])
+
+
 class Cube(Kernel[None, Any]):
     """A class that differentiates itself, right or wrong."""
 
