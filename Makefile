@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PROJECTS := pyproject.toml $(PLUGINS:%=plugins/%/pyproject.toml)
 EDITABLE := -e '.[dev]' $(PLUGINS:%=-e plugins/%)
 
-.PHONY: run test test-long tpu-check tpu-estimates lint types wheels clean
+.PHONY: run test test-long test-all tpu-check tpu-estimates lint types wheels clean
 
 run: $(STAMP)
 	$(BIN)/python -m ejkernel_bench run
@@ -20,10 +20,14 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q tests -m "not long and not gpu" -n 2 -x
 	$(BIN)/python -m pytest -q plugins -m "not long and not gpu" -n 2
 
-# XLA's own kernels are compiled as users do. The others run in interpreters here, where optimising shows nothing more.
+# The sweeps on which something has changed since they last passed, as tests/long-sweeps.json has it. With TENTH=commit,
+# of the others a tenth each, drawn by the commit; then nothing is recorded.
 test-long: $(STAMP)
-	EJKERNEL_TESTS=quick $(BIN)/python -m pytest -q tests plugins --ignore=plugins/xla -m "long and not gpu" -n 2
-	$(BIN)/python -m pytest -q plugins/xla -m "long and not gpu" -n 2
+	$(BIN)/python .ci/long_sweeps.py $(TENTH:%=--tenth %)
+
+# Everything, whatever is recorded: before each release.
+test-all: test
+	$(BIN)/python .ci/long_sweeps.py --all
 
 # By the real compiler of TPUs, in an environment of its own: it is large, and comes under terms of its own.
 TPU := build/tpu

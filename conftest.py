@@ -93,3 +93,28 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     ejkernel_cache.default_cache.cache_clear()
     return folder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("share", "a part of the tests, drawn by a text: the same in every process")
+    group.addoption("--share", type=float, default=1.0, metavar="FRACTION", help="run this share of the tests")
+    group.addoption("--seed", default="", metavar="TEXT", help="what draws them, as the hash of a commit")
+    group.addoption(
+        "--share-of", action="append", default=[], metavar="FOLDER", help="those of this folder alone; all others run"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    share, folders = config.getoption("--share"), config.getoption("--share-of")
+    left = [item for item in items if not is_drawn(item.nodeid, share, config.getoption("--seed"), folders)]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
+
+
+def is_drawn(test: str, share: float, seed: str, folders: list[str]) -> bool:
+    """By the test's own name: what else there is has no say in it."""
+    if folders and not any(test.startswith(f"{folder.rstrip('/')}/") for folder in folders):
+        return True
+    draw = hashlib.sha256(f"{seed} {test}".encode()).digest()
+    return int.from_bytes(draw[:8], "big") < share * 2**64

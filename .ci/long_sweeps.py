@@ -1,0 +1,239 @@
+"""The long sweeps, run where something has changed that they depend on.
+
+A sweep is the long tests of one package. When it passes, a hash of all that it depends on is written into
+tests/long-sweeps.json: of the package and its tests, of our packages that it uses, and of the versions of Python, JAX
+and the others. Where the hash is still the same, the tests have nothing new to show.
+
+    long_sweeps.py                   runs the sweeps that are not recorded, and records those that pass
+    long_sweeps.py --all             runs all of them, and records anew
+    long_sweeps.py --tenth COMMIT    records nothing; and of each recorded sweep runs a tenth of the tests, drawn by the
+                                     commit's hash, so that a file that is wrong is found
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = Path("tests") / "long-sweeps.json"
+#: Not ours; what a test does may depend on their versions.
+DISTRIBUTIONS = ("jax", "jaxlib", "numpy", "triton", "jax-triton", "attrs", "cattrs", "pluggy", "pytest", "hypothesis")
+#: What every sweep depends on: how tests are run.
+COMMON = ("conftest.py", "pyproject.toml", ".ci/long_sweeps.py")
+#: Made by running something.
+LEFTOVERS = ("__pycache__", "build", ".pytest_cache", ".hypothesis", RECORDS.name)
+#: XLA's own kernels are compiled as users do. The others run in interpreters here, where optimising shows nothing more.
+OPTIMIZED = frozenset({"plugins/xla"})
+WORKERS = ("-n", "2")
+NO_TESTS = 5
+
+
+@dataclass(frozen=True)
+class Package:
+    """One of ours."""
+
+    root: Path
+    #: "plugins/xla"; that of the core is "".
+    folder: str
+
+    @cached_property
+    def name(self) -> str:
+        """As it is imported."""
+        return f"ejkernel_{Path(self.folder).name or 'core'}"
+
+    @property
+    def tests(self) -> str:
+        return f"{self.folder}/tests".lstrip("/")
+
+    @cached_property
+    def sources(self) -> tuple[Path, ...]:
+        """What its distribution has: a record or an entry point counts as code does."""
+        base = self.root / self.folder
+        return (base / "pyproject.toml", *_files(base / self.name))
+
+    @cached_property
+    def own(self) -> tuple[Path, ...]:
+        """What its sweep depends on at least. The core's tests are those of the documentation, too."""
+        base = self.root / self.folder
+        return (*self.sources, *_files(base / "tests"), *(() if self.folder else _files(base / "docs")))
+
+    @cached_property
+    def text(self) -> str:
+        return _text(self.sources)
+
+    @cached_property
+    def backends(self) -> frozenset[str]:
+        """The kernels that it has, by the last part of their entry points."""
+        return frozenset(re.findall(r'^"\w+\.(\w+)" = ', self.sources[0].read_text(), re.MULTILINE))
+
+    @cached_property
+    def is_always_used(self) -> bool:
+        """Whether calls get to it that do not name it: by a policy, an operation, or a kernel for the processor."""
+        declared = self.sources[0].read_text()
+        by_name = "ejkernel.policies" in declared or "ejkernel.operations" in declared
+        return by_name or bool(re.search(r'^PLATFORMS = .*"cpu"', self.text, re.MULTILINE))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and not any(part in LEFTOVERS for part in file.relative_to(folder).parts):
+            yield file
+
+
+def _text(files: Iterable[Path]) -> str:
+    return "\n".join(file.read_text() for file in files if file.suffix == ".py")
+
+
+def packages(root: Path) -> list[Package]:
+    plugins = sorted(project.parent for project in root.glob("plugins/*/pyproject.toml"))
+    return [Package(root, ""), *(Package(root, plugin.relative_to(root).as_posix()) for plugin in plugins)]
+
+
+def dependencies(package: Package, every: Collection[Package]) -> list[Package]:
+    """The packages that its sweep may run code of, itself left out.
+
+    Those whose names are in its files or its tests', imports or not; those whose names are in their files, and so on;
+    those of backends that it names; and those that calls use unnamed.
+    """
+    text = _text(package.own)
+    quoted = set(re.findall(r"""["'](?:\w+\.)?(\w+)["']""", text))
+    used = {one for one in every if one.is_always_used or one.backends & quoted}
+    pending = [text, *(one.text for one in used)]
+    while pending:
+        names = set(re.findall(r"\bejkernel_\w+", pending.pop()))
+        more = {one for one in every if one.name in names} - used
+        used |= more
+        pending += [one.text for one in more]
+    return sorted(used - {package}, key=lambda one: one.folder)
+
+
+def versions() -> dict[str, str]:
+    """Of all that is not ours."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in DISTRIBUTIONS}}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
+
+
+def content(package: Package, every: Collection[Package], versions: Mapping[str, str]) -> str:
+    """The hash of all that a sweep depends on."""
+    root = package.root
+    files = {*package.own, *(file for one in dependencies(package, every) for file in one.sources)}
+    files |= {root / name for name in COMMON}
+    state = hashlib.sha256(json.dumps(versions, sort_keys=True).encode())
+    for file in sorted(files):
+        state.update(f"\n{file.relative_to(root).as_posix()} {hashlib.sha256(file.read_bytes()).hexdigest()}".encode())
+    return state.hexdigest()
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+def environment(versions: Mapping[str, str]) -> str:
+    """The name of what the sweeps have passed in, one of several: a later patch of the same takes its place."""
+    python, jax = (".".join(versions[name].split(".")[:2]) for name in ("python", "jax"))
+    return f"Python {python}, JAX {jax}, {sys.platform} {platform.machine()}"
+
+
+def recorded(root: Path) -> dict[str, dict[str, str]]:
+    """By environment and by tests, the hash with which they have passed."""
+    file = root / RECORDS
+    records: dict[str, dict[str, str]] = json.loads(file.read_text()) if file.exists() else {}
+    return records
+
+
+def record(root: Path, name: str, passed: Mapping[str, str]) -> None:
+    """Write the hashes of an environment; the others' stay."""
+    records = recorded(root)
+    records[name] = dict(sorted({**records.get(name, {}), **passed}.items()))
+    (root / RECORDS).write_text(json.dumps(records, indent=2, sort_keys=True) + "\n")
+
+
+# -- the run ---------------------------------------------------------------------------------------------------------
+
+
+def run(root: Path, whole: Collection[Package], tenth: Collection[Package], seed: str) -> tuple[bool, set[str]]:
+    """Whether all passed, and the tests that did: of the packages to be run whole, and of those to be run in part."""
+    groups = [
+        {one for one in (*whole, *tenth) if (one.folder in OPTIMIZED) is optimized} for optimized in (False, True)
+    ]
+    passed, all_passed = set[str](), True
+    for group in filter(None, groups):
+        in_part = [f"--share-of={one.tests}" for one in group if one in tenth]
+        options = [*(["--share=0.1", f"--seed={seed}", *sorted(in_part)] if in_part else [])]
+        quick = not any(one.folder in OPTIMIZED for one in group)
+        failed = pytest(root, sorted(one.tests for one in group), options, quick)
+        passed |= {one.tests for one in group} - failed
+        all_passed = all_passed and not failed
+    return all_passed, passed
+
+
+def pytest(root: Path, tests: list[str], options: list[str], quick: bool) -> set[str]:
+    """Run long tests. Returns those of the folders that have failed: all, unless it is certain which."""
+    settings = {**os.environ, "EJKERNEL_TESTS": "quick" if quick else ""}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "long and not gpu", *WORKERS, f"--junitxml={report}"]
+        code = subprocess.run([*command, *options, *tests], cwd=root, env=settings, check=False).returncode
+        if code in (0, NO_TESTS):
+            return set()
+        return _failed(report, tests) if code == 1 and report.exists() else set(tests)
+
+
+def _failed(report: Path, tests: list[str]) -> set[str]:
+    cases = [
+        case
+        for case in ElementTree.parse(report).iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    starts = {f"{one.replace('/', '.')}.": one for one in tests}
+    failed = {one for case in cases for start, one in starts.items() if case.get("classname", "").startswith(start)}
+    return failed or set(tests)
+
+
+def main(arguments: list[str], root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(description="the long sweeps, where something has changed")
+    parser.add_argument("--all", action="store_true", help="run those that are recorded, too")
+    parser.add_argument("--tenth", metavar="COMMIT", help="of those that are recorded, run a tenth; record nothing")
+    chosen = parser.parse_args(arguments)
+    every, installed = packages(root), versions()
+    name = environment(installed)
+    # A folder that is not there is, to pytest with workers, one without tests.
+    sweeps = [one for one in every if (root / one.tests).is_dir()]
+    hashes = {one.tests: content(one, every, installed) for one in sweeps}
+    known = recorded(root).get(name, {})
+    changed = [one for one in sweeps if chosen.all or known.get(one.tests) != hashes[one.tests]]
+    same = [one for one in sweeps if one not in changed]
+    print(f"{name}: {', '.join(one.tests for one in changed) or 'nothing'} to run; recorded: {len(same)}", flush=True)
+    all_passed, passed = run(root, changed, same if chosen.tenth else [], chosen.tenth or "")
+    if not chosen.tenth:
+        # What has changed meanwhile was not tested as it is now.
+        record(root, name, {one: hashes[one] for one in passed if hashes[one] == _now(root, one, installed)})
+    return 0 if all_passed else 1
+
+
+def _now(root: Path, tests: str, versions: Mapping[str, str]) -> str:
+    every = packages(root)
+    return content(next(one for one in every if one.tests == tests), every, versions)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
