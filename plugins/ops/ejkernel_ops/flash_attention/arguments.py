@@ -131,8 +131,9 @@ def _number(name: str, value: Any) -> float | None:
 def _held(name: str, value: Any, dtype: Any) -> float | None:
     """A number that logits are computed with: finite in their dtype."""
     number = _number(name, value)
-    wide = jnp.finfo(np.promote_types(dtype, np.float32))
-    if number is not None and (abs(number) > float(wide.max) or 0 < abs(number) < float(wide.tiny)):
+    wide = np.finfo(np.promote_types(dtype, np.float32))
+    smallest = math.ldexp(1.0, int(wide.minexp) - int(wide.nmant))  # with subnormals
+    if number is not None and (abs(number) > float(wide.max) or 0 < abs(number) < smallest):
         raise ValueError(f"{name}: takes a number that {wide.dtype} holds; got {_brief(value)}")
     return number
 
@@ -141,6 +142,9 @@ def _soft_cap(value: Any, dtype: Any) -> float | None:
     cap = _held("logits_soft_cap", value, dtype)
     if cap is not None and cap <= 0:
         raise ValueError(f"logits_soft_cap: takes a number above 0, or None; got {_brief(value)}")
+    wide = np.finfo(np.promote_types(dtype, np.float32))
+    if cap is not None and cap < float(wide.tiny):  # logits are divided by it, and it would be 0
+        raise ValueError(f"logits_soft_cap: takes a number that {wide.dtype} holds; got {_brief(value)}")
     return cap
 
 
