@@ -7,6 +7,7 @@ policy is to measure; the record of the nearest call; and last the heuristic.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -82,7 +83,7 @@ def _ask_kernel(kernel: LoadedKernel, inv: Invocation, backend: str | None, cfg:
     if rank is None or (callable(rank) and verdict.status != "able"):
         return 0, heuristic, verdict
     try:
-        return rank(inv) if callable(rank) else rank, heuristic, verdict
+        return operator.index(rank(inv)) if callable(rank) else rank, heuristic, verdict
     except NEVER_CAUGHT:
         raise
     except BaseException as fault:

@@ -589,6 +589,10 @@ def test_a_rank_may_depend_on_the_call() -> None:
     registry.register(other, "scale.three")
     long, short = jnp.ones(5), jnp.ones(4)
     assert (registry.call("scale", long)[0], registry.call("scale", short)[0]) == (3, 2)
+    other.PLATFORMS = {"cpu": lambda inv: None}
+    registry.register(other, "scale.three")
+    assert registry.call("scale", long)[0] == 2
+    assert "its rank in PLATFORMS raised TypeError" in str(registry.explain("scale", long))
     other.PLATFORMS = {"cpu": lambda inv: 1 / 0}
     registry.register(other, "scale.three")
     assert registry.call("scale", long)[0] == 2
