@@ -23,8 +23,9 @@ from ._errors import (
     UnknownOperation,
     Unsupported,
 )
+from ._example import Example
 from ._hooks import hookimpl
-from ._kernel import Candidate, Invocation, fitting
+from ._kernel import Candidate, Invocation, matching_record
 from ._keys import Key, stable_json
 from ._loading import config_types
 from ._operation import Cost, Operation, gradient_signature
@@ -50,6 +51,7 @@ __all__ = [
     "ConfigCache",
     "Cost",
     "EjkernelError",
+    "Example",
     "Explanation",
     "Invocation",
     "Key",
@@ -72,11 +74,11 @@ __all__ = [
     "call",
     "config_type",
     "explain",
-    "fitting",
     "from_json",
     "gradient_signature",
     "hookimpl",
     "invocation",
+    "matching_record",
     "overlay_cache",
     "plan",
     "policy_override",
@@ -106,10 +108,10 @@ def config_type(kernel: str) -> type | None:
     ('Config', None)
     """
     op, _, backend = kernel.rpartition(".")
-    known = config_types.get(kernel)
-    if known is None and backend and backend in registry.backends(op):
+    kind = config_types.get(kernel)
+    if kind is None and backend and backend in registry.backends(op):
         return registry.kernel(op, backend).config_type
-    return known
+    return kind
 
 
 def __getattr__(name: str) -> Any:

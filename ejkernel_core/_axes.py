@@ -36,6 +36,15 @@ Texts = Mapping[str, str]
 Folded = tuple[Arguments, Callable[[tuple[Any, ...]], tuple[Any, ...]]]
 
 
+# Typed, because mypy does not infer from ``dict`` what a field takes.
+def _texts(texts: Texts) -> dict[str, str]:
+    return dict(texts)
+
+
+def _copy(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+    return dict(mapping)
+
+
 def _names(names: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(names.split()) if isinstance(names, str) else tuple(names)
 
@@ -54,28 +63,28 @@ class Axes:
     (ShapeDtypeStruct(shape=(3, 4, 8), dtype=float32),)
     """
 
-    arrays: Texts = attrs.field(converter=dict)
-    results: Texts = attrs.field(converter=dict)
-    #: The axes whose entries are computed independently, in one kernel or on several devices...
+    arrays: Texts = attrs.field(converter=_texts)
+    results: Texts = attrs.field(converter=_texts)
+    #: The axes whose entries are computed independently, in one kernel or on several devices.
     independent: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
-    #: ...and all others.
+    #: All other axes.
     whole: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
     #: The independent axis that an axis mapped by ``jax.vmap`` is merged into. Without it, a mapped call is a loop.
     vmap: str | None = attrs.field(default=None, kw_only=True)
-    #: The axes that only count things. A record is still of use for a call where their sizes differ...
+    #: The axes that only count things. A record may also be used for a call in which only their sizes differ.
     counts: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
-    #: ...and those of them (by default all) that tuning rounds up to the next power of two.
+    #: Those of them, by default all, that tuning rounds up to the next power of two.
     rounded: tuple[str, ...] = attrs.field(converter=_names, kw_only=True)
     #: The axes whose size must be at least 1.
     positive: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
     #: ``{"heads": "kv_heads"}``: the first is a multiple of the second, and they are sharded together.
-    multiples: Mapping[str, str] = attrs.field(factory=dict, converter=dict, kw_only=True)
+    multiples: Texts = attrs.field(factory=dict, converter=_texts, kw_only=True)
     #: The results of dtype float32, or float64 where the first array has it.
     statistics: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
     #: The dtypes of other results: a name, or a function of the arguments. By default that of the first array.
-    dtypes: Mapping[str, Any] = attrs.field(factory=dict, converter=dict, kw_only=True)
+    dtypes: Mapping[str, Any] = attrs.field(factory=dict, converter=_copy, kw_only=True)
     #: ``{("transpose", True): {"weight": "out_dim dim"}}``: other words for arrays where an option has this value.
-    when: Mapping[tuple[str, Any], Texts] = attrs.field(factory=dict, converter=dict, kw_only=True)
+    when: Mapping[tuple[str, Any], Texts] = attrs.field(factory=dict, converter=_copy, kw_only=True)
     #: True for a backward operation: its results have the axes of the arrays that ``wrt`` names.
     of_gradients: bool = attrs.field(default=False, kw_only=True)
     _layouts: Layouts = attrs.field(init=False, repr=False)
@@ -104,7 +113,7 @@ class Axes:
                 layouts.update(others)
         return layouts
 
-    def given(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def arrays_of(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays that the call has, by name."""
         return {name: arguments[name] for name in self.arrays if arguments.get(name) is not None}
 
@@ -114,24 +123,26 @@ class Axes:
         """Check the arrays, and add the leading axes of length 1 that the caller may leave out."""
         layouts = self.layouts(arguments)
         self.sizes(arguments)
-        shapes = padded_shapes(layouts, self.given(arguments))
-        lower = {name: shape for name, shape in shapes.items() if len(shape) != len(arguments[name].shape)}
-        return {**arguments, **{name: arguments[name].reshape(shape) for name, shape in lower.items()}}
+        shapes = padded_shapes(layouts, self.arrays_of(arguments))
+        new_shapes = {name: shape for name, shape in shapes.items() if len(shape) != len(arguments[name].shape)}
+        return {**arguments, **{name: arguments[name].reshape(shape) for name, shape in new_shapes.items()}}
 
     def sizes(self, arguments: Mapping[str, Any], mapped: Iterable[str] = ()) -> dict[str, Any]:
         """The size of every name. Raises where shapes are wrong. The arrays ``mapped`` have one more axis in front."""
-        shapes = {name: tuple(a.shape[1:] if name in mapped else a.shape) for name, a in self.given(arguments).items()}
+        shapes = {
+            name: tuple(a.shape[1:] if name in mapped else a.shape) for name, a in self.arrays_of(arguments).items()
+        }
         return sizes(self.layouts(arguments), shapes, self.positive, self.multiples)
 
     # -- results ---------------------------------------------------------------------------------------------------
 
     def outputs(self, arguments: Mapping[str, Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The shape and dtype of each result; and its sharding, where shardings are a part of types."""
+        """The shape and dtype of each result, and its sharding where shardings are a part of types."""
         if self.of_gradients:
             return tuple(_like(arguments[name]) for name in arguments["wrt"])
         layouts, sizes_of_axes = self.layouts(arguments), self.sizes(arguments)
         shapes = result_shapes(layouts, self.results, sizes_of_axes)
-        shardings = self._shardings(self.given(arguments), layouts)
+        shardings = self._shardings(self.arrays_of(arguments), layouts)
         return tuple(
             jax.ShapeDtypeStruct(
                 shape,
@@ -149,7 +160,7 @@ class Axes:
         return Shardings.from_arrays(arrays, layouts, self.independent)
 
     def _dtype(self, result: str, arguments: Mapping[str, Any]) -> Any:
-        first = next(iter(self.given(arguments).values())).dtype
+        first = next(iter(self.arrays_of(arguments).values())).dtype
         if result in self.statistics:
             return np.promote_types(first, np.float32)  # JAX's own function fails under strict promotion
         dtype = self.dtypes.get(result, first)
@@ -170,7 +181,7 @@ class Axes:
     def bucket(self, arguments: Mapping[str, Any]) -> Arguments:
         """The arguments as tuning distinguishes them: the sizes of ``rounded`` axes are the next powers of two."""
         rounded = {}
-        for name, pairs in dimensions(self.layouts(arguments), self.given(arguments)).items():
+        for name, pairs in dimensions(self.layouts(arguments), self.arrays_of(arguments)).items():
             shape = [_power_of_two(size) if axis.name in self.rounded else size for axis, size in pairs]
             rounded[name] = jax.ShapeDtypeStruct(shape, arguments[name].dtype)
         return {**arguments, **rounded}
@@ -186,12 +197,22 @@ class Axes:
                 return None
             return f"{LEADING}{place}" if axis.name == LEADING else axis.text.removeprefix("#")
 
-        pairs = dimensions(self.layouts(arguments), self.given(arguments))
-        return {name: tuple(counter(place, *pair) for place, pair in enumerate(own)) for name, own in pairs.items()}
+        layouts = self.layouts(arguments)
+        # A bucket may have something else in the place of an array.
+        arrays = {
+            name: array
+            for name, array in self.arrays_of(arguments).items()
+            if hasattr(array, "shape") and layouts[name].fits(len(array.shape))
+        }
+        pairs = dimensions(layouts, arrays)
+        return {
+            name: tuple(counter(place, *pair) for place, pair in enumerate(pairs_of_array))
+            for name, pairs_of_array in pairs.items()
+        }
 
     def bytes(self, arguments: Mapping[str, Any]) -> int:
         """The least memory traffic of the call: every array and every result once."""
-        arrays = (*self.given(arguments).values(), *self.outputs(arguments))
+        arrays = (*self.arrays_of(arguments).values(), *self.outputs(arguments))
         return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
     @staticmethod
@@ -206,26 +227,26 @@ class Axes:
         from ._partitioning import Factoring
 
         layouts = self.layouts(arguments)
-        results = [
+        names_of_results = [
             {
                 name
-                for axis in layouts[name].axes
+                for axis in layouts[result].axes
                 if axis.is_plain
                 for name in (axis.name, self.multiples.get(axis.name))
             }
-            for name in self.results
+            for result in self.results
         ]
-        independent = frozenset(name for name in self.independent if all(name in names for names in results))
+        independent = frozenset(name for name in self.independent if all(name in names for names in names_of_results))
         factoring = Factoring(self.sizes(arguments), self.multiples, independent)
         arrays = {
             name: factoring.dimensions(name, layouts[name], array.shape)
-            for name, array in self.given(arguments).items()
+            for name, array in self.arrays_of(arguments).items()
         }
         if self.of_gradients:
             return factoring.partitioning(arrays, {name: arrays[name] for name in arguments["wrt"]})
-        declared = zip(self.results, self.outputs(arguments), strict=True)
-        own = {name: factoring.dimensions(name, layouts[name], like.shape) for name, like in declared}
-        return factoring.partitioning(arrays, own)
+        outputs = zip(self.results, self.outputs(arguments), strict=True)
+        dimensions_of_results = {name: factoring.dimensions(name, layouts[name], out.shape) for name, out in outputs}
+        return factoring.partitioning(arrays, dimensions_of_results)
 
     # -- vmap ------------------------------------------------------------------------------------------------------
 
@@ -233,12 +254,12 @@ class Axes:
         """Merge a mapped axis into the axis ``vmap``; None where one call would not give the results of a loop."""
         layouts, into = self.layouts(arguments), self.vmap
         results = [layouts[name] for name in (arguments["wrt"] if self.of_gradients else self.results)]
-        if into is None or self._shares(into, layouts, self.given(arguments), results, mapped):
+        if into is None or self._shares(into, layouts, self.arrays_of(arguments), results, mapped):
             return None
         own_size = self.sizes(arguments, mapped)[into]
         folded = {
             name: fold_axis(array, layouts[name], into, name in mapped, size, own_size)
-            for name, array in self.given(arguments).items()
+            for name, array in self.arrays_of(arguments).items()
         }
 
         def unfold(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -262,32 +283,33 @@ class Axes:
             axis.name == into and (axis.offset or axis.divisor > 1) for name in arrays for axis in layouts[name].axes
         ):
             return True
-        return any(each.is_shared(into) for each in (*results, *(layouts[name] for name in self.results)))
+        all_results = (*results, *(layouts[name] for name in self.results))
+        return any(result.is_shared(into) for result in all_results)
 
 
 # -- declarations --------------------------------------------------------------------------------------------------
 
 
 def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
-    known = {*axes.independent, *axes.whole}
-    everywhere = [(name, each) for group in layouts for name, each in group.items()]
-    for name, each in everywhere:
-        _check_names(f"axes of {name}", each.names, known, "neither independent nor whole")
-        if duplicates := {a.name for a in each.axes if [b.name for b in each.axes].count(a.name) > 1} & {
-            *axes.independent
-        }:
+    declared_names = {*axes.independent, *axes.whole}
+    all_layouts = [(name, array_layout) for group in layouts for name, array_layout in group.items()]
+    for name, array_layout in all_layouts:
+        _check_names(f"axes of {name}", array_layout.names, declared_names, "neither independent nor whole")
+        if duplicates := {
+            a.name for a in array_layout.axes if [b.name for b in array_layout.axes].count(a.name) > 1
+        } & {*axes.independent}:
             raise ValueError(f"axes of {name}: {duplicates.pop()} is independent, and stands there twice")
     if not axes.results:
         raise ValueError("axes: takes at least one result")
     if not axes.of_gradients and (duplicates := {*axes.arrays} & {*axes.results}):
         raise ValueError(f"axes: {', '.join(sorted(duplicates))} cannot be an array and a result")
-    if rest := [name for name in axes.rounded if name not in axes.counts]:
-        raise ValueError(f"axes, rounded: takes axes that counts has; got {rest[0]!r}")
-    in_arrays = {n for name, each in everywhere if name in axes.arrays for n in each.names}
-    for name, each in everywhere:
+    if uncounted := [name for name in axes.rounded if name not in axes.counts]:
+        raise ValueError(f"axes, rounded: takes axes that counts has; got {uncounted[0]!r}")
+    names_in_arrays = {n for name, array_layout in all_layouts if name in axes.arrays for n in array_layout.names}
+    for name, array_layout in all_layouts:
         if name not in axes.arrays:
-            _check_names(f"axes of {name}", each.names, in_arrays, "an axis of no array")
-            if broadcast := [axis.text for axis in each.axes if axis.is_broadcast]:
+            _check_names(f"axes of {name}", array_layout.names, names_in_arrays, "an axis of no array")
+            if broadcast := [axis.text for axis in array_layout.axes if axis.is_broadcast]:
                 raise ValueError(f"axes of {name}: a result is as long as its axes say; got {broadcast[0]!r}")
     names_by_field: dict[str, Sequence[str]] = {
         "multiples": (*axes.multiples, *axes.multiples.values()),
@@ -296,7 +318,7 @@ def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
     for field in ("independent", "whole", "counts", "rounded", "positive"):
         names_by_field[field] = getattr(axes, field)
     for field, names in names_by_field.items():
-        _check_names(f"axes, {field}", names, in_arrays, "an axis of no array")
+        _check_names(f"axes, {field}", names, names_in_arrays, "an axis of no array")
     if conflicts := {*axes.multiples} & {*axes.multiples.values()}:
         raise ValueError(
             f"axes, multiples: {conflicts.pop()!r} is a multiple and has one; name the smallest axis alone"
@@ -311,10 +333,10 @@ def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
         _check_names("axes, when", texts, {*axes.arrays, *axes.results}, "no array or result")
 
 
-def _check_names(where: str, names: Iterable[str], known: Iterable[str], otherwise: str) -> None:
+def _check_names(where: str, names: Iterable[str], valid_names: Iterable[str], otherwise: str) -> None:
     for name in names:
-        if name not in known:
-            raise ValueError(f"{where}: {name!r} is {otherwise}{suggestion(name, known)}")
+        if name not in valid_names:
+            raise ValueError(f"{where}: {name!r} is {otherwise}{suggestion(name, valid_names)}")
 
 
 # -- arrays --------------------------------------------------------------------------------------------------------
@@ -322,8 +344,8 @@ def _check_names(where: str, names: Iterable[str], known: Iterable[str], otherwi
 
 def _is_same_option(argument: Any, value: Any) -> bool:
     """Whether the values and types are equal: 1 is not True. A dtype may be written in several ways."""
-    same = argument == value
-    return bool(same) and (isinstance(value, (np.dtype, type)) or type(argument) is type(value))
+    is_equal = argument == value
+    return bool(is_equal) and (isinstance(value, (np.dtype, type)) or type(argument) is type(value))
 
 
 def _is_on_a_mesh(array: Any) -> bool:

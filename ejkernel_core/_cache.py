@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from ._display import quantity
-from ._kernel import Candidate, fitting
+from ._kernel import Candidate, find_record
 from ._keys import Key
 from ._records import Record, as_record
 
@@ -62,7 +62,7 @@ class ConfigCache:
 
     def find(self, key: Hashable, candidate: Candidate) -> Record | None:
         """The record for the candidate's kernel, or None; ``recall`` calls this method of stores."""
-        return fitting(self.records(key), candidate)
+        return find_record(self.records(key), candidate)
 
     def near(self, key: Key) -> list[Key]:
         """The keys of the same ``kind``: they differ only in the sizes of axes that count things."""

@@ -1,7 +1,7 @@
 """A call, from its arguments to its results.
 
-The first call of a kind (with the same options, and the same arrays present) makes a jitted function. A later one looks
-it up in a dictionary and calls it. JAX's cache for that function takes care of shapes, devices and scopes.
+The first call with certain options, and certain arrays present, makes a jitted function. Later ones look it up in a
+dictionary and call it. JAX's own cache of that function distinguishes shapes, devices and scopes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ._plan import Explanation, Plan
 from ._plugins import Plugins
 from ._validation import check_values, clearer_error, not_static, unhashable
 
-#: The most compiled functions for one form of a call: one for each set of options. The oldest is dropped first.
+#: How many jitted functions a form of a call keeps, one for each set of options. The oldest one is dropped first.
 MAX_COMPILED = 512
 
 
@@ -37,8 +37,8 @@ class Registry(Plugins):
     """Operations, kernels and policies, and the calls made with them.
 
     A new registry has the installed plugins, or those that ``plugins`` selects, as EJKERNEL_PLUGINS does. More can be
-    registered with it. A registry with ``policies_of`` another one has no installed plugins. It uses the policies and
-    the memory of the other one.
+    registered with it. ``policies_of`` is another registry: the new one then has no installed plugins, and uses the
+    policies and the memory of the other one.
     """
 
     def call(
@@ -61,29 +61,29 @@ class Registry(Plugins):
         sharding = _sharding(form, arrays)
         try:
             key = (*options, backend, cfg, content((*options, cfg)), scope.digest, sharding)
-            compiled = form.compiled.get(key)
-        except TypeError:
+            function = form.functions.get(key)
+        except Exception as fault:  # of any type: the class of an option may be a user's own
             static = dict(zip((*form.option_names, "backend", "cfg"), (*options, backend, cfg), strict=True))
-            raise unhashable(op, static) from None
+            raise unhashable(op, static) from fault
         if validate is not False:
             _check_values(self, form, arrays, options, validate)
-        if compiled is not None:
-            return _run(form, compiled[0], arrays)
+        if function is not None:
+            return _run(form, function[0], arrays)
         context, changes = CallContext(self, backend, cfg, scope, sharding), self.changes
-        run = _compile(form, options, context)
+        run = _jit(form, options, context)
         results = _run(form, run, arrays)
-        if len(form.compiled) >= MAX_COMPILED:
-            form.compiled.pop(next(iter(form.compiled)), None)
-        # Stored after the call, so that one that fails drops no other function. If a record has been stored meanwhile,
-        # the next call chooses again.
+        if len(form.functions) >= MAX_COMPILED:
+            form.functions.pop(next(iter(form.functions)), None)
+        # Stored after the call, so that a call that fails makes no other function be dropped. If a record was stored
+        # meanwhile, the function is not, and the next call chooses again.
         if self.is_unchanged(context.dependencies.kinds, changes):
-            form.compiled[key] = run, context.dependencies
+            form.functions[key] = run, context.dependencies
         return results
 
     def invocation(
         self, op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any
     ) -> Invocation:
-        """The invocation that kernels and policies get for such a call. Configurations are stored under its ``key``.
+        """The invocation that kernels and policies get for this call. Configurations are stored under its ``key``.
 
         >>> import ejkernel_core
         >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
@@ -110,7 +110,7 @@ class Registry(Plugins):
     def explain(
         self, op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any
     ) -> Explanation:
-        """The plan of a call and of its gradients, with the reasons of all other kernels. Print it to read it.
+        """The plans of a call and of its gradients, and why each other kernel was not chosen. Print it to read it.
 
         >>> import ejkernel_core
         >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
@@ -133,24 +133,25 @@ class Registry(Plugins):
 
 @attrs.frozen(eq=False, repr=False)
 class Form:
-    """One form of a call: which arguments it has, and which of them are arrays and which options."""
+    """The form of a call: which arguments are passed and how, and which of them are arrays and which are options."""
 
     operation: Operation
     array_names: tuple[str, ...]
-    array_places: tuple[int, ...]
+    #: Their indices among all values of the call, positional ones first.
+    array_indices: tuple[int, ...]
     option_names: tuple[str, ...]
-    option_places: tuple[int, ...]
-    #: By options and context: the jitted function, and the kinds of keys by which it has chosen.
-    compiled: dict[Any, tuple[Callable[..., Any], Dependencies]] = attrs.field(factory=dict)
+    option_indices: tuple[int, ...]
+    #: By options, scope and sharding: the jitted function, and what its choice depends on.
+    functions: dict[Any, tuple[Callable[..., Any], Dependencies]] = attrs.field(factory=dict)
 
     def values_by_name(self, arrays: Sequence[Any], options: Sequence[Any]) -> dict[str, Any]:
         """The values of the call by the names of their parameters."""
         return dict(zip((*self.array_names, *self.option_names), (*arrays, *options), strict=True))
 
     def forget(self, kind: tuple[str, str]) -> None:
-        """Drop the functions that have chosen by keys of this kind."""
-        for key in [key for key, (_, dependencies) in list(self.compiled.items()) if kind in dependencies.kinds]:
-            self.compiled.pop(key, None)
+        """Drop the functions whose choice depends on keys of this kind."""
+        for key in [key for key, (_, dependencies) in list(self.functions.items()) if kind in dependencies.kinds]:
+            self.functions.pop(key, None)
 
 
 # -- from the values of a call to a compiled function ------------------------------------------------------------------
@@ -163,39 +164,40 @@ def _parse(
     form_key = (name, len(args), *kwargs)
     form = registry.calls.get(form_key) or _form(registry, form_key, args, kwargs)
     values = (*args, *kwargs.values())
-    return form, [values[place] for place in form.array_places], [values[place] for place in form.option_places]
+    return form, [values[i] for i in form.array_indices], [values[i] for i in form.option_indices]
 
 
 def _form(registry: Plugins, form_key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
-    calls = registry.calls  # read before the operation, because registering a plugin replaces this dictionary
+    # Read before the operation: registering a plugin replaces this dictionary, and an old form must not get into it.
+    calls = registry.calls
     operation = registry.operation(form_key[0])
-    places = operation.bind(tuple(range(len(args))), {name: len(args) + i for i, name in enumerate(kwargs)})
-    arrays = {name: place for name, place in places.items() if name in operation.arrays}
-    options = {name: place for name, place in places.items() if name not in operation.arrays}
+    indices = operation.bind(tuple(range(len(args))), {name: len(args) + i for i, name in enumerate(kwargs)})
+    arrays = {name: index for name, index in indices.items() if name in operation.arrays}
+    options = {name: index for name, index in indices.items() if name not in operation.arrays}
     form = Form(operation, tuple(arrays), tuple(arrays.values()), tuple(options), tuple(options.values()))
     calls[form_key] = form
     return form
 
 
 def _sharding(form: Form, arrays: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """The arrays that are sharded over several devices, and how. JAX does not say so while it traces or lowers."""
+    """The arrays that are sharded over several devices, and how. While JAX traces or lowers, this is not available."""
     if all(map(_is_on_one_device, arrays)):
         return ()
-    shardings = (
-        (n, sharding_fingerprint(a)) for n, a in zip(form.array_names, arrays, strict=True) if hasattr(a, "shape")
-    )
-    return tuple((name, fingerprint) for name, fingerprint in shardings if fingerprint)
+    named_arrays = zip(form.array_names, arrays, strict=True)
+    fingerprints = ((name, sharding_fingerprint(array)) for name, array in named_arrays if hasattr(array, "shape"))
+    return tuple((name, fingerprint) for name, fingerprint in fingerprints if fingerprint)
 
 
 def _is_on_one_device(array: Any) -> bool:
-    """Whether an array is on one device, as far as a quick check shows."""
+    """Whether an array is certainly on one device: a quick check, which may miss some."""
     sharding = getattr(array, "sharding", None)
     if sharding is None:
         return not isinstance(array, jax.core.Tracer)
     return type(sharding) is jax.sharding.SingleDeviceSharding
 
 
-def _compile(form: Form, options: Sequence[Any], context: CallContext) -> Callable[..., Any]:
+def _jit(form: Form, options: Sequence[Any], context: CallContext) -> Callable[..., Any]:
+    """The jitted function of the form's arrays, for these options."""
     for name, value in zip(form.option_names, options, strict=True):
         if isinstance(value, (jax.Array, np.ndarray)):
             raise not_static(form.operation.name, name, value)
@@ -205,22 +207,22 @@ def _compile(form: Form, options: Sequence[Any], context: CallContext) -> Callab
         if _scopes.jit_key.value != _scopes.current().digest:
             raise _ScopeMismatch(
                 f"{form.operation.name}: another task of this thread is inside overlay_cache or policy_override, or "
-                "this thread has its scope from another (asyncio.to_thread). JAX keeps its jit key for a thread, so a "
-                "function cannot be traced here: enter the scope in this thread, and leave it without an await between"
+                "this thread got its scope from another one (asyncio.to_thread). JAX keeps its jit key per thread, so "
+                "no function can be traced here: enter the scope in this thread, and do not await inside it"
             )
         with standard_promotion():
             request, values, restore = _prepare(form, arrays, options, context)
             return restore(apply(request, values))
 
-    # The names that JAX uses in compiled code and in errors.
+    # JAX shows these names in compiled code and in errors.
     run.__name__ = run.__qualname__ = form.operation.name
-    names = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in form.array_names]
-    run.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in form.array_names]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return jax.jit(run)
 
 
 class _ScopeMismatch(RuntimeError):
-    """The scope in JAX's jit key is not the current one."""
+    """The scope in JAX's jit key is not the current scope."""
 
 
 def _run(form: Form, run: Callable[..., Any], arrays: Sequence[Any]) -> Any:
@@ -232,8 +234,8 @@ def _run(form: Form, run: Callable[..., Any], arrays: Sequence[Any]) -> Any:
             raise
         raise clearer from error
     except _ScopeMismatch:
-        # JAX's key has the scope of another task of this thread. This function alone is traced again with the right
-        # key; a function that is being traced around it would be cached under the wrong one.
+        # JAX's jit key has the scope of another task of this thread. An eager call is traced again with the right key.
+        # Inside an outer trace this would not help: JAX would cache the outer function under the wrong key.
         if any(isinstance(array, jax.core.Tracer) for array in arrays):
             raise
         with _scopes.jit_key_of_scope():
@@ -243,10 +245,10 @@ def _run(form: Form, run: Callable[..., Any], arrays: Sequence[Any]) -> Any:
 def _prepare(
     form: Form, arrays: Sequence[Any], options: Sequence[Any], context: CallContext
 ) -> tuple[Request, list[Any], Restore]:
-    """The request of a call, its prepared arrays, and the function that restores the caller's form. JAX traces this."""
+    """The request of a call while JAX traces it, its prepared arrays, and what restores the caller's form."""
     operation = form.operation
     operation.check_arrays(dict(zip(form.array_names, arrays, strict=True)))
-    # Numbers are arrays too. Under ``jax.disable_jit``, JAX has not converted them.
+    # A number may be passed for an array. Under ``jax.disable_jit``, JAX has not converted it.
     arrays = [jnp.asarray(value) if isinstance(value, NUMBERS) else value for value in arrays]
     arguments, restore = operation.prepared(operation.complete(form.values_by_name(arrays, options)))
     return *make_request(context, operation, arguments), restore
@@ -266,43 +268,45 @@ def _check_values(registry: Plugins, form: Form, arrays: Sequence[Any], options:
         with standard_promotion():
             return _prepare(form, arrays, options, CallContext(registry))[1]
 
-    shapes = functools.partial(_run, form, functools.partial(jax.eval_shape, trace), arrays)
-    check_values(form.operation, form.values_by_name(arrays, options), validate, shapes)
+    check_shapes = functools.partial(_run, form, functools.partial(jax.eval_shape, trace), arrays)
+    check_values(form.operation, form.values_by_name(arrays, options), validate, check_shapes)
 
 
-# -- calls that are described and not made -----------------------------------------------------------------------------
+# -- calls that are described but not run ------------------------------------------------------------------------------
 
 
 @attrs.frozen(eq=False, repr=False)
 class AbstractCall:
-    """A call that is not made: its request, the shapes of its prepared arrays, its device, and the function that would
-    restore the caller's form of the results.
+    """A call that is not run: its request, the shapes of its prepared arrays, its device, and the function that
+    restores the caller's form of the results.
     """
 
     request: Request
     avals: list[Any]
     target: Target
     restore: Restore
-    #: The prepared arrays, if they were requested and none is abstract.
+    #: The prepared arrays, if ``abstract_call`` was to include them and none is abstract.
     values: list[Any] | None = None
 
     def backward(self) -> tuple[Request, list[Any]]:
         """The request of the backward operation, for all gradients, and the shapes of its arrays."""
         results = self.request.outputs(self.avals)
-        return self.gradients(self.avals, results, results)
+        return self.backward_of(self.avals, results, results)
 
-    def gradients(
+    def backward_of(
         self, arrays: Sequence[Any], results: Sequence[Any], cotangents: Sequence[Any]
     ) -> tuple[Request, list[Any]]:
-        """The same with these arrays. A result that the caller does not get has no cotangent."""
+        """The same request for these arrays, results and cotangents, and its arrays. Those may be abstract.
+
+        The cotangent of a result that the caller does not get is dropped.
+        """
         jaxpr = jax.make_jaxpr(self.restore)(tuple(self.request.outputs(self.avals))).jaxpr
         used_ids = {id(variable) for eqn in jaxpr.eqns for variable in eqn.invars} | {id(v) for v in jaxpr.outvars}
-        needed = [ct if id(v) in used_ids else None for ct, v in zip(cotangents, jaxpr.invars, strict=True)]
-        inexact = (
-            n for n, a in zip(self.request.arrays, self.avals, strict=True) if jnp.issubdtype(a.dtype, jnp.inexact)
-        )
-        wrt = tuple(name for name in inexact if name in self.request.operation.differentiable)
-        return _gradients.backward_request(self.request, arrays, results, needed, wrt)
+        used_cotangents = [ct if id(v) in used_ids else None for ct, v in zip(cotangents, jaxpr.invars, strict=True)]
+        dtypes = {name: aval.dtype for name, aval in zip(self.request.arrays, self.avals, strict=True)}
+        differentiable = self.request.operation.differentiable
+        wrt = tuple(n for n, dtype in dtypes.items() if n in differentiable and jnp.issubdtype(dtype, jnp.inexact))
+        return _gradients.backward_request(self.request, arrays, results, used_cotangents, wrt)
 
 
 def abstract_call(
@@ -312,9 +316,9 @@ def abstract_call(
     kwargs: dict[str, Any],
     backend: str | None = None,
     cfg: Any = None,
-    concrete: bool = False,
+    has_values: bool = False,
 ) -> AbstractCall:
-    """The call as a description; ``concrete`` includes its prepared arrays."""
+    """A call, described without running it; with ``has_values``, its prepared arrays are included."""
     form, arrays, options, context = _parse_abstract(registry, name, args, kwargs, backend, cfg)
     context = attrs.evolve(context, scope=attrs.evolve(context.scope, may_measure=False))
     prepared: list[tuple[Request, Restore]] = []
@@ -327,15 +331,15 @@ def abstract_call(
 
     avals = _run(form, functools.partial(jax.eval_shape, trace), arrays)
     request, restore = prepared[0]
-    values = trace(*arrays) if concrete and not any(map(_is_abstract, arrays)) else None
+    values = trace(*arrays) if has_values and not any(map(_is_abstract, arrays)) else None
     return AbstractCall(request, avals, target(current_platform(arrays)), restore, values)
 
 
-def whole(
+def results_and_restore(
     registry: Plugins, name: str, kwargs: dict[str, Any], backend: str | None, by_jax: bool
 ) -> tuple[tuple[Any, ...], Restore]:
-    """All results of a call as its kernel returns them, and the function that restores the caller's form. JAX traces
-    this. The results have the derivative of a call, or with ``by_jax`` JAX's derivative of the kernel.
+    """All results of a call as its kernel returns them, and the function that restores the caller's form. For use
+    while JAX traces. They are differentiated as those of a call; with ``by_jax``, JAX differentiates the kernel itself.
     """
     form, arrays, options, context = _parse_abstract(registry, name, (), kwargs, backend)
     request, values, restore = _prepare(form, arrays, options, context)
@@ -351,7 +355,7 @@ def _parse_abstract(
     cfg: Any = None,
 ) -> tuple[Form, list[Any], list[Any], CallContext]:
     if "validate" in kwargs:
-        raise TypeError(f"{name}: validate looks at values, and this at shapes alone: give it to call, or leave it out")
+        raise TypeError(f"{name}: validate checks values, but only shapes are used here: pass it to call or omit it")
     form, arrays, options = _parse(registry, name, args, kwargs)
     _check_backend(registry, name, backend)
     return form, arrays, options, CallContext(registry, backend, cfg, _scopes.current(), _sharding(form, arrays))
@@ -361,10 +365,10 @@ def _is_abstract(array: Any) -> bool:
     return isinstance(array, (jax.core.Tracer, jax.ShapeDtypeStruct))
 
 
-def _explain(request: Request, avals: Sequence[Any], where: Target) -> Explanation:
+def _explain(request: Request, avals: Sequence[Any], call_target: Target) -> Explanation:
     op = request.operation.name
     try:
-        plan = with_space_faults(request.plan(avals, where), request.registry.kernels(op)[0])
+        plan = with_space_faults(request.plan(avals, call_target), request.registry.kernels(op)[0])
     except (NoKernel, NoConfig, PluginError, Unsupported) as error:
         return Explanation(op, None, str(error), verdicts=getattr(error, "verdicts", ()))
     return Explanation(op, plan, None, verdicts=plan.verdicts)

@@ -24,7 +24,7 @@ class Target(NamedTuple):
     compute_capability: tuple[int, int] | None = None
 
 
-def absent() -> Target | None:
+def absent_target() -> Target | None:
     """The device of JAX's abstract mesh, if this machine has none of its kind; else None."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
@@ -42,7 +42,7 @@ def target(platform: str) -> Target:
 
     Where there is neither, the target has the platform alone.
     """
-    absent_device = absent()
+    absent_device = absent_target()
     if absent_device is not None and absent_device.platform == jax_platform(platform):
         return absent_device
     try:
@@ -86,7 +86,7 @@ def _cpuinfo() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in fields}
 
 
-def _given(device: Any) -> Any:
+def _device_or_default(device: Any) -> Any:
     if device is None:
         return jax.devices()[0]
     if not isinstance(device, jax.Device):
@@ -100,7 +100,7 @@ def device_fingerprint(device: Any = None) -> str:
     >>> device_fingerprint(jax.devices("cpu")[0]).startswith(f"{processor()} (")
     True
     """
-    device = _given(device)
+    device = _device_or_default(device)
     version = " ".join(str(device.client.platform_version).split())
     return f"{device_name(device)} ({version})"
 

@@ -34,7 +34,7 @@ def description(fault: BaseException) -> str:
 
 
 def message(fault: BaseException) -> str:
-    """The text of an exception; the name of its class where a plugin's own class has a ``__str__`` that fails.
+    """The text of an exception, or the name of its class if the ``__str__`` of a plugin's exception fails.
 
     >>> message(ValueError("too long"))
     'too long'
@@ -48,7 +48,7 @@ def message(fault: BaseException) -> str:
 
 
 class EjkernelError(Exception):
-    """The root of the tree."""
+    """The base class of the framework's exceptions."""
 
 
 class Unsupported(EjkernelError):

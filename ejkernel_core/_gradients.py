@@ -52,9 +52,9 @@ def _check_differentiable(request: Request, wrt: Sequence[str]) -> None:
         raise NotDifferentiable(
             f"{operation.name!r} has neither a backward operation nor a reference kernel to differentiate"
         )
-    others = [name for name in wrt if name not in operation.differentiable]
-    if others:
-        raise NotDifferentiable(f"{operation.name!r} has no gradient for {', '.join(others)}")
+    names_without_gradient = [name for name in wrt if name not in operation.differentiable]
+    if names_without_gradient:
+        raise NotDifferentiable(f"{operation.name!r} has no gradient for {', '.join(names_without_gradient)}")
 
 
 def _is_zero(tangent: Any) -> bool:
@@ -113,8 +113,8 @@ def _tangents_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: R
 def _transpose(cotangents: Sequence[Any], *operands: Any, request: Request, wrt: tuple[str, ...]) -> list[Any]:
     """Run the backward operation, for the cotangents that are not zero and the gradients that JAX needs."""
     arrays, results, argument_tangents = _parts(request, wrt, operands)
-    remaining = iter(cotangents)
-    cts = [next(remaining) if _is_inexact(result) else None for result in results]
+    cotangent_iterator = iter(cotangents)
+    cts = [next(cotangent_iterator) if _is_inexact(result) else None for result in results]
     cts = [None if isinstance(ct, ad.Zero) else ct for ct in cts]
     needed = tuple(
         name for name, tangent in zip(wrt, argument_tangents, strict=True) if ad.is_undefined_primal(tangent)
@@ -184,9 +184,11 @@ def _reference_gradients(
     request: Request, arrays: Sequence[Any], cotangents: Sequence[Any], wrt: tuple[str, ...]
 ) -> Mapping[str, Any]:
     function, primals = _by_reference(request, arrays, wrt)
-    results, pull_back = jax.vjp(function, primals)
-    full = [jnp.zeros_like(result) if ct is None else ct for ct, result in zip(cotangents, results, strict=True)]
-    (gradients,) = pull_back(tuple(full))
+    results, vjp = jax.vjp(function, primals)
+    full_cotangents = [
+        jnp.zeros_like(result) if ct is None else ct for ct, result in zip(cotangents, results, strict=True)
+    ]
+    (gradients,) = vjp(tuple(full_cotangents))
     return dict(gradients)
 
 
@@ -197,11 +199,11 @@ def _by_reference(
     operation = request.operation
     cfg = _fitting_cfg(request, [request.registry.kernel(operation.name, operation.reference)])
     context = attrs.evolve(request.context, backend=operation.reference, cfg=cfg)
-    plain, _ = make_request(context, operation, request.arguments(arrays))
+    reference_request, _ = make_request(context, operation, request.arguments(arrays))
     by_name = dict(zip(request.arrays, arrays, strict=True))
 
     def run(differentiated: Mapping[str, Any]) -> tuple[Any, ...]:
-        return apply(plain, [*{**by_name, **differentiated}.values()])
+        return apply(reference_request, [*{**by_name, **differentiated}.values()])
 
     return run, {name: by_name[name] for name in wrt}
 

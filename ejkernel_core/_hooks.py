@@ -25,21 +25,22 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec(firstresult=True)
 def heuristic_cfg(inv: Invocation) -> Any:
-    """Return a good configuration without measuring, or ``raise Unsupported("why")``: it is the capability check too.
+    """Return a good configuration without measuring, or ``raise Unsupported("why")``. It is also the capability check.
 
-    ``inv`` has shapes, not values. Every kernel is asked before one is chosen.
+    ``inv`` has shapes, not values. It is called for every kernel before one is chosen. Optional for a kernel without
+    ``Config``, whose configuration is None then.
     """
 
 
 @hookspec(firstresult=True)
 def config_space(inv: Invocation) -> Iterable[Any]:
-    """Return the configurations that are worth measuring and fit the device. Optional: else the heuristic's alone."""
+    """Return the configurations that are worth measuring and fit the device. Optional: without it, the heuristic's."""
 
 
 @hookspec(firstresult=True)
 def check_cfg(inv: Invocation, cfg: Any) -> None:
-    """``raise Unsupported("why")`` where the kernel cannot run the call with this configuration, which is the caller's
-    ``cfg`` or comes from a policy. Optional.
+    """``raise Unsupported("why")`` where the kernel cannot run the call with this configuration. It is the caller's
+    ``cfg``, or a policy has chosen it. Optional.
 
     For a call with a ``cfg`` it is the only capability check, on every platform: ``heuristic_cfg`` is not called.
     """
@@ -75,7 +76,7 @@ def tuning_started(inv: Invocation, scope: Scope) -> Earlier | None:
 @hookspec
 def tuning_progress(inv: Invocation, progress: Progress) -> None:
     """Show the progress of a measurement, or store its results so far and what it is about to try. Optional. The last
-    call, however the measurement ends, has ``progress.finished``; the records are stored by then.
+    call has ``progress.finished``, however the measurement ends. By then the records are stored.
     """
 
 
@@ -99,7 +100,7 @@ def measure(
 
 
 class KernelHooks:
-    """The hooks of a kernel; ``config_space`` and ``check_cfg`` are optional."""
+    """The hooks of a kernel. Only ``run_backend`` is required, and with a ``Config`` also ``heuristic_cfg``."""
 
     heuristic_cfg = heuristic_cfg
     config_space = config_space
@@ -117,7 +118,7 @@ class PolicyHooks:
     measure = measure
 
 
-#: A policy with the hook ``measure`` needs no ``select_config``.
+#: A policy with the hook ``measure`` needs no ``select_config``, and a kernel without ``Config`` no ``heuristic_cfg``.
 REQUIRED_HOOKS = frozenset({"heuristic_cfg", "run_backend", "select_config"})
 #: The names of the core's own policies begin with this.
 BUILT_IN_PREFIX = "built-in "

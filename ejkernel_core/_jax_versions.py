@@ -1,7 +1,8 @@
-"""Everything that relies on what JAX does not document: each function says on what, and in which versions."""
+"""Code that relies on undocumented behaviour of JAX. Each function says on which, and in which versions."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "lower_with_devices",
     "reshard_leading",
     "reshard_like",
+    "unchecked_varying",
     "vary_alike",
 ]
 
@@ -39,6 +41,18 @@ def vary_alike(arrays: Sequence[Any]) -> list[Any]:
         jax.lax.pcast(array, tuple(sorted(varying - axes_of_array)), to="varying") if varying - axes_of_array else array
         for array, axes_of_array in zip(arrays, axes, strict=True)
     ]
+
+
+def unchecked_varying() -> contextlib.AbstractContextManager[None]:
+    """Turn off ``check_vma`` of ``shard_map`` for a ``with`` block.
+
+    A kernel computes on its shard, and its arrays do not vary over a mesh. With the check on, ``pallas_call`` would
+    demand to know how each of its outputs varies (``jax._src.config._check_vma``, in 0.10.2, 0.11.2 and 0.12.0.1).
+    """
+    from jax._src import config
+
+    check: contextlib.AbstractContextManager[None] = config._check_vma(False)
+    return check
 
 
 def avals_like(aval: Any, results: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:

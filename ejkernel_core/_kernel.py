@@ -12,13 +12,13 @@ import attrs
 import pluggy
 
 from ._display import html_table, one_line
-from ._errors import NEVER_CAUGHT, description
+from ._errors import NEVER_CAUGHT, RecordError, description
 from ._keys import Key, key_of
 from ._operation import Operation
 from ._records import Record
 
 #: The most configurations that are read of a space, which may be infinite. It is more than any tuner measures.
-MANY = 10_000
+MAX_CONFIGURATIONS = 10_000
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -61,12 +61,9 @@ class Invocation(Mapping[str, Any]):
             "device": [self.platform, self.device_kind],
             **({"sharding": dict(self.sharding)} if self.sharding else {}),
         }
-        return key_of(self.op, self.device_kind or self.platform, problem, field, arguments, self._counters)
-
-    @functools.cached_property
-    def _counters(self) -> Mapping[str, tuple[str | None, ...]]:
         axes = self.operation.axes if self.operation else None
-        return {} if axes is None else axes.counted(self.arguments)
+        counters = {} if axes is None or not isinstance(arguments, Mapping) else axes.counted(arguments)
+        return key_of(self.op, self.device_kind or self.platform, problem, field, arguments, counters)
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -203,7 +200,9 @@ class LoadedKernel:
     def config_space(self, inv: Invocation) -> Iterable[Any]:
         return self._hooks.config_space(inv=inv) if self._has_space else [self.heuristic_cfg(inv)]
 
-    def configurations(self, inv: Invocation, report: Callable[[str], object], at_most: int = MANY) -> Iterator[Any]:
+    def configurations(
+        self, inv: Invocation, report: Callable[[str], object], at_most: int = MAX_CONFIGURATIONS
+    ) -> Iterator[Any]:
         """The valid configurations in its space. ``report`` is called with a sentence for everything that is wrong."""
         try:
             for cfg in itertools.islice(self.config_space(inv), at_most):
@@ -263,19 +262,31 @@ class Candidate:
         return self.kernel.config_type or (None if self.cfg is None else type(self.cfg))
 
 
-def fitting(records: Iterable[Record], candidate: Candidate) -> Record | None:
+def matching_record(records: Iterable[Record], candidate: Candidate) -> Record | None:
     """The first record for the candidate's kernel. A record without a backend is for every kernel of its type.
 
     Records that were measured with other versions come last.
 
     >>> from types import SimpleNamespace
     >>> candidate = SimpleNamespace(backend="xla", config_type=int, software={})  # what this function reads of one
-    >>> fitting([Record(64, "triton"), Record("no int"), Record(128)], candidate)
+    >>> matching_record([Record(64, "triton"), Record("no int"), Record(128)], candidate)
     Record(cfg=128, backend=None, provenance=None)
     """
     kind = candidate.config_type or type(None)
     matching = [r for r in records if r.backend in (None, candidate.backend) and isinstance(r.cfg, kind)]
     return min(matching, key=lambda record: bool(version_changes(record, candidate)), default=None)
+
+
+def find_record(records: Iterable[Record], candidate: Candidate) -> Record | None:
+    """The matching record, or None. Raises ``RecordError`` where one that was put there for the kernel, or for every
+    kernel, has no configuration of its type.
+    """
+    records = tuple(records)
+    record = matching_record(records, candidate)
+    for other in records if record is None else ():
+        if other.backend in (None, candidate.backend):
+            raise RecordError(f"it has {other.cfg!r:.80} for the call, no configuration of {candidate.kernel.name}")
+    return record
 
 
 def version_changes(record: Record, candidate: Candidate) -> str:

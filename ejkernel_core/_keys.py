@@ -180,7 +180,7 @@ def _dtype(value: Any, inner: Inner) -> Any:
 
 
 def _dtype_content(dtype: np.dtype[Any]) -> Any:
-    """The name of a dtype; with the byte order where it is not this machine's, and the fields of a structured dtype."""
+    """The name of a dtype, with a byte order that is not this machine's, and the fields of a structured dtype."""
     if dtype.fields:
         fields = {name: [_dtype_content(part[0]), part[1]] for name, part in dtype.fields.items()}
         return [dtype.itemsize, fields]
@@ -208,7 +208,7 @@ def _array(value: Any, inner: Inner) -> Any:
 
 
 def _tree(value: Any, inner: Inner) -> Any:
-    """The text that JAX gives for a pytree structure; where it has classes, the path of each leaf."""
+    """The text of a pytree structure by JAX, or the paths of its leaves if it has nodes of custom classes."""
     if not isinstance(value, jax.tree_util.PyTreeDef):
         return None
     if "CustomNode" not in (text := str(value)):
@@ -281,7 +281,7 @@ def _closure(function: types.FunctionType, inner: Inner) -> Any:
 
 
 def _code_hash(code: types.CodeType, inner: Inner) -> str:
-    """A hash of code. Of what it reads from its module, only the names are included."""
+    """A hash of code. It includes only the names of the globals that the code reads."""
     constants = [_code_hash(c, inner) if isinstance(c, types.CodeType) else inner(c) for c in code.co_consts]
     return short_hash([code.co_code.hex(), constants, code.co_names, code.co_varnames])
 
@@ -345,7 +345,7 @@ class Key:
 
     @property
     def _content(self) -> dict[str, Any]:
-        """The content of ``problem``. If it is no JSON object, as in a key made by hand, the text itself."""
+        """The content of ``problem``, or its text if that is no JSON object, as in a key made by hand."""
         try:
             content = json.loads(self.problem)
         except (ValueError, RecursionError):

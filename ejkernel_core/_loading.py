@@ -131,8 +131,11 @@ def _wrong_attributes(plugin: Any) -> Iterator[str]:
 def _missing_hooks(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:
     # A plugin may set a name to None after an import that failed.
     present = {name for name in specs if getattr(plugin, name, None) is not None}
-    if "measure" not in present:  # a tuner needs no select_config
-        yield from (f"the hook {name} is missing" for name in specs if name in REQUIRED_HOOKS - present)
+    optional = {"select_config"} if "measure" in present else set()
+    # A kernel that neither has configurations nor refuses anything has nothing to say before it runs.
+    if getattr(plugin, "Config", None) is None and not hasattr(plugin, "heuristic_cfg"):
+        optional.add("heuristic_cfg")
+    yield from (f"the hook {name} is missing" for name in specs if name in REQUIRED_HOOKS - present - optional)
 
 
 def _misspelt_hooks(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:

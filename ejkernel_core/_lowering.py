@@ -19,11 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
+from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
-from ._devices import Target, absent, current_platform, target
-from ._errors import NoKernel, PluginError, Unsupported
+from ._devices import Target, absent_target, current_platform, target
+from ._errors import NoKernel, NotDifferentiable, PluginError, Unsupported
 from ._fallback import warn_of_reference
 from ._jax_versions import (
     Primitive,
@@ -32,6 +33,7 @@ from ._jax_versions import (
     is_sharded,
     lower_with_devices,
     reshard_leading,
+    unchecked_varying,
     vary_alike,
 )
 from ._kernel import Invocation
@@ -42,7 +44,7 @@ from ._plan import Plan
 from ._plugins import Plugins
 from ._scopes import EMPTY, Scope
 
-# -- a request: all of a call but the values of its arrays -------------------------------------------------------------
+# -- a request: a call without the values of its arrays ----------------------------------------------------------------
 
 
 class Settings(NamedTuple):
@@ -56,7 +58,7 @@ class Settings(NamedTuple):
     precision: Any
 
     @classmethod
-    def here(cls) -> Settings:
+    def current(cls) -> Settings:
         """The settings that are in effect now."""
         config: Any = jax.config
         return cls(bool(config.jax_enable_x64), config.jax_default_matmul_precision)
@@ -77,8 +79,9 @@ def standard_promotion() -> contextlib.AbstractContextManager[None]:
 
 
 class Dependencies:
-    """The kinds of keys by which a compiled function has chosen its kernels, with their operations. An instance equals
-    itself alone, so that JAX does not reuse for one function what it cached for another.
+    """The kinds of keys by which a compiled function has chosen its kernels, with their operations.
+
+    An instance is equal only to itself, so that JAX does not reuse for one function what it cached for another.
     """
 
     def __init__(self) -> None:
@@ -111,7 +114,7 @@ class Request:
     #: The content of the options and of the explicit cfg, which differs where Python's equality does not.
     content: tuple[Any, ...] = attrs.field(repr=False)
     #: The settings where the call is traced, with which its kernel is traced too.
-    settings: Settings = attrs.field(factory=Settings.here, repr=False)
+    settings: Settings = attrs.field(factory=Settings.current, repr=False)
 
     @property
     def registry(self) -> Plugins:
@@ -190,7 +193,7 @@ CALLS = (kernel_call, absent_device_call)
 
 def bind(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """The results of the best kernel for the request, by the primitive."""
-    primitive = kernel_call if absent() is None else absent_device_call
+    primitive = kernel_call if absent_target() is None else absent_device_call
     return tuple(primitive.bind(*vary_alike(arrays), request=request))
 
 
@@ -205,8 +208,28 @@ def apply(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
 def apply_inline(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """The results of a kernel in plain JAX, such as the reference, without the primitive: JAX can differentiate it."""
     plan = request.plan(arrays, target(current_platform(arrays)))
+    operation = request.operation
+    arrays = [
+        array
+        if name in operation.differentiable or not jnp.issubdtype(array.dtype, jnp.inexact)
+        else _without_gradient(operation.name, name, array)
+        for name, array in zip(request.arrays, arrays, strict=True)
+    ]
     with standard_promotion():
         return tuple(with_checkpoint_names(request, request.run(plan, arrays)))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _without_gradient(operation: str, name: str, array: Any) -> Any:
+    """The array. Its gradient is refused, although JAX could differentiate the kernel."""
+    return array
+
+
+@partial(_without_gradient.defjvp, symbolic_zeros=True)
+def _refuse_tangent(operation: str, name: str, primals: Any, tangents: Any) -> Any:
+    if isinstance(tangents[0], SymbolicZero):
+        return primals[0], tangents[0]
+    raise NotDifferentiable(f"{operation!r} has no gradient for {name}")
 
 
 def with_checkpoint_names(request: Request, results: Sequence[Any]) -> list[Any]:
@@ -259,7 +282,7 @@ def _lower(ctx: Any, *operands: Any, request: Request, platform: str | None) -> 
     label = call_label(plan.kernel.name, plan.choice.cfg, plan.kernel.config_type)
 
     def run(*arrays: Any) -> tuple[Any, ...]:
-        with request.settings.in_effect(), jax.named_scope(label):
+        with request.settings.in_effect(), unchecked_varying(), jax.named_scope(label):
             return execute(request, plan, arrays, ctx.avals_out)
 
     return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *operands)
@@ -290,8 +313,8 @@ def _vmap(request: Request, arrays: Sequence[Any], axes: Sequence[int | None]) -
 def _vmap_over_devices(
     request: Request, arrays: Sequence[Any], mapped: Sequence[bool], sharded_array: Any
 ) -> tuple[Any, ...]:
-    """Split the mapped axis of all arrays over devices as that of ``sharded_array``: a loop on one device has no access
-    to the shards of others.
+    """Split the mapped axis of all arrays over devices as in ``sharded_array``, because a loop on one device has no
+    access to the shards of others.
     """
     mesh, mesh_axes = jax.typeof(sharded_array).sharding.mesh, explicit_spec(sharded_array)[0]
     specs = tuple(PartitionSpec(mesh_axes) if is_mapped else PartitionSpec() for is_mapped in mapped)

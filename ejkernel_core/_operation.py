@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ._axes import Axes
 from ._display import brief, suggestion
+from ._example import Example
 
 Arguments = dict[str, Any]
 Restore = Callable[[tuple[Any, ...]], Any]
@@ -54,7 +57,7 @@ class Operation:
     differentiable: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
     #: The names of what a kernel returns, in order.
     results: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
-    #: From arguments to a pair: the canonical arguments, checked; and a function from the results to what callers get.
+    #: From arguments to a pair: the checked canonical arguments, and a function from the results to what callers get.
     prepare: Callable[[Arguments], tuple[Arguments, Restore]] = _unprepared
     #: For ``validate=True``: raises a ValueError, with the place, for the first value of an array for which the results
     #: are undefined. It takes the arguments of ``prepare``, after ``prepare`` has checked them, and all have values.
@@ -78,8 +81,8 @@ class Operation:
     samples: Callable[[Mapping[str, Any], Any], Arguments] | None = attrs.field()
     #: From prepared arguments to a ``Cost``.
     cost: Callable[[Mapping[str, Any]], Cost] | None = attrs.field()
-    #: The cases that every kernel is tested on: see ``ejkernel_testing``.
-    cases: Callable[[], Iterable[Any]] | None = None
+    #: The calls that kernels are tested, measured and compiled with.
+    examples: Callable[[], Iterable[Example]] | None = None
 
     @arrays.default
     def _arrays(self) -> tuple[str, ...]:
@@ -140,7 +143,7 @@ class Operation:
                 raise ValueError(f"axes of {self.name}: {name!r} is no parameter{self._nearest([name])}")
 
     def prepared(self, arguments: Arguments) -> tuple[Arguments, Restore]:
-        """The canonical arguments, checked; and the function that turns the results into what the caller gets."""
+        """The checked canonical arguments, and the function that turns the results into what the caller gets."""
         canonical, restore = self.prepare(arguments)
         return (canonical if self.axes is None else self.axes.canonical(canonical)), restore
 
@@ -171,6 +174,20 @@ class Operation:
             for array_name in (name, f"d_{name}"):
                 _check_against_forward(array_name, canonical[array_name], declared)
         return canonical, lambda gradients: tuple(g.reshape(s) for g, s in zip(gradients, shapes, strict=True))
+
+    def gradients_by_jax(self, forward: Callable[[Mapping[str, Any]], Any], arguments: Mapping[str, Any]) -> Any:
+        """The gradients of ``forward`` by JAX, for the arguments of the backward operation. ``forward`` computes this
+        operation's results in plain JAX. References of backward operations use it.
+        """
+        primals = {name: arguments[name] for name in arguments["wrt"]}
+        results, vjp = jax.vjp(lambda arrays: tuple(forward({**arguments, **arrays})), primals)
+        cotangents = (arguments[f"d_{name}"] for name in self.results)
+        full_cotangents = [
+            jnp.zeros_like(result) if ct is None else ct.astype(result.dtype)
+            for result, ct in zip(results, cotangents, strict=True)
+        ]
+        (gradients,) = vjp(tuple(full_cotangents))
+        return tuple(gradients[name] for name in arguments["wrt"])
 
     def _checked_wrt(self, arguments: Arguments) -> tuple[str, ...]:
         wrt = arguments["wrt"]

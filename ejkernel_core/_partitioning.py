@@ -50,17 +50,17 @@ class Factoring:
             elif axis.offset or axis.divisor > 1 or (axis.is_broadcast and length != self.sizes.get(axis.name)):
                 factors.append(self._add(Axis(""), (f"{array}.{len(factors)}", length)))  # a factor of its own
             else:
-                pair = ((axis.text, axis.factor),) if axis.factor > 1 else ()
-                factors.append(self._add(axis, *self._parts(axis.name), *pair))
+                factor_of_axis = ((axis.text, axis.factor),) if axis.factor > 1 else ()
+                factors.append(self._add(axis, *self._parts(axis.name), *factor_of_axis))
         return tuple(factors)
 
     def _parts(self, name: str) -> tuple[tuple[str, Any], ...]:
         """The factors of an axis. Query heads are a multiple of key heads, so the key heads are a factor of both."""
-        one = self.multiples.get(name)
-        size, group = self.sizes[name], self.sizes.get(one or "", 1)
-        if one is None or group == 1:
+        base = self.multiples.get(name)
+        size, group = self.sizes[name], self.sizes.get(base or "", 1)
+        if base is None or group == 1:
             return ((name, size),)
-        return ((one, group), *(((f"{name}/{one}", size // group),) if size != group else ()))
+        return ((base, group), *(((f"{name}/{base}", size // group),) if size != group else ()))
 
     def _add(self, axis: Axis, *parts: tuple[str, Any]) -> Factors:
         self.factors.update(parts)
@@ -73,7 +73,11 @@ class Factoring:
     ) -> Partitioning:
         shardable = [factor for factor, size in self.factors.items() if factor in self.free and size != 1]
         sums = {
-            name: tuple(factor for factor in shardable if all(factor not in each for each in dimensions))
+            name: tuple(
+                factor
+                for factor in shardable
+                if all(factor not in factors_of_dimension for factors_of_dimension in dimensions)
+            )
             for name, dimensions in results.items()
         }
         whole = frozenset(self.factors) - self.free
@@ -85,7 +89,7 @@ class Shardings:
     """The shardings of the arrays of a call by axis, where shardings are a part of types (explicit mesh axes)."""
 
     first: NamedSharding | None
-    over: Mapping[str, tuple[Any, ...]]
+    mesh_axes_by_name: Mapping[str, tuple[Any, ...]]
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Any], layouts: Layouts, independent: Sequence[str]) -> Shardings:
@@ -93,7 +97,7 @@ class Shardings:
         the first array of the call counts.
         """
         first: NamedSharding | None = None
-        over: dict[str, tuple[Any, ...]] = {}
+        mesh_axes_by_name: dict[str, tuple[Any, ...]] = {}
         for name, array in arrays.items():
             sharding = getattr(array, "sharding", None)
             if not isinstance(sharding, NamedSharding):
@@ -102,9 +106,11 @@ class Shardings:
             for axis, names in layouts[name].lengths(spec_of(array)):
                 is_explicit = sharding is first or (sharding.mesh == first.mesh and axis.name in independent)
                 if axis.is_plain and not axis.is_broadcast:
-                    each = names if axis.name == LEADING else (names,)
-                    over.setdefault(axis.name, tuple(own if is_explicit else None for own in each))
-        return cls(first, over)
+                    names_of_axes = names if axis.name == LEADING else (names,)
+                    mesh_axes_by_name.setdefault(
+                        axis.name, tuple(mesh_axes if is_explicit else None for mesh_axes in names_of_axes)
+                    )
+        return cls(first, mesh_axes_by_name)
 
     def sharding(self, result: Layout, sizes: Mapping[str, Any]) -> NamedSharding | None:
         if self.first is None:
@@ -112,8 +118,8 @@ class Shardings:
         spec: list[Any] = []
         used: set[str] = set()
         for axis in result.axes:
-            nothing: tuple[Any, ...] = (None,) * (len(sizes[LEADING]) if axis.name == LEADING else 1)
-            for names in self.over.get(axis.name, nothing) if axis.is_plain else nothing:
+            unsharded: tuple[Any, ...] = (None,) * (len(sizes[LEADING]) if axis.name == LEADING else 1)
+            for names in self.mesh_axes_by_name.get(axis.name, unsharded) if axis.is_plain else unsharded:
                 axes_of_mesh = {*names} if isinstance(names, tuple) else {names} - {None}
                 spec.append(None if axes_of_mesh & used else names)  # a mesh axis shards one axis of an array
                 used |= axes_of_mesh

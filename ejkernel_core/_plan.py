@@ -50,7 +50,9 @@ class Verdict:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.provider}): {self.status}" + (f", {self.reason}" if self.reason else "")
+        # The lines of a reason stay apart from those of the next verdict.
+        reason = "\n    ".join(self.reason.splitlines())
+        return f"{self.name} ({self.provider}): {self.status}" + (f", {reason}" if reason else "")
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -72,31 +74,35 @@ class Plan:
         """Where the configuration comes from."""
         return self.choice.origin
 
+    @property
+    def _kernel_and_cfg(self) -> str:
+        return self.kernel.name if self.cfg is None else f"{self.kernel.name} with {self.cfg}"
+
     def run(self, inv: Invocation) -> tuple[Any, ...]:
         """Run the chosen kernel."""
         return self.kernel.run_backend(inv, self.cfg)
 
     def __str__(self) -> str:
-        lines = [f"{self.kernel.name} with {self.cfg}, by {self.choice}", f"  for {self.invocation}"]
+        lines = [f"{self._kernel_and_cfg}, by {self.choice}", f"  for {self.invocation}"]
         return "\n".join([*lines, *(f"  {verdict}" for verdict in self.verdicts)])
 
     @property
     def summary(self) -> str:
         """Kernel, configuration and origin, in one line."""
-        return one_line(f"{self.kernel.name} with {self.cfg}, by {self.origin}")
+        return one_line(f"{self._kernel_and_cfg}, by {self.origin}")
 
     def __repr__(self) -> str:
         return f"Plan({self.summary})"
 
     def _repr_html_(self) -> str:
-        own = [("configuration", self.cfg), ("chosen by", self.choice), ("for", self.invocation)]
-        others = [(v.name, v.provider, v.status, v.reason) for v in self.verdicts]
-        return html_table(self.kernel.name, [*own, *others])
+        choice = [("configuration", self.cfg), ("chosen by", self.choice), ("for", self.invocation)]
+        verdicts = [(v.name, v.provider, v.status, v.reason) for v in self.verdicts]
+        return html_table(self.kernel.name, [*choice, *verdicts])
 
 
 @attrs.frozen(eq=False, repr=False)
 class Explanation:
-    """The plan of a call, or the error in place of it; and the explanation of its backward operation."""
+    """The plan of a call, or the error instead, and the explanation of its backward operation."""
 
     op: str
     plan: Plan | None
@@ -107,20 +113,20 @@ class Explanation:
     note: str = "a function that JAX has already compiled keeps its choice until it is traced again"
 
     def __str__(self) -> str:
-        own = str(self.plan) if self.plan else self.error or ""
-        return own + (f"\n{self.backward}" if self.backward else f"\n  ({self.note})")
+        text = str(self.plan) if self.plan else self.error or ""
+        return text + (f"\n{self.backward}" if self.backward else f"\n  ({self.note})")
 
     @property
     def summary(self) -> str:
         """The summary of the plan, or the error, and that of the backward operation, in one line."""
-        own = self.plan.summary if self.plan else one_line(self.error)
-        return own + (f"; {self.backward.summary}" if self.backward else "")
+        summary = self.plan.summary if self.plan else one_line(self.error)
+        return summary + (f"; {self.backward.summary}" if self.backward else "")
 
     def __repr__(self) -> str:
         return f"Explanation({self.summary})"
 
     def _repr_html_(self) -> str:
-        own = self.plan._repr_html_() if self.plan else html_text(self.error)
+        html = self.plan._repr_html_() if self.plan else html_text(self.error)
         if self.backward:
-            return own + self.backward._repr_html_()
-        return own + (html_text(self.note) if self.plan else "")
+            return html + self.backward._repr_html_()
+        return html + (html_text(self.note) if self.plan else "")

@@ -29,8 +29,9 @@ from ._scopes import Scope
 class _State(NamedTuple):
     """The plugins of a registry. It is replaced as a whole, so that readers need no lock."""
 
-    #: By group and name: the entries, and below the plugins that are loaded.
+    #: By group and name: the entries.
     entries: Mapping[tuple[str, str], tuple[Entry, ...]]
+    #: By group and name: the plugins that are loaded.
     plugins: Mapping[tuple[str, str], Any] = MappingProxyType({})
 
 
@@ -54,14 +55,14 @@ class Plugins:
         self._state = _State({} if policies_of else _by_name(_discovery.installed_entries(self.plugins)))
         #: Compiled calls; see ``_call``. Emptied whenever a plugin is registered.
         self.calls: dict[Any, Any] = {}
-        #: The number of changes that may change the choice of a call...
+        #: The number of changes that may change the choice of a call.
         self.changes = 0
-        #: ...and its value when the keys of a kind last changed.
+        #: By kind of keys: the value of ``changes`` at its last change.
         self._last_changes: dict[tuple[str, str], int] = {}
         self.memory = policies_of.memory if policies_of else ConfigCache()
         #: By policy and hook: how the policy failed when it was last notified.
         self._failures: dict[tuple[str, str], str] = {}
-        #: The chain of policies, after what it was made from.
+        #: The sources of the chain of policies, and the chain.
         self._chain: tuple[tuple[Any, ...], Policies | None] = ((None, None, None), None)
 
     def __repr__(self) -> str:
@@ -76,6 +77,8 @@ class Plugins:
 
         It replaces a plugin of the same name, so that a notebook cell can be run again. Returns ``plugin``.
         """
+        if not isinstance(name, str | None):
+            raise TypeError(f"register(plugin, name): the name takes a text; got {type(name).__name__}")
         if isinstance(plugin, HasPlugins):
             for part_name, part in plugin.as_plugins().items():
                 self.register(part, part_name)
@@ -133,8 +136,8 @@ class Plugins:
         with self._lock:
             state = self._state
             self._state = _State({**state.entries, key: (entry,)}, {**state.plugins, key: plugin})
-        for known in [known for known in self._failures if known[0] == entry.name]:
-            self._failures.pop(known, None)
+        for policy, hook in [failure for failure in self._failures if failure[0] == entry.name]:
+            self._failures.pop((policy, hook), None)
         self._forget_calls()
 
     # -- choice --------------------------------------------------------------------------------------------------
@@ -171,13 +174,15 @@ class Plugins:
         assert policies is not None
         return policies
 
-    def _build_policies(self, own: tuple[tuple[str, Any], ...] | None) -> Policies:
+    def _build_policies(self, policies_of_scope: tuple[tuple[str, Any], ...] | None) -> Policies:
         all_policies = [(name, self._load(POLICIES, name)) for name in self.names(POLICIES)]
         working = [(name, policy) for name, policy in all_policies if not isinstance(policy, Broken)]
         broken = [policy for _, policy in all_policies if isinstance(policy, Broken)]
-        memory = () if own is not None else ((f"{BUILT_IN_PREFIX}memory", StorePolicy(self.memory, "memory")),)
+        memory = (
+            [] if policies_of_scope is not None else [(f"{BUILT_IN_PREFIX}memory", StorePolicy(self.memory, "memory"))]
+        )
         return Policies(
-            chain(working if own is None else own, memory),
+            chain(working if policies_of_scope is None else policies_of_scope, memory),
             chain((name, policy) for name, policy in working if hasattr(policy, "measure")),
             tuple(Verdict(plugin.entry.name, plugin.entry.provider, "broken", plugin.reason) for plugin in broken),
             {name: self._state.entries[POLICIES, name][0] for name, _ in all_policies},
@@ -287,32 +292,32 @@ class Plugins:
         return plugin
 
     def _no_operation(self, name: str) -> str:
-        known = self.names(OPERATIONS)
-        nearest = _nearest(name, known)
+        names = self.names(OPERATIONS)
+        nearest = _nearest(name, names)
         # It is unknown which distribution would provide the operation.
-        instruction = self.listing_hint() if known else self.hints()
+        instruction = self.listing_hint() if names else self.hints()
         hint = f"; did you mean {nearest!r}?" if nearest else "."
-        return f"no operation {name!r} is installed{hint} Known: {', '.join(known) or 'none'}. {instruction}"
+        return f"no operation {name!r} is installed{hint} Known: {', '.join(names) or 'none'}. {instruction}"
 
     def _no_backend(self, op: str, backend: str) -> str:
-        known = [name for name in self.backends(op) if name]
-        end = f"Known: {', '.join(known) or 'none'}. {self.listing_hint()}"
+        names = [name for name in self.backends(op) if name]
+        end = f"Known: {', '.join(names) or 'none'}. {self.listing_hint()}"
         if not backend:
             return f"{op}: backend='' is no name. {end}"
-        return f"no backend {backend!r} of {op!r} is installed{self._backend_hint(backend, known)} {end}"
+        return f"no backend {backend!r} of {op!r} is installed{self._backend_hint(backend, names)} {end}"
 
-    def _backend_hint(self, backend: str, known: Iterable[str]) -> str:
+    def _backend_hint(self, backend: str, names: Iterable[str]) -> str:
         """The end of a sentence about an unknown backend: the most similar name, and how to install it."""
-        installable = {_discovery.backend_of(name): name for names in self._absent().values() for name in names}
-        nearest = backend if backend in installable else _nearest(backend, [*known, *installable])
+        installable = {_discovery.backend_of(name): name for absent in self._absent().values() for name in absent}
+        nearest = backend if backend in installable else _nearest(backend, [*names, *installable])
         install = f"'pip install {installable[nearest]}' brings that backend." if nearest in installable else ""
         if nearest is None or nearest == backend:
             return f"; {install}" if install else "."
         return f"; did you mean {nearest!r}? {install}".rstrip()
 
 
-def _nearest(name: str, known: Iterable[str]) -> str | None:
-    by_lower = {known_name.lower(): known_name for known_name in known}
+def _nearest(name: str, names: Iterable[str]) -> str | None:
+    by_lower = {candidate.lower(): candidate for candidate in names}
     return next((by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, 1)), None)
 
 

@@ -285,8 +285,12 @@ def _nearest(
     other_versions: bool,
 ) -> Choice | None:
     """The answer for the nearest call that differs only in the sizes of axes that count things."""
-    own = inv.tuning_keys[-1]
-    distances = {key: _distance(own.sizes, key.sizes) for key in near(own) if key.sizes.keys() == own.sizes.keys()}
+    key_of_call = inv.tuning_keys[-1]
+    distances = {
+        key: _distance(key_of_call.sizes, key.sizes)
+        for key in near(key_of_call)
+        if key.sizes.keys() == key_of_call.sizes.keys()
+    }
     for key in sorted(distances, key=lambda key: (distances[key], key.digest)):
         if not 0 < distances[key] <= math.log2(MAX_RATIO):
             continue
@@ -296,9 +300,9 @@ def _nearest(
         if matches:
             candidate, best = min(matches, key=lambda item: _milliseconds(item[1]))
             others = ", ".join(
-                f"{_axis_in_words(name)} {key.sizes[name]} for {own.sizes[name]}"
-                for name in own.sizes
-                if key.sizes[name] != own.sizes[name]
+                f"{_axis_in_words(name)} {key.sizes[name]} for {key_of_call.sizes[name]}"
+                for name in key_of_call.sizes
+                if key.sizes[name] != key_of_call.sizes[name]
             )
             note = f"the nearest that is remembered: {others}"
             return Choice(candidate.backend, best.cfg, origin, key, best, distance=distances[key], note=note)

@@ -21,7 +21,7 @@ from ._errors import RecordError
 from ._keys import TAG, Key, canonical_json, stable_json
 
 SCHEMA = 2
-#: How the reason of a configuration begins that ended its process. Explanations show it with the record.
+#: The beginning of the reason of a configuration that ended its process. Explanations show it with the record.
 DIED = "the process died"
 
 
@@ -72,9 +72,9 @@ class Provenance:
 
     def changes(self, software: Mapping[str, str]) -> str:
         """The versions in ``software`` that differ from those of the measurement, as text; "" for none."""
-        then = self.software
-        changed = (name for name in sorted(software) if name in then and then[name] != software[name])
-        return ", ".join(f"{name} was {then[name]}, is {software[name]}" for name in changed)
+        old = self.software
+        names = (name for name in sorted(software) if name in old and old[name] != software[name])
+        return ", ".join(f"{name} was {old[name]}, is {software[name]}" for name in names)
 
     def __str__(self) -> str:
         rest = f"; {self.shortfall}" if self.shortfall else ""
@@ -224,8 +224,8 @@ def _fields(value: Any) -> dict[str, Any] | None:
     reread = _structured(fields, type(value), "$")
     if reread != value:
         raise RecordError(f"{value!r} would be read back as {reread!r}")
-    plain: dict[str, Any] = fields
-    return plain
+    json_fields: dict[str, Any] = fields
+    return json_fields
 
 
 def _config(data: Any, kind: type[Any] | None, place: str) -> Any:

@@ -19,8 +19,7 @@ import attrs
 import jax
 
 from ._display import suggestion
-from ._errors import RecordError
-from ._kernel import Candidate, Invocation, fitting
+from ._kernel import Candidate, Invocation, find_record
 from ._keys import Key, short_hash, stable_json
 from ._records import Record, as_record
 
@@ -87,12 +86,7 @@ class Overlay:
 
     def find(self, key: Key, candidate: Candidate) -> Record | None:
         """The record for the candidate's kernel, or None; ``recall`` calls this method of stores."""
-        records = self.records.get(key, ())
-        record = fitting(records, candidate)
-        for other in records if record is None else ():
-            if other.backend in (None, candidate.backend):
-                raise RecordError(f"it has {other.cfg!r:.80} for the call, no configuration of {candidate.kernel.name}")
-        return record
+        return find_record(self.records.get(key, ()), candidate)
 
 
 @attrs.frozen

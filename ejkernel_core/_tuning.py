@@ -1,4 +1,4 @@
-"""Measuring a call for which no store has a record: once, in one thread of one process, and the stores store it."""
+"""Measuring a call for which no store has a record: once, in one thread of one process, for all stores."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def _measure(
     record: Record | None,
 ) -> Choice:
     with exclusive_measurement(policies, inv, scope) as (earlier, reporter):
-        stored, *_ = ask_policies(inv, candidates, policies, scope)
-        if stored is not None and stored.record is not None and not is_incomplete(stored, scope.policy):
-            return stored  # another process has measured it while this one waited
+        choice, *_ = ask_policies(inv, candidates, policies, scope)
+        if choice is not None and choice.record is not None and not is_incomplete(choice, scope.policy):
+            return choice  # another process has measured it while this one waited
         records = policies.tuners.hook.measure(
             inv=inv,
             candidates=candidates,
@@ -115,14 +115,16 @@ def _measure(
         )
         if not records:
             raise PluginError("it gives no record; where nothing can be measured, it raises Unsupported")
-        winner = records[0]
+        fastest = records[0]
         fault = fault_of_choice(
-            Choice(winner.backend or "", winner.cfg, "measure", None, winner, measured=True), candidates
+            Choice(fastest.backend or "", fastest.cfg, "measure", None, fastest, measured=True), candidates
         )
         if fault:
             raise PluginError(fault)
         # Stored before the waiting threads and processes go on, so that they find the records.
-        return remember_records(policies, inv, [with_versions(each, candidates) for each in records], record)
+        return remember_records(
+            policies, inv, [with_versions(measured_record, candidates) for measured_record in records], record
+        )
 
 
 @attrs.define(eq=False)
@@ -171,19 +173,21 @@ def _forecast(candidates: Sequence[Candidate], record: Record | None) -> str:
 
 
 def remember_records(policies: Policies, inv: Invocation, records: Sequence[Record], previous: Record | None) -> Choice:
-    """Have the stores store the best record, and a new one for the backend of the ``previous`` best, if it lost."""
-    winner = records[0]
-    choice = Choice(winner.backend or "", winner.cfg, "autotuned", inv.key, winner, measured=True)
-    if previous is not None and previous.backend is not None and previous.backend != winner.backend:
+    """Store the best record, and a new one for the backend of the ``previous`` best if that is slower now."""
+    fastest = records[0]
+    choice = Choice(fastest.backend or "", fastest.cfg, "autotuned", inv.key, fastest, measured=True)
+    if previous is not None and previous.backend is not None and previous.backend != fastest.backend:
         record_of_previous = next((record for record in records if record.backend == previous.backend), None)
-        outdone = record_of_previous or _slower_than(previous, winner)
-        remember(policies, inv, attrs.evolve(choice, backend=previous.backend, cfg=outdone.cfg, record=outdone))
+        slower_record = record_of_previous or _slower_than(previous, fastest)
+        remember(
+            policies, inv, attrs.evolve(choice, backend=previous.backend, cfg=slower_record.cfg, record=slower_record)
+        )
     remember(policies, inv, choice)
     return choice
 
 
-def _slower_than(previous: Record, winner: Record) -> Record:
-    """The previous record with a time just above the winner's. It failed this time, so its old time must not win."""
-    assert winner.provenance is not None
-    slower = math.nextafter(winner.provenance.milliseconds, math.inf)
-    return attrs.evolve(previous, provenance=attrs.evolve(winner.provenance, milliseconds=slower))
+def _slower_than(previous: Record, fastest: Record) -> Record:
+    """The previous record with a time just above that of the fastest, because it failed this time."""
+    assert fastest.provenance is not None
+    milliseconds = math.nextafter(fastest.provenance.milliseconds, math.inf)
+    return attrs.evolve(previous, provenance=attrs.evolve(fastest.provenance, milliseconds=milliseconds))

@@ -34,11 +34,11 @@ def _too_large(op: str, arrays: Mapping[str, Any]) -> ValueError | None:
 
 
 def not_static(op: str, name: str, value: Any) -> TypeError:
-    """The error for an array in the place of a static option."""
-    traced = "a traced" if isinstance(value, jax.core.Tracer) else "an"
+    """The error for an array as a static option."""
+    article = "a traced" if isinstance(value, jax.core.Tracer) else "an"
     return TypeError(
         f"{op}: {name} is a static option and takes a plain Python value, known while tracing; "
-        f"got {traced} array of shape {value.shape}"
+        f"got {article} array of shape {value.shape}"
     )
 
 
@@ -50,15 +50,15 @@ def unhashable(op: str, options: Mapping[str, Any]) -> TypeError:
                 return not_static(op, name, leaf)
         try:
             hash(value)
-        except TypeError:
+        except Exception:  # of any type: the class of an option may be a user's own
             return TypeError(
                 f"{op}: {name} is a static option and has to be hashable; "
-                f"got {type(value).__name__} {brief(value)}" + _way_out(name, value)
+                f"got {type(value).__name__} {brief(value)}" + _advice(name, value)
             )
     return TypeError(f"{op}: an option is not hashable")
 
 
-def _way_out(name: str, value: Any) -> str:
+def _advice(name: str, value: Any) -> str:
     if name == "cfg":
         return " (give a frozen Config of the kernel)"
     return " (give a tuple)" if isinstance(value, list) and name != "backend" else ""

@@ -1,4 +1,4 @@
-"""Distributions made on the spot: a folder with metadata and modules, put on the path."""
+"""A fixture that installs small distributions: folders with metadata and modules, put on ``sys.path``."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeDistrib
         info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        points = [
+        sections = [
             f"[ejkernel.{group}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items())
             for group, entries in groups.items()
         ]
-        (info / "entry_points.txt").write_text("\n".join(points))
+        (info / "entry_points.txt").write_text("\n".join(sections))
         for module, source in modules.items():
             (folder / f"{module}.py").write_text(textwrap.dedent(source))
         monkeypatch.syspath_prepend(str(folder))

@@ -1,4 +1,4 @@
-"""Compiling for a device that is not here: JAX is told of it by an abstract mesh."""
+"""Compiling for a device that this machine does not have, which an abstract mesh names."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Config:
 
 @pytest.fixture
 def registry() -> Registry:
-    """The reference, which runs everywhere, and a kernel that wants to know the card."""
-    own = Registry()
-    reference = own.kernel("flash_attention", "reference")
+    """The reference, which runs everywhere, and a kernel that needs to know the card."""
+    registry = Registry()
+    reference = registry.kernel("flash_attention", "reference")
 
     @hookimpl
     def heuristic_cfg(inv: Any) -> Config:
@@ -48,32 +48,32 @@ def registry() -> Registry:
     kernel = SimpleNamespace(
         heuristic_cfg=heuristic_cfg, run_backend=run_backend, Config=Config, PLATFORMS={"gpu": 90, "tpu": 90}
     )
-    own.register(kernel, "flash_attention.card")
-    return own
+    registry.register(kernel, "flash_attention.card")
+    return registry
 
 
 def lowered(registry: Registry, platform: str = "cuda") -> Any:
-    # Another function every time: JAX would find the first one's trace.
+    # A new function for each call, because JAX caches the trace of a function.
     traced = jax.jit(lambda q: registry.call("flash_attention", q, q, q)).trace(X)
     return traced.lower(lowering_platforms=(platform,))
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA A100-SXM4-40GB", "a card to come"])
-def test_a_kernel_is_told_the_device_that_is_compiled_for(registry: Registry, name: str) -> None:
+def test_a_kernel_sees_the_device_that_is_compiled_for(registry: Registry, name: str) -> None:
     with use_abstract_mesh(mesh(name)):
         (label,) = find_labels_in_lowered(lowered(registry))
         plan = registry.plan("flash_attention", X, X, X)
     assert label.backend == "card"
     assert label.config == f"card={quote(name)},capability=None"
-    assert plan.invocation.platform == "cpu"  # a call made now would run here, whatever is compiled for
+    assert plan.invocation.platform == "cpu"  # a call without jit would run here
 
 
-def test_without_it_the_platform_alone_is_known(registry: Registry) -> None:
+def test_without_an_abstract_mesh_only_the_platform_is_known(registry: Registry) -> None:
     (label,) = find_labels_in_lowered(lowered(registry))
     assert label.backend != "card"
 
 
-def test_the_device_of_another_platform_is_not_meant(registry: Registry) -> None:
+def test_an_abstract_device_of_another_platform_is_ignored(registry: Registry) -> None:
     with use_abstract_mesh(mesh("TPU v5e", "tpu")):
         (label,) = find_labels_in_lowered(lowered(registry, "cuda"))
         assert label.backend != "card"
@@ -81,7 +81,7 @@ def test_the_device_of_another_platform_is_not_meant(registry: Registry) -> None
         assert label.config == "card=TPU%20v5e,capability=None"
 
 
-def test_a_mesh_of_devices_that_are_here_changes_nothing(registry: Registry) -> None:
+def test_a_mesh_of_present_devices_changes_nothing(registry: Registry) -> None:
     x = jnp.ones(X.shape)
     with jax.set_mesh(Mesh(jax.devices()[:1], ("x",))):
         plan = registry.plan("flash_attention", X, X, X)
@@ -90,8 +90,8 @@ def test_a_mesh_of_devices_that_are_here_changes_nothing(registry: Registry) -> 
     assert jnp.allclose(out, x)
 
 
-def test_it_can_be_exported(registry: Registry) -> None:
+def test_a_program_for_an_absent_device_can_be_exported(registry: Registry) -> None:
     export = pytest.importorskip("jax.export")
     with use_abstract_mesh(mesh("NVIDIA H200")):
-        made = export.export(jax.jit(lambda q: registry.call("flash_attention", q, q, q)), platforms=["cuda"])(X)
-    assert made.platforms == ("cuda",)
+        exported = export.export(jax.jit(lambda q: registry.call("flash_attention", q, q, q)), platforms=["cuda"])(X)
+    assert exported.platforms == ("cuda",)

@@ -1,4 +1,4 @@
-"""What follows from the axes of an operation's arrays: on operations that are nothing like attention."""
+"""What the core derives from the axes of an operation's arrays, for operations that do not resemble attention."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GROUPED = Axes(
     rounded="rows",
     when={("transposed", True): {"rhs": "groups n k"}, ("gated", True): {"out": "rows n/2"}},
 )
-#: The batch is neither first nor the same place everywhere.
+#: The batch axis is not the first axis, and has another position in each array.
 SCORES = Axes(
     {
         "query": "q_len batch heads dim",
@@ -64,13 +64,13 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-def close(got: Any, wanted: Any) -> None:
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5), got, wanted)
+def assert_close(actual: Any, expected: Any) -> None:
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5), actual, expected)
 
 
 # -- declaring -------------------------------------------------------------------------------------------------------
 
-DECLARED: dict[str, tuple[dict[str, Any], str]] = {
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a word of an array": (
         {"arrays": {"x": "bacth dim", "y": "batch"}},
         "axes of x: 'bacth' is neither independent nor whole; did you mean 'batch'?",
@@ -81,7 +81,7 @@ DECLARED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no word": ({"arrays": {"x": "batch 2dim"}}, "axes of x: takes words like batch, #batch, 2*heads, dim/128"),
     "a division by nothing": ({"arrays": {"x": "batch dim/0"}}, "axes of x: takes words like"),
-    "leading axes twice": ({"arrays": {"x": "... dim ..."}}, "axes of x: takes ... once; got '... dim ...'"),
+    "leading axes twice": ({"arrays": {"x": "... dim ..."}}, "axes of x: '...' may appear once; got '... dim ...'"),
     "a result of its own": (
         {"results": {"out": "batch other"}, "whole": "dim other"},
         "axes of out: 'other' is an axis of no array",
@@ -109,21 +109,23 @@ DECLARED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", DECLARED)
-def test_a_mistake_is_told_when_it_is_declared(what: str) -> None:
-    fields, message = DECLARED[what]
-    right = {"arrays": {"x": "batch dim"}, "results": {"out": "batch"}, "independent": "batch", "whole": "dim"}
-    Axes(**right)
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_in_axes_are_refused_when_they_are_declared(case: str) -> None:
+    fields, message = MISTAKES[case]
+    valid = {"arrays": {"x": "batch dim"}, "results": {"out": "batch"}, "independent": "batch", "whole": "dim"}
+    Axes(**valid)
     with pytest.raises(ValueError, match=re.escape(message)):
-        Axes(**{**right, **fields})
+        Axes(**{**valid, **fields})
 
 
-def test_axes_are_texts() -> None:
-    with pytest.raises(TypeError, match=re.escape("axes of x: takes a text such as 'batch dim'; got tuple ('batch',)")):
+def test_axes_are_strings() -> None:
+    with pytest.raises(
+        TypeError, match=re.escape("axes of x: takes a string such as 'batch dim'; got tuple ('batch',)")
+    ):
         Axes({"x": ("batch",)}, {"out": "batch"}, independent="batch")  # type: ignore[dict-item]
 
 
-def test_an_operation_has_these_parameters() -> None:
+def test_an_operation_has_a_parameter_for_each_array() -> None:
     with pytest.raises(ValueError, match="axes of norm: 'weight' is no parameter; did you mean 'weights'?"):
         Operation(name="norm", signature=lambda x, weights=None: None, axes=NORM)
     with pytest.raises(ValueError, match="axes of grouped: 'gated' is no parameter"):
@@ -133,7 +135,7 @@ def test_an_operation_has_these_parameters() -> None:
 # -- arrays ----------------------------------------------------------------------------------------------------------
 
 QUERY, KEY = struct(5, 2, 4, 8), struct(2, 7, 2, 8)
-WRONG: dict[str, tuple[Axes, dict[str, Any], str]] = {
+MISFITS: dict[str, tuple[Axes, dict[str, Any], str]] = {
     "rank": (SCORES, {"query": struct(2, 4, 8)}, "query: takes (q_len, batch, heads, dim); got shape (2, 4, 8)"),
     "size": (SCORES, {"key": struct(3, 7, 2, 8)}, "key: batch must be 2, as in query; got 3"),
     "multiple": (
@@ -145,15 +147,15 @@ WRONG: dict[str, tuple[Axes, dict[str, Any], str]] = {
     "broadcast": (
         SCORES,
         {"bias": struct(2, 7)},
-        "bias: takes what broadcasts to (batch, q_len, kv_len) = (2, 5, 7); got (2, 7)",
+        "bias: must broadcast to (batch, q_len, kv_len) = (2, 5, 7); got (2, 7)",
     ),
     "broadcast of more axes": (
         SCORES,
         {"bias": struct(1, 2, 5, 7)},
-        "bias: takes what broadcasts to (batch, q_len, kv_len); got (1, 2, 5, 7)",
+        "bias: must broadcast to (batch, q_len, kv_len); got shape (1, 2, 5, 7)",
     ),
     "one more": (SCORES, {"ends": struct(2)}, "ends: takes batch+1 = 3, with the batch of query; got 2"),
-    "none more": (SCORES, {"ends": struct(0)}, "ends: takes batch+1 entries along an axis; got 0"),
+    "none more": (SCORES, {"ends": struct(0)}, "ends: an axis must have batch+1 entries; got 0"),
     "leading": (
         attrs.evolve(NORM, arrays={"x": "... dim", "weight": "... dim"}),
         {"x": struct(4, 5, 8), "weight": struct(4, 6, 8)},
@@ -173,7 +175,7 @@ WRONG: dict[str, tuple[Axes, dict[str, Any], str]] = {
     "pairs": (
         Axes({"x": "2*dim"}, {"out": "dim"}, whole="dim"),
         {"x": struct(3)},
-        "x: takes 2*dim entries along an axis; got 3",
+        "x: an axis must have 2*dim entries; got 3",
     ),
     "blocks": (
         Axes({"x": "dim", "scales": "dim/128"}, {"out": "dim"}, whole="dim"),
@@ -188,15 +190,15 @@ WRONG: dict[str, tuple[Axes, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_does_not_fit_is_named(what: str) -> None:
-    axes, given, message = WRONG[what]
-    arguments = {"query": QUERY, "key": KEY, **given} if axes is SCORES else given
+@pytest.mark.parametrize("case", MISFITS)
+def test_an_array_of_the_wrong_shape_is_refused_by_name(case: str) -> None:
+    axes, arrays, message = MISFITS[case]
+    arguments = {"query": QUERY, "key": KEY, **arrays} if axes is SCORES else arrays
     with pytest.raises(ValueError, match=re.escape(message)):
         axes.canonical(arguments)
 
 
-def test_leading_axes_that_broadcasting_supplies_are_there() -> None:
+def test_canonical_arrays_have_the_leading_axes_that_broadcasting_adds() -> None:
     arguments = {"query": QUERY, "key": KEY, "bias": jnp.arange(7.0), "ends": None, "scale": 2.0}
     canonical = SCORES.canonical(arguments)
     assert canonical["bias"].shape == (1, 1, 7)
@@ -235,13 +237,13 @@ def test_shapes_and_dtypes(axes: Axes, arguments: dict[str, Any], results: Any) 
     assert shapes(axes.outputs(arguments)) == results
 
 
-def test_a_result_that_no_array_gives_a_size() -> None:
+def test_a_result_whose_size_no_array_has_is_refused() -> None:
     axes = Axes({"x": "n", "y": "m"}, {"out": "n m"}, whole="n m")
-    with pytest.raises(ValueError, match="out: no array of the call tells how long m is"):
+    with pytest.raises(ValueError, match="out: no array of the call has the size of m"):
         axes.outputs({"x": struct(3), "y": None})
 
 
-def test_results_of_the_backward_are_like_what_they_belong_to() -> None:
+def test_gradients_have_the_shapes_and_dtypes_of_their_arrays() -> None:
     backward = NORM.backward()
     arguments = {
         "x": struct(2, 8, dtype="bfloat16"),
@@ -273,7 +275,7 @@ def sharded(shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
             [P(("a", "b"), None)],
         ),
         (GROUPED, {"lhs": sharded((8, 4)), "rhs": sharded((2, 4, 6), None, None, "b"), "gated": True}, [P(None, None)]),
-        # The keys' length is whole: that they are cut along it says nothing of the scores.
+        # The keys' length is whole: if the keys are sharded along it, the scores are not.
         (
             SCORES,
             {"query": sharded((4, 2, 4, 8), None, "a"), "key": sharded((2, 8, 2, 8), "a", "b")},
@@ -281,14 +283,14 @@ def sharded(shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
         ),
     ],
 )
-def test_results_are_cut_like_the_arrays(axes: Axes, arguments: dict[str, Any], specs: Any) -> None:
+def test_results_are_sharded_like_the_arrays(axes: Axes, arguments: dict[str, Any], specs: Any) -> None:
     assert [result.sharding.spec for result in axes.outputs(arguments)] == specs
 
 
 # -- tuning ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_counts_is_rounded() -> None:
+def test_a_bucket_rounds_the_axes_that_count() -> None:
     arguments = {
         "query": struct(5, 3, 4, 8),
         "key": struct(3, 9, 2, 8),
@@ -308,13 +310,13 @@ def test_what_counts_is_rounded() -> None:
     assert NORM.bucket({"x": struct(0, 48), "weight": None}) == {"x": struct(1, 48), "weight": None}
 
 
-def test_a_bucket_needs_something_that_counts() -> None:
+def test_without_axes_that_count_there_is_no_tuning_key() -> None:
     uncounted = Axes({"x": "n"}, {"y": "n"}, whole="n")
     assert Operation(name="f", signature=lambda x: None, axes=uncounted).tuning_key is None
     assert operation().tuning_key is not None
 
 
-def test_what_counts() -> None:
+def test_axes_that_count() -> None:
     arguments = {"query": QUERY, "key": KEY, "bias": struct(1, 5, 1), "ends": struct(3)}
     assert SCORES.counted(arguments) == {
         "query": ("q_len", "batch", None, None),
@@ -329,7 +331,7 @@ def test_what_counts() -> None:
     }
 
 
-def test_bytes() -> None:
+def test_bytes_of_a_call() -> None:
     arguments = {"x": struct(4, 8, dtype="bfloat16"), "weight": struct(8), "epsilon": 1e-6}
     assert NORM.bytes(arguments) == 4 * 8 * 2 + 8 * 4 + 4 * 8 * 2 + 4 * 4
     assert operation().cost(arguments) == Cost(0.0, NORM.bytes(arguments))
@@ -345,22 +347,22 @@ def test_samples() -> None:
         "epsilon": 1e-6,
         "given": np.ones(3),
     }
-    made = NORM.samples(arguments, jax.random.key(0))
-    assert {name: (v.shape, v.dtype) for name, v in made.items() if hasattr(v, "shape")} == {
+    samples = NORM.samples(arguments, jax.random.key(0))
+    assert {name: (v.shape, v.dtype) for name, v in samples.items() if hasattr(v, "shape")} == {
         name: (v.shape, v.dtype) for name, v in arguments.items() if hasattr(v, "shape")
     }
-    assert abs(float(made["x"].astype("float32").std()) - 1) < 0.1
-    assert not np.allclose(made["x"].astype("float32"), made["y"], atol=0.1)
-    assert 0.85 < np.mean(made["seen"]) < 0.95
-    assert not made["ids"].any()
-    assert made["epsilon"] == 1e-6
-    assert made["given"] is arguments["given"]
+    assert abs(float(samples["x"].astype("float32").std()) - 1) < 0.1
+    assert not np.allclose(samples["x"].astype("float32"), samples["y"], atol=0.1)
+    assert 0.85 < np.mean(samples["seen"]) < 0.95
+    assert not samples["ids"].any()
+    assert samples["epsilon"] == 1e-6
+    assert samples["given"] is arguments["given"]
 
 
 # -- partitioning ----------------------------------------------------------------------------------------------------
 
 
-def test_a_call_is_cut_along_what_is_independent() -> None:
+def test_a_call_is_partitioned_along_independent_axes() -> None:
     rule = SCORES.partitioning({"query": struct(5, 2, 4, 8), "key": KEY, "bias": struct(2, 1, 7), "ends": struct(3)})
     assert rule.arrays == {
         "query": (("q_len",), ("batch",), ("kv_heads", "heads/kv_heads"), ("dim",)),
@@ -374,15 +376,15 @@ def test_a_call_is_cut_along_what_is_independent() -> None:
     assert rule.sums == {}
 
 
-def test_as_many_heads_as_key_heads_and_one() -> None:
-    alike = SCORES.partitioning({"query": QUERY, "key": struct(2, 7, 4, 8)})
-    assert alike.arrays["query"][2] == alike.arrays["key"][2] == ("kv_heads",)
+def test_partitioning_with_as_many_key_heads_as_heads_and_with_one() -> None:
+    equal = SCORES.partitioning({"query": QUERY, "key": struct(2, 7, 4, 8)})
+    assert equal.arrays["query"][2] == equal.arrays["key"][2] == ("kv_heads",)
     one = SCORES.partitioning({"query": QUERY, "key": struct(2, 7, 1, 8)})
     assert (one.arrays["query"][2], one.arrays["key"][2]) == (("heads",), ("kv_heads",))
     assert not one.whole & {"heads", "kv_heads"}
 
 
-def test_the_gradient_of_what_is_shared_is_a_sum() -> None:
+def test_the_gradient_of_a_broadcast_array_is_a_sum() -> None:
     arguments = {"query": QUERY, "key": KEY, "bias": struct(1, 5, 7), "scores": struct(4, 2, 5, 7)}
     rule = SCORES.backward().partitioning({**arguments, "wrt": ("query", "key", "bias")})
     assert {name: {*over} for name, over in rule.sums.items()} == {
@@ -391,7 +393,7 @@ def test_the_gradient_of_what_is_shared_is_a_sum() -> None:
     }
 
 
-def test_a_result_without_an_axis_makes_it_whole() -> None:
+def test_an_axis_that_a_result_lacks_is_whole() -> None:
     mean = Axes({"x": "... dim"}, {"loss": ""}, independent="...", whole="dim", vmap="...")
     assert mean.partitioning({"x": struct(2, 3, 4)}).whole == {"...0", "...1", "dim"}
     assert mean.fold({"x": struct(9, 3, 4)}, frozenset({"x"}), 9) is None
@@ -402,14 +404,14 @@ def test_a_result_without_an_axis_makes_it_whole() -> None:
     assert "n" not in GROUPED.partitioning({"lhs": struct(9, 4), "rhs": struct(3, 4, 6)}).whole
 
 
-def test_what_is_broadcast_alone_is_whole() -> None:
+def test_an_axis_of_only_a_broadcast_array_is_whole() -> None:
     axes = Axes({"x": "n", "scale": "#heads", "heads": "heads"}, {"out": "n"}, independent="n heads")
     rule = axes.partitioning({"x": struct(4), "scale": struct(2), "heads": None})
     assert rule.arrays == {"x": (("n",),), "scale": (("scale.0",),)}
     assert rule.whole == {"scale.0"}
 
 
-def test_pairs_are_cut_together() -> None:
+def test_interleaved_pairs_are_partitioned_together() -> None:
     axes = Axes({"pages": "pages 2*heads"}, {"out": "heads"}, independent="heads", whole="pages")
     rule = axes.partitioning({"pages": struct(5, 6)})
     assert rule.arrays["pages"] == (("pages",), ("heads", "2*heads"))
@@ -433,40 +435,40 @@ def normalise(x: Any, weight: Any, epsilon: float) -> tuple[Any, Any]:
     return (out if weight is None else out * weight), rstd
 
 
-def kernel(run: Any) -> tuple[Any, list[Any]]:
-    """It, and the shapes of the first argument that it is asked about."""
-    seen: list[Any] = []
+def kernel_and_shapes(run: Any) -> tuple[Any, list[Any]]:
+    """A kernel, and the shapes of the first argument of the calls that it chose a configuration for."""
+    shapes: list[Any] = []
 
     @hookimpl
     def heuristic_cfg(inv):
-        seen.append(next(iter(inv.arguments.values())).shape)
+        shapes.append(next(iter(inv.arguments.values())).shape)
 
     @hookimpl
     def run_backend(inv, cfg):
         return run(inv)
 
-    return SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend, PLATFORMS={"cpu": 1}), seen
+    return SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend, PLATFORMS={"cpu": 1}), shapes
 
 
 @pytest.fixture
 def norms() -> tuple[Registry, list[Any]]:
-    """An operation that has a name, a signature and axes, and one kernel."""
+    """An operation with only a name, a signature and axes, and one kernel."""
     registry = Registry(plugins="")
-    reference, seen = kernel(lambda inv: normalise(inv["x"], inv["weight"], inv["epsilon"]))
+    reference, shapes = kernel_and_shapes(lambda inv: normalise(inv["x"], inv["weight"], inv["epsilon"]))
     registry.register(operation())
     registry.register(reference, "norm.reference")
-    return registry, seen
+    return registry, shapes
 
 
-def test_axes_are_all_that_an_operation_needs(norms: Any) -> None:
+def test_an_operation_needs_only_a_name_a_signature_and_axes(norms: Any) -> None:
     registry, _ = norms
     x, weight = normal(0, 2, 5, 8), normal(1, 8)
-    wanted = normalise(x, weight, 1e-6)
-    close(registry.call("norm", x, weight), wanted)
-    close(jax.jit(lambda *a: registry.call("norm", *a))(x, weight), wanted)
-    close(registry.call("norm", x, epsilon=0.5), normalise(x, None, 0.5))
+    expected = normalise(x, weight, 1e-6)
+    assert_close(registry.call("norm", x, weight), expected)
+    assert_close(jax.jit(lambda *a: registry.call("norm", *a))(x, weight), expected)
+    assert_close(registry.call("norm", x, epsilon=0.5), normalise(x, None, 0.5))
     gradient = jax.grad(lambda x, w: registry.call("norm", x, w)[0].sum(), (0, 1))(x, weight)
-    close(gradient, jax.grad(lambda x, w: normalise(x, w, 1e-6)[0].sum(), (0, 1))(x, weight))
+    assert_close(gradient, jax.grad(lambda x, w: normalise(x, w, 1e-6)[0].sum(), (0, 1))(x, weight))
     with pytest.raises(ValueError, match="weight: dim must be 8, as in x; got 7"):
         registry.call("norm", x, normal(1, 7))
     assert registry.plan("norm", x, weight).invocation.operation.results == ("out", "rstd")
@@ -481,24 +483,24 @@ def looped(function: Any, arrays: tuple[Any, ...], axes: tuple[Any, ...]) -> Any
 
 
 @pytest.mark.parametrize(
-    ("axes", "seen"),
+    ("axes", "shape"),
     [((0, None), (SIZE, 2, 5, 8)), ((1, None), (SIZE, 2, 5, 8)), ((None, 0), (2, 5, 8)), ((0, 0), (2, 5, 8))],
 )
-def test_a_mapped_call_of_leading_axes(norms: Any, axes: Any, seen: Any) -> None:
+def test_a_mapped_call_with_leading_axes(norms: Any, axes: Any, shape: Any) -> None:
     registry, shapes = norms
     arrays = tuple(
         a if axis is None else jnp.stack([a + i for i in range(SIZE)], axis)
         for a, axis in zip((normal(0, 2, 5, 8), normal(1, 8)), axes, strict=True)
     )
-    got = jax.vmap(lambda *a: registry.call("norm", *a), axes)(*arrays)
-    close(got, looped(lambda *a: normalise(*a, 1e-6), arrays, axes))
-    assert {*shapes} == {seen}
+    actual = jax.vmap(lambda *a: registry.call("norm", *a), axes)(*arrays)
+    assert_close(actual, looped(lambda *a: normalise(*a, 1e-6), arrays, axes))
+    assert {*shapes} == {shape}
 
 
 def test_a_mapped_call_without_leading_axes(norms: Any) -> None:
     registry, shapes = norms
     x = normal(0, SIZE, 8)
-    close(jax.vmap(lambda x: registry.call("norm", x, epsilon=0.1))(x), normalise(x, None, 0.1))
+    assert_close(jax.vmap(lambda x: registry.call("norm", x, epsilon=0.1))(x), normalise(x, None, 0.1))
     assert {*shapes} == {(SIZE, 8)}
 
 
@@ -515,90 +517,96 @@ def products(inv: Any) -> tuple[Any]:
 def test_a_grouped_product() -> None:
     registry = Registry(plugins="")
     registry.register(Operation(name="grouped", signature=grouped, axes=GROUPED))
-    reference, shapes = kernel(products)
+    reference, shapes = kernel_and_shapes(products)
     registry.register(reference, "grouped.reference")
     lhs, rhs, sizes = normal(0, 9, 4), normal(1, 3, 4, 6), jnp.array([2, 0, 7])
-    wanted = jnp.concatenate([lhs[:2] @ rhs[0], lhs[2:] @ rhs[2]])
-    close(registry.call("grouped", lhs, rhs, sizes), wanted)
-    close(registry.call("grouped", lhs, rhs.swapaxes(1, 2), sizes, jnp.ones(1) * 3, transposed=True), 3 * wanted)
+    expected = jnp.concatenate([lhs[:2] @ rhs[0], lhs[2:] @ rhs[2]])
+    assert_close(registry.call("grouped", lhs, rhs, sizes), expected)
+    assert_close(
+        registry.call("grouped", lhs, rhs.swapaxes(1, 2), sizes, jnp.ones(1) * 3, transposed=True), 3 * expected
+    )
     gradient = jax.jit(jax.grad(lambda *a: registry.call("grouped", *a, sizes).sum(), (0, 1)))(lhs, rhs)
-    close(gradient[1], jnp.stack([jnp.outer(rows.sum(0), jnp.ones(6)) for rows in (lhs[:2], lhs[:0], lhs[2:])]))
-    # Rows and groups are whole: no axis takes in a mapped one.
+    assert_close(gradient[1], jnp.stack([jnp.outer(rows.sum(0), jnp.ones(6)) for rows in (lhs[:2], lhs[:0], lhs[2:])]))
+    # Rows and groups are whole: a mapped axis can be folded into neither.
     shapes.clear()
-    got = jax.vmap(lambda *a: registry.call("grouped", *a, sizes))(jnp.stack([lhs, lhs + 1]), jnp.stack([rhs, rhs]))
-    close(got[0], wanted)
-    close(got[1], registry.call("grouped", lhs + 1, rhs, sizes))
+    actual = jax.vmap(lambda *a: registry.call("grouped", *a, sizes))(jnp.stack([lhs, lhs + 1]), jnp.stack([rhs, rhs]))
+    assert_close(actual[0], expected)
+    assert_close(actual[1], registry.call("grouped", lhs + 1, rhs, sizes))
     assert {*shapes} == {(9, 4)}
 
 
 def scores(query, key, bias=None, ends=None): ...
 
 
-def scored(query: Any, key: Any, bias: Any = None) -> Any:
+def reference_scores(query: Any, key: Any, bias: Any = None) -> Any:
     grouped_query = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[-1])
-    found = jnp.einsum("tbkgd,bskd->kgbts", grouped_query, key)
-    found = found.reshape(query.shape[2], *found.shape[2:])
-    return found if bias is None else found + bias
+    result = jnp.einsum("tbkgd,bskd->kgbts", grouped_query, key)
+    result = result.reshape(query.shape[2], *result.shape[2:])
+    return result if bias is None else result + bias
 
 
 def score_gradients(inv: Any) -> tuple[Any, ...]:
     arrays = {name: inv[name] for name in ("query", "key", "bias") if inv[name] is not None}
-    _, pull_back = jax.vjp(lambda moving: scored(**{**arrays, **moving}), {name: arrays[name] for name in inv["wrt"]})
-    (gradients,) = pull_back(inv["d_scores"])
+    _, vjp = jax.vjp(
+        lambda inputs: reference_scores(**{**arrays, **inputs}), {name: arrays[name] for name in inv["wrt"]}
+    )
+    (gradients,) = vjp(inv["d_scores"])
     return tuple(gradients[name] for name in inv["wrt"])
 
 
 @pytest.fixture
-def scoring() -> tuple[Registry, list[Any], list[Any]]:
-    """With a backward operation that is derived, too."""
+def score_registry() -> tuple[Registry, list[Any], list[Any]]:
+    """An operation, and the backward operation that the core derives from it."""
     registry = Registry(plugins="")
     forward = Operation(name="scores", signature=scores, axes=SCORES, backward="scores_bwd")
-    own, seen = kernel(lambda inv: (scored(inv["query"], inv["key"], inv["bias"]),))
-    gradient, seen_bwd = kernel(score_gradients)
-    for plugin, name in ((own, "scores.reference"), (gradient, "scores_bwd.reference")):
+    reference, shapes = kernel_and_shapes(lambda inv: (reference_scores(inv["query"], inv["key"], inv["bias"]),))
+    reference_bwd, shapes_bwd = kernel_and_shapes(score_gradients)
+    for plugin, name in ((reference, "scores.reference"), (reference_bwd, "scores_bwd.reference")):
         registry.register(plugin, name)
     registry.register(forward)
     registry.register(forward.gradients())
-    return registry, seen, seen_bwd
+    return registry, shapes, shapes_bwd
 
 
 TQ, TK, BATCH = 5, 7, 2
-ONE, FOLDED = (TQ, BATCH, 4, 8), (TQ, SIZE * BATCH, 4, 8)
-MAPPED = {
-    "all": ((0, 0, 0), (BATCH, TQ, TK), FOLDED, ONE),
-    "queries": ((0, None, None), (), FOLDED, ONE),
-    "queries, last": ((4, None, None), (1, TK), FOLDED, ONE),
-    "keys": ((None, 2, None), (1, TQ, 1), FOLDED, ONE),
-    "bias of 1": ((None, None, 0), (1, TQ, TK), FOLDED, ONE),
-    "bias of the batch": ((None, None, 0), (BATCH, 1, TK), FOLDED, ONE),
+UNFOLDED, FOLDED = (TQ, BATCH, 4, 8), (TQ, SIZE * BATCH, 4, 8)
+MAPPED_AXES = {
+    "all": ((0, 0, 0), (BATCH, TQ, TK), FOLDED, UNFOLDED),
+    "queries": ((0, None, None), (), FOLDED, UNFOLDED),
+    "queries, last": ((4, None, None), (1, TK), FOLDED, UNFOLDED),
+    "keys": ((None, 2, None), (1, TQ, 1), FOLDED, UNFOLDED),
+    "bias of 1": ((None, None, 0), (1, TQ, TK), FOLDED, UNFOLDED),
+    "bias of the batch": ((None, None, 0), (BATCH, 1, TK), FOLDED, UNFOLDED),
     "without bias": ((0, 0, None), None, FOLDED, FOLDED),
     "queries without bias": ((1, None, None), None, FOLDED, FOLDED),
 }
 
 
-@pytest.mark.parametrize("name", MAPPED)
-def test_a_mapped_call_of_a_batch(scoring: Any, name: str) -> None:
-    registry, seen, seen_bwd = scoring
-    axes, bias, forward, backward = MAPPED[name]
-    own = (normal(0, TQ, BATCH, 4, 8), normal(1, BATCH, TK, 2, 8), *(() if bias is None else (normal(2, *bias),)))
-    axes = axes[: len(own)]
+@pytest.mark.parametrize("name", MAPPED_AXES)
+def test_a_mapped_call_with_a_batch(score_registry: Any, name: str) -> None:
+    registry, shapes, shapes_bwd = score_registry
+    axes, bias, forward, backward = MAPPED_AXES[name]
+    unmapped = (normal(0, TQ, BATCH, 4, 8), normal(1, BATCH, TK, 2, 8), *(() if bias is None else (normal(2, *bias),)))
+    axes = axes[: len(unmapped)]
     arrays = tuple(
         a if axis is None else jnp.stack([a * (i + 1) for i in range(SIZE)], axis)
-        for a, axis in zip(own, axes, strict=True)
+        for a, axis in zip(unmapped, axes, strict=True)
     )
-    close(jax.vmap(lambda *a: registry.call("scores", *a), axes)(*arrays), looped(scored, arrays, axes))
-    assert {*seen} == {forward}
+    assert_close(
+        jax.vmap(lambda *a: registry.call("scores", *a), axes)(*arrays), looped(reference_scores, arrays, axes)
+    )
+    assert {*shapes} == {forward}
 
     def gradients(function: Any) -> Any:
-        return jax.grad(lambda *a: (function(*a) ** 2).sum(), range(len(own)))
+        return jax.grad(lambda *a: (function(*a) ** 2).sum(), range(len(unmapped)))
 
-    got = jax.vmap(gradients(lambda *a: registry.call("scores", *a)), axes)(*arrays)
-    close(got, looped(gradients(scored), arrays, axes))
-    assert {*seen_bwd} == {backward}
+    actual = jax.vmap(gradients(lambda *a: registry.call("scores", *a)), axes)(*arrays)
+    assert_close(actual, looped(gradients(reference_scores), arrays, axes))
+    assert {*shapes_bwd} == {backward}
 
 
-def test_boundaries_of_a_batch_are_not_folded() -> None:
-    arguments = {"query": jnp.ones((SIZE, *ONE)), "key": jnp.ones((BATCH, TK, 2, 8))}
+def test_a_batch_with_boundaries_is_not_folded() -> None:
+    arguments = {"query": jnp.ones((SIZE, *UNFOLDED)), "key": jnp.ones((BATCH, TK, 2, 8))}
     mapped = frozenset({"query"})
     assert SCORES.fold({**arguments, "ends": None}, mapped, SIZE) is not None
     assert SCORES.fold({**arguments, "ends": jnp.arange(BATCH + 1)}, mapped, SIZE) is None
@@ -619,14 +627,14 @@ def test_an_empty_batch_is_folded() -> None:
     assert result.shape == (SIZE, 4, 0, TQ, TK)
 
 
-def test_the_derived_backward_checks_what_it_is_given(scoring: Any) -> None:
-    registry, *_ = scoring
+def test_the_derived_backward_checks_its_arguments(score_registry: Any) -> None:
+    registry, *_ = score_registry
     query, key = normal(0, TQ, BATCH, 4, 8), normal(1, BATCH, TK, 2, 8)
     out = registry.call("scores", query, key)
-    given = {"query": query, "key": key, "bias": normal(2, TK), "scores": out, "d_scores": out}
-    query_gradient, bias_gradient = registry.call("scores_bwd", **given, wrt=("query", "bias"))
+    arguments = {"query": query, "key": key, "bias": normal(2, TK), "scores": out, "d_scores": out}
+    query_gradient, bias_gradient = registry.call("scores_bwd", **arguments, wrt=("query", "bias"))
     assert (query_gradient.shape, bias_gradient.shape) == (query.shape, (TK,))
-    close(bias_gradient, out.sum((0, 1, 2)))
+    assert_close(bias_gradient, out.sum((0, 1, 2)))
     for change, error, message in (
         ({"scores": out[0]}, ValueError, "scores: takes the forward's shape (4, 2, 5, 7); got (2, 5, 7)"),
         ({"d_scores": out.astype("int32")}, TypeError, "d_scores: takes the forward's dtype float32; got int32"),
@@ -639,21 +647,21 @@ def test_the_derived_backward_checks_what_it_is_given(scoring: Any) -> None:
         ({"bias": None, "wrt": ("bias",)}, ValueError, "wrt: names bias, which the call does not have"),
     ):
         with pytest.raises(error, match=re.escape(message)):
-            registry.call("scores_bwd", **{**given, "wrt": ("query",), **change})
+            registry.call("scores_bwd", **{**arguments, "wrt": ("query",), **change})
 
 
 def test_a_backward_operation_needs_a_name_and_axes() -> None:
-    for half in (operation(), Operation(name="norm", signature=norm, backward="norm_bwd")):
+    for incomplete in (operation(), Operation(name="norm", signature=norm, backward="norm_bwd")):
         with pytest.raises(
             ValueError, match="norm: gradients follow from 'axes', and 'backward' names their operation"
         ):
-            half.gradients()
+            incomplete.gradients()
 
 
-def test_what_an_operation_says_itself_goes_before() -> None:
-    own = operation(tuning_key=lambda a: "mine", fold=None, cost=lambda a: Cost(1.0, 2.0), results=("y", "r"))
-    assert own.tuning_key({}) == "mine"
-    assert own.fold is None
-    assert own.cost({}) == Cost(1.0, 2.0)
-    assert own.results == ("y", "r")
-    assert own.arrays == ("x", "weight")
+def test_fields_of_an_operation_override_what_its_axes_imply() -> None:
+    norm = operation(tuning_key=lambda a: "mine", fold=None, cost=lambda a: Cost(1.0, 2.0), results=("y", "r"))
+    assert norm.tuning_key({}) == "mine"
+    assert norm.fold is None
+    assert norm.cost({}) == Cost(1.0, 2.0)
+    assert norm.results == ("y", "r")
+    assert norm.arrays == ("x", "weight")

@@ -1,4 +1,4 @@
-"""Who chooses: the order of the policies, what is obeyed, what is remembered and what never is."""
+"""How a configuration is chosen: the order of policies, explicit choices, and what is remembered."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def operation(**fields: Any) -> Operation:
 
 
 def kernel(heuristic: Any = Config(), rank: int = 10, refusal: str | None = None) -> SimpleNamespace:
-    """``scale`` by the configuration's factor, so that the result tells which one was used."""
+    """``scale`` by the configuration's factor, so that the result shows which configuration was used."""
 
     @hookimpl
     def heuristic_cfg(inv):
@@ -74,19 +74,21 @@ def kernel(heuristic: Any = Config(), rank: int = 10, refusal: str | None = None
     )
 
 
-def policy(origin: str, cfg: Any = None, **more: Any) -> SimpleNamespace:
-    """A policy that always answers, or with no configuration never; ``told`` is what it is told to remember."""
-    told: list[Any] = []
+def policy(origin: str, cfg: Any = None, **attributes: Any) -> SimpleNamespace:
+    """A policy that answers ``cfg``, if it has one; ``selections`` are the choices that it is notified of."""
+    selections: list[Any] = []
 
-    @hookimpl(tryfirst=more.pop("tryfirst", False), trylast=more.pop("trylast", False))
+    @hookimpl(tryfirst=attributes.pop("tryfirst", False), trylast=attributes.pop("trylast", False))
     def select_config(inv, candidates):
         return None if cfg is None else Choice(candidates[0].backend, cfg, origin)
 
     @hookimpl
     def config_selected(inv, choice):
-        told.append((inv.key, choice))
+        selections.append((inv.key, choice))
 
-    return SimpleNamespace(select_config=select_config, config_selected=config_selected, told=told, **more)
+    return SimpleNamespace(
+        select_config=select_config, config_selected=config_selected, selections=selections, **attributes
+    )
 
 
 def provenance(milliseconds: float = 1.0, backends: tuple[str, ...] = ("two",)) -> Provenance:
@@ -94,17 +96,17 @@ def provenance(milliseconds: float = 1.0, backends: tuple[str, ...] = ("two",)) 
 
 
 def tuner(cfg: Any, backend: str = "two", backends: tuple[str, ...] = ("two",)) -> SimpleNamespace:
-    """A policy that "measures" once a key."""
-    seen: list[Any] = []
+    """A policy that returns a measured choice for each key; ``keys`` are those it was called with."""
+    keys: list[Any] = []
 
     @hookimpl
     def select_config(inv, candidates):
-        seen.append(inv.key)
+        keys.append(inv.key)
         return Choice(
             backend, cfg, "the tuner", record=Record(cfg, backend, provenance(backends=backends)), measured=True
         )
 
-    return SimpleNamespace(RANK=20, select_config=select_config, seen=seen)
+    return SimpleNamespace(RANK=20, select_config=select_config, keys=keys)
 
 
 @pytest.fixture
@@ -115,8 +117,8 @@ def registry() -> Registry:
     return fresh
 
 
-def used(registry: Registry, **options: Any) -> int:
-    """The factor that a call was computed with; the plan says the same."""
+def used_factor(registry: Registry, **options: Any) -> int:
+    """The factor that a call was computed with, which is also the plan's."""
     result = registry.call("scale", X, **options)
     factor = round(float(result[0]))
     np.testing.assert_allclose(result, X * factor)
@@ -128,7 +130,7 @@ def origin(registry: Registry, **options: Any) -> str:
     return registry.plan("scale", X, **options).origin
 
 
-def test_the_kernel_says_which_configurations_of_a_callers_it_takes() -> None:
+def test_a_kernel_checks_an_explicit_configuration() -> None:
     @attrs.frozen
     class Config:
         interpret: bool = False
@@ -154,16 +156,16 @@ def test_the_kernel_says_which_configurations_of_a_callers_it_takes() -> None:
     hooks = {"heuristic_cfg": heuristic_cfg, "check_cfg": check_cfg, "run_backend": run_backend}
     registry.register(SimpleNamespace(Config=Config, PLATFORMS={"abacus": 9}, **hooks), "scale.bead")
     np.testing.assert_allclose(registry.call("scale", X, cfg=Config(interpret=True)), X * 7)
-    for ask in (registry.call, registry.plan):
+    for method in (registry.call, registry.plan):
         with pytest.raises(NoKernel, match=r"scale.bead.*: refused, it runs on an abacus; this is cpu"):
-            ask("scale", X, cfg=Config())
+            method("scale", X, cfg=Config())
         with pytest.raises(NoKernel, match=r"scale.bead.*: refused, there are but \d+ beads"):
-            ask("scale", X, cfg=Config(interpret=True, beads=10**6))
+            method("scale", X, cfg=Config(interpret=True, beads=10**6))
     with pytest.raises(NoKernel, match="it runs on abacus; this is cpu"):
         registry.call("scale", X)
 
 
-def test_a_remembered_configuration_is_checked_too() -> None:
+def test_a_kernel_checks_a_remembered_configuration() -> None:
     @hookimpl
     def heuristic_cfg(inv):
         return 2
@@ -196,43 +198,43 @@ def test_a_remembered_configuration_is_checked_too() -> None:
 # -- the order -------------------------------------------------------------------------------------------------------
 
 
-def test_the_tiers_answer_in_their_order(registry: Registry) -> None:
+def test_the_order_of_the_origins(registry: Registry) -> None:
     key = registry.invocation("scale", X).key
-    assert (used(registry), origin(registry)) == (2, "heuristic")
+    assert (used_factor(registry), origin(registry)) == (2, "heuristic")
     registry.register(policy("last", Config(3), trylast=True), "zz")
-    assert (used(registry), origin(registry)) == (3, "last")
+    assert (used_factor(registry), origin(registry)) == (3, "last")
     registry.register(policy("model", Config(4)), "model")
-    assert (used(registry), origin(registry)) == (4, "model")
+    assert (used_factor(registry), origin(registry)) == (4, "model")
     registry.register(policy("store", Config(5), RANK=70), "a store")
-    assert (used(registry), origin(registry)) == (5, "store")
+    assert (used_factor(registry), origin(registry)) == (5, "store")
     registry.register(policy("first", Config(6), tryfirst=True), "first")
-    assert (used(registry), origin(registry)) == (6, "first")
+    assert (used_factor(registry), origin(registry)) == (6, "first")
     registry.remember(key, Config(7))
-    assert (used(registry), origin(registry)) == (7, "memory")
+    assert (used_factor(registry), origin(registry)) == (7, "memory")
     with overlay_cache({key: Config(8)}):
-        assert (used(registry), origin(registry)) == (8, "overlay")
+        assert (used_factor(registry), origin(registry)) == (8, "overlay")
         with overlay_cache({key: Config(9)}):
-            assert (used(registry), origin(registry)) == (9, "overlay")
-            assert (used(registry, cfg=Config(10)), origin(registry, cfg=Config(10))) == (10, "explicit cfg")
-            assert used(registry) == 9
-        assert used(registry) == 8
-    assert used(registry) == 7
+            assert (used_factor(registry), origin(registry)) == (9, "overlay")
+            assert (used_factor(registry, cfg=Config(10)), origin(registry, cfg=Config(10))) == (10, "explicit cfg")
+            assert used_factor(registry) == 9
+        assert used_factor(registry) == 8
+    assert used_factor(registry) == 7
 
 
-def test_the_rank_orders_policies_whatever_their_names(registry: Registry) -> None:
+def test_policies_are_ordered_by_rank_and_not_by_name(registry: Registry) -> None:
     registry.register(policy("low", Config(3), RANK=10), "a")
     registry.register(policy("high", Config(4), RANK=90), "m")
     registry.register(policy("middle", Config(5)), "z")
     assert origin(registry) == "high"
 
 
-def test_an_overlay_without_the_key_leaves_it_to_the_next(registry: Registry) -> None:
+def test_an_overlay_without_the_key_does_not_choose(registry: Registry) -> None:
     other = registry.invocation("scale", jnp.ones(100)).key
     with overlay_cache({other: Config(8)}):
-        assert (used(registry), origin(registry)) == (2, "heuristic")
+        assert (used_factor(registry), origin(registry)) == (2, "heuristic")
 
 
-def test_a_policy_says_why_it_has_no_answer(registry: Registry) -> None:
+def test_the_plan_has_the_reason_why_a_policy_has_no_answer(registry: Registry) -> None:
     @hookimpl
     def select_config(inv):
         raise Unsupported("the record is of 1987")
@@ -245,7 +247,7 @@ def test_a_policy_says_why_it_has_no_answer(registry: Registry) -> None:
     assert "old store (registered at run time): no answer, the record is of 1987" in str(plan)
 
 
-def test_a_policy_hears_of_the_scope(registry: Registry) -> None:
+def test_a_policy_sees_the_scope(registry: Registry) -> None:
     budgets = []
 
     @hookimpl
@@ -260,67 +262,67 @@ def test_a_policy_hears_of_the_scope(registry: Registry) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plugin", "told"),
+    ("plugin", "message"),
     [
         (SimpleNamespace(select_config=policy("p").select_config, RANK="high"), "RANK takes a whole number"),
         (SimpleNamespace(select_config=lambda inv: None), "select_config is not marked @hookimpl"),
     ],
 )
-def test_a_malformed_policy_is_refused_at_registration(registry: Registry, plugin: Any, told: str) -> None:
-    with pytest.raises(ejkernel_core.PluginError, match=told):
+def test_a_malformed_policy_is_refused_at_registration(registry: Registry, plugin: Any, message: str) -> None:
+    with pytest.raises(ejkernel_core.PluginError, match=message):
         registry.register(plugin, "bad")
 
 
-def test_a_policy_may_be_called_as_a_built_in_one(registry: Registry) -> None:
+def test_a_policy_may_have_the_name_of_a_built_in_origin(registry: Registry) -> None:
     for name in ("memory", "overlay", "override", "heuristic"):
         registry.register(policy(f"my {name}", None), name)
-    assert used(registry) == 2
+    assert used_factor(registry) == 2
     with pytest.raises(ejkernel_core.PluginError, match="'built-in memory', registered at run time: such names are"):
         registry.register(policy("mine", None), "built-in memory")
-    assert used(registry) == 2
+    assert used_factor(registry) == 2
 
 
-def test_only_the_heuristic_ends_a_call_without_a_record(registry: Registry) -> None:
+def test_a_policy_that_raises_no_config_does_not_end_the_call(registry: Registry) -> None:
     @hookimpl
     def select_config(inv):
         raise NoConfig("not mine to say")
 
     registry.register(SimpleNamespace(select_config=select_config), "stern")
-    assert used(registry) == 2
+    assert used_factor(registry) == 2
     (verdict,) = (v for v in registry.plan("scale", X).verdicts if v.name == "stern")
     assert (verdict.status, verdict.reason) == ("broken", "select_config raised NoConfig: not mine to say")
     with policy_override(mode="error_on_miss"), pytest.raises(NoConfig, match=r"(?s)error_on_miss.*stern: broken"):
         registry.call("scale", X)
 
 
-# -- what is obeyed --------------------------------------------------------------------------------------------------
+# -- explicit choices ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["off", "on_miss", "error_on_miss"])
-def test_an_explicit_cfg_is_used_under_every_policy_and_never_remembered(registry: Registry, mode: str) -> None:
+def test_an_explicit_cfg_is_used_in_every_mode_and_never_remembered(registry: Registry, mode: str) -> None:
     listener = policy("listener")
-    measuring = tuner(Config(3))
+    tuning_policy = tuner(Config(3))
     registry.register(listener, "listener")
-    registry.register(measuring, "tuner")
+    registry.register(tuning_policy, "tuner")
     with policy_override(mode=mode):
-        assert used(registry, cfg=Config(5)) == 5
-    assert measuring.seen == []
-    assert listener.told == []
+        assert used_factor(registry, cfg=Config(5)) == 5
+    assert tuning_policy.keys == []
+    assert listener.selections == []
     assert len(registry.memory) == 0
-    assert used(registry) == 3  # and what was explicit does not stick
+    assert used_factor(registry) == 3  # the explicit configuration is not remembered
 
 
-def test_an_explicit_backend_is_obeyed_and_its_configuration_chosen(registry: Registry) -> None:
+def test_an_explicit_backend_runs_with_its_chosen_configuration(registry: Registry) -> None:
     registry.register(kernel(Other(3), rank=1), "scale.three")
     key = registry.invocation("scale", X).key
     registry.remember(key, Record(Other(7), "three", provenance(0.1, ("two", "three"))))
     registry.remember(key, Record(Config(4), "two", provenance(0.2, ("two", "three"))))
-    assert used(registry) == 7
-    assert used(registry, backend="two") == 4
-    assert used(registry, backend="three") == 7
+    assert used_factor(registry) == 7
+    assert used_factor(registry, backend="two") == 4
+    assert used_factor(registry, backend="three") == 7
 
 
-def test_error_on_miss_tells_of_a_call_without_content(registry: Registry) -> None:
+def test_error_on_miss_raises_for_a_call_without_a_key(registry: Registry) -> None:
     class Shift(float):
         __hash__ = float.__hash__
 
@@ -334,74 +336,74 @@ def test_without_a_record_error_on_miss_raises(registry: Registry) -> None:
             registry.call("scale", X)
         assert "error_on_miss" in str(registry.explain("scale", X))
         registry.remember(registry.invocation("scale", X).key, Config(4))
-        assert used(registry) == 4
-    assert used(registry) == 4
+        assert used_factor(registry) == 4
+    assert used_factor(registry) == 4
 
 
 # -- what is remembered ----------------------------------------------------------------------------------------------
 
 
-def test_what_was_measured_is_remembered_and_nothing_else(registry: Registry) -> None:
+def test_only_measured_choices_are_remembered(registry: Registry) -> None:
     listener = policy("listener")
     registry.register(listener, "listener")
-    assert used(registry) == 2
-    assert (listener.told, len(registry.memory)) == ([], 0)
+    assert used_factor(registry) == 2
+    assert (listener.selections, len(registry.memory)) == ([], 0)
     registry.register(policy("model", Config(3), RANK=10), "model")
-    assert used(registry) == 3
-    assert (listener.told, len(registry.memory)) == ([], 0)
-    measuring = tuner(Config(4))
-    registry.register(measuring, "tuner")
+    assert used_factor(registry) == 3
+    assert (listener.selections, len(registry.memory)) == ([], 0)
+    tuning_policy = tuner(Config(4))
+    registry.register(tuning_policy, "tuner")
     np.testing.assert_allclose(registry.call("scale", X), X * 4)
-    ((key, choice),) = listener.told
+    ((key, choice),) = listener.selections
     assert key == registry.invocation("scale", X).key
     assert (choice.backend, choice.cfg, choice.record.provenance.milliseconds) == ("two", Config(4), 1.0)
-    assert (used(registry), origin(registry)) == (4, "memory")
-    assert len(measuring.seen) == 1
+    assert (used_factor(registry), origin(registry)) == (4, "memory")
+    assert len(tuning_policy.keys) == 1
 
 
-def test_a_call_that_was_compiled_before_learns_of_a_record(registry: Registry) -> None:
-    assert used(registry) == 2
+def test_a_compiled_call_uses_a_record_that_is_remembered_later(registry: Registry) -> None:
+    assert used_factor(registry) == 2
     registry.remember(registry.invocation("scale", X).key, Config(9))
-    assert used(registry) == 9
+    assert used_factor(registry) == 9
 
 
-def test_calls_that_were_made_learn_of_whatever_changes_the_memory(registry: Registry) -> None:
+def test_a_compiled_call_follows_changes_of_the_memory(registry: Registry) -> None:
     key = registry.invocation("scale", X).key
-    assert used(registry) == 2
+    assert used_factor(registry) == 2
     registry.memory.put(key, Config(9))
-    assert (used(registry), origin(registry)) == (9, "memory")
+    assert (used_factor(registry), origin(registry)) == (9, "memory")
     registry.memory.clear()
-    assert (used(registry), origin(registry)) == (2, "heuristic")
+    assert (used_factor(registry), origin(registry)) == (2, "heuristic")
 
 
-def test_calls_that_were_made_learn_of_what_a_full_memory_forgets(registry: Registry) -> None:
+def test_a_compiled_call_does_not_use_a_record_that_a_full_memory_drops(registry: Registry) -> None:
     registry.memory = ConfigCache(maxsize=1)
     registry.memory.put(registry.invocation("scale", X).key, Config(9))
-    assert used(registry) == 9
+    assert used_factor(registry) == 9
     registry.memory.put(registry.invocation("scale", jnp.ones(50)).key, Config(5))
-    assert (used(registry), origin(registry)) == (2, "heuristic")
+    assert (used_factor(registry), origin(registry)) == (2, "heuristic")
 
 
-def test_calls_that_were_made_learn_of_another_memory(registry: Registry) -> None:
+def test_a_compiled_call_uses_a_new_memory(registry: Registry) -> None:
     other = ConfigCache()
     other.put(registry.invocation("scale", X).key, Config(9))
-    assert used(registry) == 2
+    assert used_factor(registry) == 2
     registry.memory = other
-    assert (used(registry), origin(registry)) == (9, "memory")
+    assert (used_factor(registry), origin(registry)) == (9, "memory")
 
 
-def test_a_registry_that_takes_the_policies_of_another_shares_its_memory(registry: Registry) -> None:
+def test_a_registry_with_the_policies_of_another_shares_its_memory(registry: Registry) -> None:
     inner = Registry(plugins="", policies_of=registry)
     inner.register(operation())
     inner.register(kernel(), "scale.two")
-    assert used(inner) == 2
+    assert used_factor(inner) == 2
     inner.remember(inner.invocation("scale", X).key, Config(9))
-    assert (used(inner), origin(inner)) == (9, "memory")
+    assert (used_factor(inner), origin(inner)) == (9, "memory")
     registry.memory.clear()
-    assert (used(inner), origin(inner)) == (2, "heuristic")
+    assert (used_factor(inner), origin(inner)) == (2, "heuristic")
 
 
-def test_a_memory_does_not_keep_its_registry(registry: Registry) -> None:
+def test_a_memory_does_not_keep_its_registry_alive(registry: Registry) -> None:
     inner = weakref.ref(Registry(plugins="", policies_of=registry))
     gc.collect()
     assert inner() is None
@@ -413,11 +415,11 @@ def test_a_measured_choice_needs_its_provenance(registry: Registry) -> None:
         return Choice("two", Config(3), "a guess", measured=True)
 
     registry.register(SimpleNamespace(select_config=select_config), "guess")
-    assert used(registry) == 2
+    assert used_factor(registry) == 2
     assert "a guess measured, and gives no record with a provenance" in str(registry.plan("scale", X))
 
 
-def test_a_store_that_fails_to_remember_breaks_nobody(registry: Registry) -> None:
+def test_a_store_that_cannot_write_does_not_break_the_call(registry: Registry) -> None:
     @hookimpl
     def select_config(inv):
         return None
@@ -433,10 +435,10 @@ def test_a_store_that_fails_to_remember_breaks_nobody(registry: Registry) -> Non
     plan = registry.plan("scale", X)
     (verdict,) = (v for v in plan.verdicts if v.name == "a full disk")
     assert (verdict.status, verdict.reason) == ("broken", "config_selected raised OSError: disk full")
-    assert used(registry) == 3
+    assert used_factor(registry) == 3
 
 
-def test_memory_is_bounded_by_what_the_user_says(registry: Registry) -> None:
+def test_the_user_can_bound_the_memory(registry: Registry) -> None:
     registry.memory = ConfigCache(maxsize=2)
     keys = [registry.invocation("scale", jnp.ones(n)).key for n in (3, 5, 9)]
     for key in keys:
@@ -444,39 +446,39 @@ def test_memory_is_bounded_by_what_the_user_says(registry: Registry) -> None:
     assert [key in registry.memory for key in keys] == [False, True, True]
 
 
-# -- which record holds ----------------------------------------------------------------------------------------------
+# -- which record applies --------------------------------------------------------------------------------------------
 
 
-def test_the_exact_key_goes_before_the_bucket(registry: Registry) -> None:
-    exact, alike = registry.invocation("scale", X).tuning_keys
-    assert exact == registry.invocation("scale", X).key != alike
-    registry.remember(alike, Config(3))
-    assert used(registry) == 3
-    np.testing.assert_allclose(registry.call("scale", jnp.ones(8)), 3)  # 5 and 8 are alike
+def test_the_exact_key_comes_before_the_bucket(registry: Registry) -> None:
+    exact, bucket_key = registry.invocation("scale", X).tuning_keys
+    assert exact == registry.invocation("scale", X).key != bucket_key
+    registry.remember(bucket_key, Config(3))
+    assert used_factor(registry) == 3
+    np.testing.assert_allclose(registry.call("scale", jnp.ones(8)), 3)  # 5 and 8 have one bucket
     np.testing.assert_allclose(registry.call("scale", jnp.ones(9)), 2)
     registry.remember(exact, Config(4))
-    assert used(registry) == 4
+    assert used_factor(registry) == 4
     np.testing.assert_allclose(registry.call("scale", jnp.ones(8)), 3)
 
 
-def test_a_measurement_serves_the_calls_that_are_alike(registry: Registry) -> None:
-    measuring = tuner(Config(4))
-    registry.register(measuring, "tuner")
+def test_a_measurement_applies_to_all_calls_of_its_bucket(registry: Registry) -> None:
+    tuning_policy = tuner(Config(4))
+    registry.register(tuning_policy, "tuner")
     for length in (5, 6, 7, 8, 6):
         np.testing.assert_allclose(registry.call("scale", jnp.ones(length)), 4)
-    assert len(measuring.seen) == 1
+    assert len(tuning_policy.keys) == 1
     registry.call("scale", jnp.ones(4))
-    assert len(measuring.seen) == 2
+    assert len(tuning_policy.keys) == 2
 
 
-def test_a_race_says_nothing_about_who_did_not_take_part(registry: Registry) -> None:
+def test_a_record_does_not_exclude_a_backend_that_was_not_measured(registry: Registry) -> None:
     key = registry.invocation("scale", X).key
     registry.remember(key, Record(Config(4), "two", provenance(backends=("two",))))
-    assert used(registry) == 4
+    assert used_factor(registry) == 4
     registry.register(kernel(Other(3), rank=99), "scale.three")
     registry.remember(registry.invocation("scale", X).key, Record(Config(4), "two", provenance(backends=("two",))))
-    assert (used(registry), origin(registry)) == (3, "heuristic")
-    assert used(registry, backend="two") == 4
+    assert (used_factor(registry), origin(registry)) == (3, "heuristic")
+    assert used_factor(registry, backend="two") == 4
 
 
 def test_the_fastest_of_several_records_answers(registry: Registry) -> None:
@@ -485,24 +487,24 @@ def test_the_fastest_of_several_records_answers(registry: Registry) -> None:
     both = ("two", "three")
     registry.remember(key, Record(Other(5), "three", provenance(0.5, both)))
     registry.remember(key, Record(Config(6), "two", provenance(0.7, both)))
-    assert used(registry) == 5
+    assert used_factor(registry) == 5
     registry.remember(key, Record(Config(8), "two", provenance(0.3, both)))
-    assert used(registry) == 8
+    assert used_factor(registry) == 8
 
 
-def test_a_record_of_a_kernel_that_now_refuses_does_not_answer(registry: Registry) -> None:
+def test_a_record_of_a_kernel_that_now_refuses_is_not_used(registry: Registry) -> None:
     registry.register(kernel(Other(3), refusal="not today"), "scale.three")
     key = registry.invocation("scale", X).key
     registry.remember(key, Record(Other(5), "three", provenance(0.5, ("two", "three"))))
-    assert used(registry) == 2
+    assert used_factor(registry) == 2
 
 
-def test_a_configuration_of_another_type_does_not_answer(registry: Registry) -> None:
+def test_a_remembered_configuration_of_another_type_is_not_used(registry: Registry) -> None:
     registry.remember(registry.invocation("scale", X).key, Other(5))
-    assert used(registry) == 2
+    assert used_factor(registry) == 2
 
 
-def test_an_option_without_content_has_no_key_and_the_call_goes_on(registry: Registry) -> None:
+def test_a_call_with_an_option_without_content_has_no_key_and_runs(registry: Registry) -> None:
     registry.register(kernel(), "scale.two")
 
     class Shift(float):
@@ -513,16 +515,16 @@ def test_an_option_without_content_has_no_key_and_the_call_goes_on(registry: Reg
     assert "has no content that could be written down" in str(registry.plan("scale", X, shift=Shift(1.0)))
 
 
-# -- what is told ----------------------------------------------------------------------------------------------------
+# -- explanations ----------------------------------------------------------------------------------------------------
 
 
-def test_explain_tells_the_tier_the_key_its_age_and_provenance(registry: Registry) -> None:
+def test_an_explanation_has_origin_key_age_and_provenance(registry: Registry) -> None:
     key = registry.invocation("scale", X).key
     registry.remember(key, Record(Config(4), "two", attrs.evolve(provenance(0.125), when="2020-01-01T00:00:00+00:00")))
-    told = str(registry.explain("scale", X))
-    assert told.startswith("scale.two with Config(factor=4), by memory")
-    assert f"remembered as scale {key.digest}, measured" in told
-    assert "days ago on cpu: 0.125 ms" in told
+    explanation = str(registry.explain("scale", X))
+    assert explanation.startswith("scale.two with Config(factor=4), by memory")
+    assert f"remembered as scale {key.digest}, measured" in explanation
+    assert "days ago on cpu: 0.125 ms" in explanation
     with overlay_cache({key: Config(5)}):
         assert f"remembered as scale {key.digest}, put there by hand" in str(registry.explain("scale", X))
 
@@ -537,7 +539,7 @@ def attention(length: int, **options: Any) -> Invocation:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "alike"),
+    ("first", "second", "has_one_bucket"),
     [
         (attention(1000), attention(1024), True),
         (attention(1000), attention(1025), False),
@@ -550,28 +552,28 @@ def attention(length: int, **options: Any) -> Invocation:
         (attention(1000), attention(1000, dropout_prob=0.1, dropout_seed=1), False),
     ],
 )
-def test_attention_calls_that_are_alike(one: Invocation, other: Invocation, alike: bool) -> None:
-    assert one.key != other.key
-    assert (one.tuning_keys[1] == other.tuning_keys[1]) is alike
+def test_attention_calls_of_one_bucket(first: Invocation, second: Invocation, has_one_bucket: bool) -> None:
+    assert first.key != second.key
+    assert (first.tuning_keys[1] == second.tuning_keys[1]) is has_one_bucket
 
 
 @pytest.fixture
-def remembering() -> Iterator[Registry]:
-    """The registry of the process, which forgets again."""
+def process_registry() -> Iterator[Registry]:
+    """The registry of the process, whose memory is cleared afterwards."""
     yield ejkernel_core.registry
     ejkernel_core.registry.forget()
 
 
-def test_forward_and_backward_have_configurations_of_their_own(remembering: Registry) -> None:
+def test_forward_and_backward_have_separate_configurations(process_registry: Registry) -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     arrays = [jax.random.normal(k, (2, 37, 2, 8)) for k in keys]
     before = jax.grad(lambda *a: ejkernel_core.call("flash_attention", *a).sum())(*arrays)
-    explained = remembering.explain("flash_attention", *arrays)
-    for plan, cfg in ((explained.plan, {"q_block": 16}), (explained.backward.plan, {"kv_block": 8})):
-        remembering.remember(plan.invocation.key, attrs.evolve(plan.cfg, **cfg))
-    explained = remembering.explain("flash_attention", *arrays)
-    assert (explained.plan.origin, explained.plan.cfg.q_block) == ("memory", 16)
-    assert (explained.backward.plan.origin, explained.backward.plan.cfg.kv_block) == ("memory", 8)
+    explanation = process_registry.explain("flash_attention", *arrays)
+    for plan, cfg in ((explanation.plan, {"q_block": 16}), (explanation.backward.plan, {"kv_block": 8})):
+        process_registry.remember(plan.invocation.key, attrs.evolve(plan.cfg, **cfg))
+    explanation = process_registry.explain("flash_attention", *arrays)
+    assert (explanation.plan.origin, explanation.plan.cfg.q_block) == ("memory", 16)
+    assert (explanation.backward.plan.origin, explanation.backward.plan.cfg.kv_block) == ("memory", 8)
     after = jax.grad(lambda *a: ejkernel_core.call("flash_attention", *a).sum())(*arrays)
     np.testing.assert_allclose(after, before, atol=1e-5)
 

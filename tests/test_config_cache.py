@@ -1,4 +1,4 @@
-"""Configurations in memory: a mapping from keys to records, bounded if asked, and shared by threads."""
+"""``ConfigCache``: records in memory by key, with an optional bound, shared by threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import pytest
 
-from ejkernel_core import ConfigCache, Provenance, Record
+from ejkernel_core import ConfigCache, Provenance, Record, RecordError
 
 
 @attrs.frozen
@@ -29,11 +29,12 @@ def provenance(milliseconds: float = 1.0) -> Provenance:
     return Provenance(when="2026-11-20T12:00:00+00:00", device="cpu", milliseconds=milliseconds, backends=("a", "b"))
 
 
-def candidate(backend: str, kind: type | None = Config) -> Any:
-    return SimpleNamespace(backend=backend, config_type=kind, software={})
+def candidate(backend: str, config_type: type | None = Config) -> Any:
+    kernel = SimpleNamespace(name=f"double.{backend}")
+    return SimpleNamespace(kernel=kernel, backend=backend, config_type=config_type, software={})
 
 
-def test_what_was_put_is_there_and_nothing_else() -> None:
+def test_get_returns_what_was_put() -> None:
     cache = ConfigCache()
     assert (len(cache), list(cache), cache.items(), "k" in cache) == (0, [], [], False)
     cache.put("k", Config(1))
@@ -44,7 +45,7 @@ def test_what_was_put_is_there_and_nothing_else() -> None:
     assert cache.items() == [("k", (Record(Config(1)),)), ("l", (Record(Config(2)),))]
 
 
-def test_the_last_one_put_is_the_one_got() -> None:
+def test_get_returns_the_last_configuration_put() -> None:
     cache = ConfigCache()
     for block in (1, 2, 3):
         cache.put("k", Config(block))
@@ -53,8 +54,8 @@ def test_the_last_one_put_is_the_one_got() -> None:
     assert len(cache) == 1
 
 
-def test_no_configuration_is_a_configuration() -> None:
-    """Of a kernel that has none, it is remembered that it is the best."""
+def test_none_is_a_configuration() -> None:
+    """The record of a kernel without configurations says that the kernel is the fastest."""
     cache = ConfigCache()
     cache.put("k", None)
     assert "k" in cache
@@ -62,7 +63,7 @@ def test_no_configuration_is_a_configuration() -> None:
     assert cache.records("k") == (Record(None),)
 
 
-def test_every_backend_has_its_record() -> None:
+def test_each_backend_has_its_own_record() -> None:
     cache = ConfigCache()
     first, second = Record(Config(1), "a", provenance(1.0)), Record(Other(2), "b", provenance(2.0))
     cache.put("k", first)
@@ -71,7 +72,8 @@ def test_every_backend_has_its_record() -> None:
     assert cache.get("k") == Other(2)
     assert cache.find("k", candidate("a")) == first
     assert cache.find("k", candidate("b", Other)) == second
-    assert cache.find("k", candidate("b", Config)) is None
+    with pytest.raises(RecordError, match=r"it has Other\(.*\) for the call, no configuration of double.b"):
+        cache.find("k", candidate("b", Config))
     assert cache.find("k", candidate("c")) is None
     better = Record(Config(3), "a", provenance(0.5))
     cache.put("k", better)
@@ -79,22 +81,23 @@ def test_every_backend_has_its_record() -> None:
     assert len(cache) == 1
 
 
-def test_what_was_put_by_hand_is_for_every_kernel_that_takes_its_type() -> None:
+def test_a_plain_configuration_applies_to_every_kernel_of_its_type() -> None:
     cache = ConfigCache()
     cache.put("k", Config(1))
     for backend in ("a", "b"):
         assert cache.find("k", candidate(backend)) == Record(Config(1))
-        assert cache.find("k", candidate(backend, None)) is None  # a kernel without configurations
-        assert cache.find("k", candidate(backend, Other)) is None
+        for kind in (None, Other):  # None: a kernel without configurations
+            with pytest.raises(RecordError, match=f"no configuration of double.{backend}"):
+                cache.find("k", candidate(backend, kind))
 
 
-def test_what_was_not_asked_for_the_longest_goes_first() -> None:
+def test_the_least_recently_used_key_is_dropped_first() -> None:
     cache = ConfigCache(maxsize=3)
     for name in "abc":
         cache.put(name, Config())
     cache.get("a")
     cache.find("b", candidate("x"))
-    assert "c" in cache  # to look whether it is there is no use of it
+    assert "c" in cache  # ``in`` does not count as a use
     cache.put("d", Config())
     assert list(cache) == ["a", "b", "d"]
     cache.put("a", Config(2))
@@ -103,12 +106,12 @@ def test_what_was_not_asked_for_the_longest_goes_first() -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_a_bound_is_at_least_one(size: int) -> None:
+def test_a_bound_below_one_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match="maxsize: takes at least 1, or None for no bound"):
         ConfigCache(maxsize=size)
 
 
-def test_clear_forgets_everything() -> None:
+def test_clear_drops_everything() -> None:
     cache = ConfigCache(maxsize=2)
     cache.put("k", Config())
     cache.clear()
@@ -117,18 +120,18 @@ def test_clear_forgets_everything() -> None:
     assert cache.get("k") == Config(2)
 
 
-def test_every_change_is_a_new_generation_and_no_question_is() -> None:
+def test_only_changes_increase_the_generation() -> None:
     cache = ConfigCache()
-    seen = [cache.generation]
+    generations = [cache.generation]
     for change in (lambda: cache.put("k", Config()), lambda: cache.put("k", Config()), cache.clear):
         change()
-        seen.append(cache.generation)
-    assert seen == sorted(set(seen))
+        generations.append(cache.generation)
+    assert generations == sorted(set(generations))
     cache.get("k"), cache.items(), list(cache), len(cache), "k" in cache, cache.find("k", candidate("a"))
-    assert cache.generation == seen[-1]
+    assert cache.generation == generations[-1]
 
 
-def test_it_may_change_while_it_is_gone_through() -> None:
+def test_a_cache_may_change_during_iteration() -> None:
     cache = ConfigCache()
     cache.put("a", Config())
     cache.put("b", Config())
@@ -143,18 +146,18 @@ def test_a_key_has_to_be_hashable() -> None:
 
 
 @pytest.fixture
-def restless() -> Iterator[None]:
-    """Threads take turns as often as they can."""
+def frequent_thread_switches() -> Iterator[None]:
+    """Python switches between threads as often as it can."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
 
 
-@pytest.mark.usefixtures("restless")
-def test_threads_share_it() -> None:
-    """Eight threads put, get, go through it and clear it: nothing fails, and the bound holds at every moment."""
-    cache, wrong, start = ConfigCache(maxsize=16), [], threading.Barrier(8)
+@pytest.mark.usefixtures("frequent_thread_switches")
+def test_threads_can_share_a_cache() -> None:
+    """Eight threads put, get, iterate and clear: nothing fails, and the size never exceeds the bound."""
+    cache, faults, start = ConfigCache(maxsize=16), [], threading.Barrier(8)
 
     def work(number: int) -> None:
         try:
@@ -162,29 +165,29 @@ def test_threads_share_it() -> None:
             for i in range(2000):
                 key = (number * 7 + i) % 40
                 cache.put(key, Record(Config(key), f"b{number % 3}"))
-                found = cache.get((key + i) % 40)
+                cfg = cache.get((key + i) % 40)
                 records = cache.items() if i % 50 == 0 else []
-                if len(cache) > 16 or not (found is None or isinstance(found, Config)):
-                    wrong.append((number, i, found))
-                wrong.extend((k, r) for k, several in records for r in several if r.cfg != Config(k))
+                if len(cache) > 16 or not (cfg is None or isinstance(cfg, Config)):
+                    faults.append((number, i, cfg))
+                faults.extend((k, r) for k, records_of_key in records for r in records_of_key if r.cfg != Config(k))
                 if i == 1000 and number == 0:
                     cache.clear()
         except Exception as fault:
-            wrong.append(repr(fault))
+            faults.append(repr(fault))
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert wrong == []
+    assert faults == []
     assert len(cache) == 16
     assert cache.generation == 8 * 2000 + 1
 
 
 @attrs.frozen(eq=False)
-class Slow:
-    """A key that lets other threads run whenever it is looked up."""
+class YieldingKey:
+    """A key whose hash lets other threads run."""
 
     name: int
 
@@ -193,24 +196,24 @@ class Slow:
         return hash(self.name)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Slow) and self.name == other.name
+        return isinstance(other, YieldingKey) and self.name == other.name
 
 
-@pytest.mark.usefixtures("restless")
-def test_no_put_is_lost_among_threads() -> None:
-    """All put under the same keys at the same time, each for a backend of its own."""
+@pytest.mark.usefixtures("frequent_thread_switches")
+def test_no_put_is_lost_between_threads() -> None:
+    """All threads put under the same keys at the same time, each for its own backend."""
     cache, start, rounds = ConfigCache(), threading.Barrier(8), 60
 
     def work(number: int) -> None:
         start.wait()
         for i in range(rounds):
-            cache.put(Slow(i), Record(Config(number), f"b{number}"))
+            cache.put(YieldingKey(i), Record(Config(number), f"b{number}"))
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    every = {(f"b{number}", number) for number in range(8)}
-    assert [{(r.backend, r.cfg.block) for r in records} for _, records in cache.items()] == [every] * rounds
+    expected = {(f"b{number}", number) for number in range(8)}
+    assert [{(r.backend, r.cfg.block) for r in records} for _, records in cache.items()] == [expected] * rounds
     assert cache.generation == 8 * rounds

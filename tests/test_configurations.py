@@ -1,4 +1,4 @@
-"""What a configuration may be, and what a space of them: a kernel's configuration stays as it was chosen."""
+"""Which values may be configurations, namely immutable ones, and what ``config_space`` may return."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import ejkernel_testing as testing
 from ejkernel_classes import Kernel
 from ejkernel_core import (
     Choice,
+    Example,
     NoKernel,
     Operation,
     PluginError,
@@ -52,7 +53,7 @@ class Validated:
 
 
 @attrs.define(eq=False)
-class Itself:
+class ComparedByIdentity:
     n: int = 2
 
 
@@ -71,11 +72,11 @@ class FrozenData:
 
 
 class Inherited(Config):
-    """Of a frozen class, without a decorator of its own."""
+    """A subclass of a frozen class, without a decorator."""
 
 
 @attrs.frozen(eq=False)
-class OnlyItself:
+class FrozenComparedByIdentity:
     n: int = 2
 
 
@@ -89,7 +90,7 @@ class Speed(enum.Enum):
 
 
 class Value:
-    """Written by hand, with a value's equality."""
+    """An immutable class written by hand, which compares by value."""
 
     def __init__(self, n: int = 2) -> None:
         self._n = n
@@ -105,11 +106,11 @@ class Value:
         return hash(self.n)
 
 
-CHANGEABLE = {
+MUTABLE = {
     Defined: (Defined(), "a Defined is not frozen: use attrs.frozen"),
     Hashable: (Hashable(), "a Hashable is not frozen: use attrs.frozen"),
     Validated: (Validated(), "a Validated is not frozen: use attrs.frozen"),
-    Itself: (Itself(), "a Itself is not frozen: use attrs.frozen"),
+    ComparedByIdentity: (ComparedByIdentity(), "a ComparedByIdentity is not frozen: use attrs.frozen"),
     Data: (Data(), "a Data is not frozen: use dataclass(frozen=True)"),
     Plain: (Plain(), "a Plain takes any attribute: use attrs.frozen"),
     SimpleNamespace: (SimpleNamespace(n=2), "a SimpleNamespace has no hash"),
@@ -117,11 +118,11 @@ CHANGEABLE = {
     dict: ({"n": 2}, "a dict has no hash"),
     set: ({2}, "a set has no hash"),
 }
-FIT = [
+IMMUTABLE = [
     Config(),
     FrozenData(),
     Inherited(),
-    OnlyItself(),
+    FrozenComparedByIdentity(),
     Pair(),
     Speed.FAST,
     Value(),
@@ -134,7 +135,7 @@ FIT = [
 
 
 def kernel(cfg: Any, **names: Any) -> SimpleNamespace:
-    """``double`` by a kernel whose heuristic gives this."""
+    """A kernel for ``double`` whose heuristic returns ``cfg``."""
 
     @hookimpl
     def heuristic_cfg(inv: object) -> Any:
@@ -156,42 +157,42 @@ def registry() -> Registry:
 
 
 def verdict(registry: Registry, name: str) -> tuple[str, str]:
-    (mine,) = (v for v in registry.plan("double", X).verdicts if v.name == name)
-    return mine.status, mine.reason
+    (match,) = (v for v in registry.plan("double", X).verdicts if v.name == name)
+    return match.status, match.reason
 
 
-# -- what can be changed ---------------------------------------------------------------------------------------------
+# -- mutable values --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", CHANGEABLE)
-def test_a_config_that_can_be_changed_is_refused_where_it_is_loaded(registry: Registry, kind: type) -> None:
-    cfg, told = CHANGEABLE[kind]
-    with pytest.raises(PluginError) as caught:
+@pytest.mark.parametrize("kind", MUTABLE)
+def test_a_mutable_config_class_is_refused_when_the_kernel_is_loaded(registry: Registry, kind: type) -> None:
+    cfg, message = MUTABLE[kind]
+    with pytest.raises(PluginError) as error:
         registry.register(kernel(cfg, Config=kind), "double.bad")
-    assert f"'double.bad', registered at run time: Config takes values that cannot be changed; {told}" in str(
-        caught.value
+    assert f"'double.bad', registered at run time: Config takes values that cannot be changed; {message}" in str(
+        error.value
     )
 
 
-@pytest.mark.parametrize("kind", CHANGEABLE)
-def test_a_heuristic_that_gives_what_can_be_changed_is_a_broken_kernel(registry: Registry, kind: type) -> None:
-    cfg, told = CHANGEABLE[kind]
+@pytest.mark.parametrize("kind", MUTABLE)
+def test_a_kernel_whose_heuristic_returns_a_mutable_value_is_broken(registry: Registry, kind: type) -> None:
+    cfg, message = MUTABLE[kind]
     registry.register(kernel(cfg), "double.bad")
     np.testing.assert_array_equal(registry.call("double", X), 2 * X)
-    assert verdict(registry, "double.bad") == ("broken", f"heuristic_cfg gives what can be changed: {told}")
+    assert verdict(registry, "double.bad") == ("broken", f"heuristic_cfg gives what can be changed: {message}")
     with pytest.raises(PluginError, match="heuristic_cfg gives what can be changed"):
         registry.call("double", X, backend="bad")
 
 
 @pytest.mark.parametrize("cfg", [(2, [3]), Config([3])], ids=str)
-def test_what_holds_what_can_be_changed_can_be_changed(registry: Registry, cfg: Any) -> None:
+def test_a_configuration_that_contains_a_list_is_mutable(registry: Registry, cfg: Any) -> None:
     registry.register(kernel(cfg, Config=type(cfg)), "double.bad")
     status, reason = verdict(registry, "double.bad")
     assert (status, "has no hash" in reason) == ("broken", True)
 
 
-@pytest.mark.parametrize("cfg", FIT, ids=lambda cfg: f"{type(cfg).__name__}-{str(cfg)[:20]}".partition("<")[0])
-def test_what_stays_is_a_configuration(registry: Registry, cfg: Any) -> None:
+@pytest.mark.parametrize("cfg", IMMUTABLE, ids=lambda cfg: f"{type(cfg).__name__}-{str(cfg)[:20]}".partition("<")[0])
+def test_an_immutable_value_can_be_a_configuration(registry: Registry, cfg: Any) -> None:
     registry.register(kernel(cfg), "double.untyped")
     registry.register(kernel(cfg, Config=type(cfg)), "double.typed")
     for backend in ("untyped", "typed"):
@@ -201,21 +202,21 @@ def test_what_stays_is_a_configuration(registry: Registry, cfg: Any) -> None:
         np.testing.assert_array_equal(registry.call("double", X, backend="typed", cfg=cfg), 2 * X)
 
 
-@pytest.mark.parametrize("kind", CHANGEABLE)
-def test_a_cfg_that_can_be_changed_is_refused(registry: Registry, kind: type) -> None:
-    cfg, told = CHANGEABLE[kind]
+@pytest.mark.parametrize("kind", MUTABLE)
+def test_a_mutable_explicit_cfg_is_refused(registry: Registry, kind: type) -> None:
+    cfg, message = MUTABLE[kind]
     registry.register(kernel(2, Config=object), "double.any")
-    for ask in (registry.plan, registry.explain):
-        with pytest.raises(TypeError) as caught:
-            ask("double", X, cfg=cfg)
-        assert str(caught.value) == f"double: cfg takes a value that cannot be changed; {told}"
+    for method in (registry.plan, registry.explain):
+        with pytest.raises(TypeError) as error:
+            method("double", X, cfg=cfg)
+        assert str(error.value) == f"double: cfg takes a value that cannot be changed; {message}"
     with pytest.raises(
         TypeError, match=r"double: cfg (takes a value that cannot be changed|is a static option and has to be hash)"
     ):
         registry.call("double", X, cfg=cfg)
 
 
-def test_a_policy_that_chooses_what_can_be_changed_is_passed_over(registry: Registry) -> None:
+def test_a_policy_that_chooses_a_mutable_value_is_skipped(registry: Registry) -> None:
     @hookimpl
     def select_config(candidates: Any) -> Choice:
         return Choice("untyped", Hashable(7), "a guess")
@@ -224,13 +225,13 @@ def test_a_policy_that_chooses_what_can_be_changed_is_passed_over(registry: Regi
     registry.register(SimpleNamespace(select_config=select_config), "guess")
     plan = registry.plan("double", X)
     assert (plan.cfg, plan.origin) == (2, "heuristic")
-    told = "a guess chose what can be changed for double.untyped: a Hashable is not frozen: use attrs.frozen"
-    assert verdict(registry, "guess") == ("broken", told)
+    message = "a guess chose what can be changed for double.untyped: a Hashable is not frozen: use attrs.frozen"
+    assert verdict(registry, "guess") == ("broken", message)
     with overlay_cache({plan.invocation.key: Hashable(7)}):
         assert registry.plan("double", X).cfg == 2
 
 
-def test_a_kernel_class_takes_no_configurations_that_can_be_changed() -> None:
+def test_a_kernel_class_refuses_mutable_configurations() -> None:
     class Doubled(Kernel[Hashable, jax.Array]):
         def run(self, x: Any, *, cfg: Hashable) -> jax.Array:
             cfg.n += 1
@@ -245,7 +246,7 @@ def test_a_kernel_class_takes_no_configurations_that_can_be_changed() -> None:
         Doubled()(jnp.asarray(X), cfg=Hashable())
 
 
-def test_an_untyped_kernel_class_takes_none_either() -> None:
+def test_an_untyped_kernel_class_refuses_mutable_configurations() -> None:
     class Doubled(Kernel):  # type: ignore[type-arg]
         def run(self, x: Any, *, cfg: Any) -> jax.Array:
             return x * 2
@@ -265,8 +266,8 @@ def test_an_untyped_kernel_class_takes_none_either() -> None:
 # -- spaces ----------------------------------------------------------------------------------------------------------
 
 
-def spaced(make: Callable[[], Any]) -> Any:
-    """The hook that gives what this makes."""
+def space_hook(make: Callable[[], Any]) -> Any:
+    """The hook ``config_space`` that returns ``make()``."""
 
     @hookimpl
     def config_space(inv: object) -> Any:
@@ -275,12 +276,12 @@ def spaced(make: Callable[[], Any]) -> Any:
     return config_space
 
 
-def halfway() -> Iterator[Config]:
+def one_then_error() -> Iterator[Config]:
     yield Config(4)
     raise ZeroDivisionError("blocks of 0")
 
 
-def panicking() -> list[Config]:
+def raising() -> list[Config]:
     raise BaseException("index out of bounds")
 
 
@@ -293,10 +294,10 @@ def endless() -> Iterator[Any]:
         yield "fast"
 
 
-NO_SPACE = {
-    "raises": (panicking, [], "config_space raised BaseException: index out of bounds"),
+INVALID_SPACES = {
+    "raises": (raising, [], "config_space raised BaseException: index out of bounds"),
     "refuses": (refusing, [], "config_space raised Unsupported: not today"),
-    "raises halfway": (halfway, [Config(4)], "config_space raised ZeroDivisionError: blocks of 0"),
+    "raises halfway": (one_then_error, [Config(4)], "config_space raised ZeroDivisionError: blocks of 0"),
     "returns None": (lambda: None, [], "config_space raised TypeError: 'NoneType' object is not iterable"),
     "returns one": (Config, [], "config_space raised TypeError: 'Config' object is not iterable"),
     "gives None": (
@@ -317,36 +318,36 @@ NO_SPACE = {
 }
 
 
-@pytest.mark.parametrize("name", NO_SPACE)
-def test_what_is_no_space_is_told_and_costs_only_what_is_wrong(registry: Registry, name: str) -> None:
-    make, good, told = NO_SPACE[name]
-    registry.register(kernel(Config(), Config=Config, config_space=spaced(make)), "double.bad")
+@pytest.mark.parametrize("name", INVALID_SPACES)
+def test_an_invalid_space_is_reported_and_keeps_its_valid_configurations(registry: Registry, name: str) -> None:
+    make, valid, message = INVALID_SPACES[name]
+    registry.register(kernel(Config(), Config=Config, config_space=space_hook(make)), "double.bad")
     np.testing.assert_array_equal(registry.call("double", X), 2 * X)
     plan = registry.explain("double", X).plan
     assert plan is not None
     reasons = {verdict.name: (verdict.status, verdict.reason) for verdict in plan.verdicts}
-    assert reasons == {"double.good": ("able", ""), "double.bad": ("chosen", told)}
+    assert reasons == {"double.good": ("able", ""), "double.bad": ("chosen", message)}
     faults: list[str] = []
     bad = registry.kernel("double", "bad")
-    assert list(bad.configurations(plan.invocation, faults.append)) == good
-    assert faults == [told]
-    assert [bad.offers(plan.invocation, cfg) for cfg in (Config(4), Config(5))] == [bool(good), False]
+    assert list(bad.configurations(plan.invocation, faults.append)) == valid
+    assert faults == [message]
+    assert [bad.offers(plan.invocation, cfg) for cfg in (Config(4), Config(5))] == [bool(valid), False]
 
 
-def test_of_a_large_space_an_explanation_looks_at_the_first_few(registry: Registry) -> None:
-    given: list[int] = []
+def test_an_explanation_reads_only_the_first_configurations_of_a_large_space(registry: Registry) -> None:
+    numbers: list[int] = []
 
-    def counting() -> Iterator[Config]:
+    def large_space() -> Iterator[Config]:
         for n in itertools.count():
-            given.append(n)
+            numbers.append(n)
             yield Config(n)
 
-    registry.register(kernel(Config(), Config=Config, config_space=spaced(counting)), "double.large")
+    registry.register(kernel(Config(), Config=Config, config_space=space_hook(large_space)), "double.large")
     assert registry.plan("double", X).kernel.name == "double.large"
-    assert given == []
+    assert numbers == []
     assert "double.large (registered at run time): chosen\n" in str(registry.explain("double", X))
-    assert 0 < len(given) < 100
-    registry.register(kernel(Config(), Config=Config, config_space=spaced(endless)), "double.large")
+    assert 0 < len(numbers) < 100
+    registry.register(kernel(Config(), Config=Config, config_space=space_hook(endless)), "double.large")
     assert "chosen, config_space gives a value of type str, not its Config\n" in str(registry.explain("double", X))
     large, inv = registry.kernel("double", "large"), registry.plan("double", X).invocation
     assert not large.offers(inv, Config())
@@ -355,7 +356,7 @@ def test_of_a_large_space_an_explanation_looks_at_the_first_few(registry: Regist
     assert faults == {"config_space gives a value of type str, not its Config"}
 
 
-def test_a_kernel_that_was_not_asked_is_not_asked_for_its_space(registry: Registry) -> None:
+def test_the_space_of_a_kernel_without_a_heuristic_configuration_is_not_read(registry: Registry) -> None:
     @attrs.frozen
     class Interpreted:
         interpret: bool = True
@@ -364,24 +365,24 @@ def test_a_kernel_that_was_not_asked_is_not_asked_for_its_space(registry: Regist
     def check_cfg(cfg):
         assert cfg.interpret
 
-    space = spaced(refusing)
+    space = space_hook(refusing)
     bad = kernel(Interpreted(), Config=Interpreted, PLATFORMS={"abacus": 9}, config_space=space, check_cfg=check_cfg)
     registry.register(bad, "double.bead")
-    told = str(registry.explain("double", X, cfg=Interpreted()))
-    assert "double.bead (registered at run time): chosen\n" in told
+    explanation = str(registry.explain("double", X, cfg=Interpreted()))
+    assert "double.bead (registered at run time): chosen\n" in explanation
     assert "refused, it runs on abacus; this is cpu\n" in str(registry.explain("double", X))
 
 
-def test_without_a_space_there_is_the_heuristics_configuration(registry: Registry) -> None:
-    good, inv = registry.kernel("double", "good"), registry.plan("double", X).invocation
-    assert list(good.configurations(inv, pytest.fail)) == [Config()]
-    assert good.offers(inv, Config(9))
+def test_without_a_space_the_only_configuration_is_the_heuristic(registry: Registry) -> None:
+    kernel_of_good, inv = registry.kernel("double", "good"), registry.plan("double", X).invocation
+    assert list(kernel_of_good.configurations(inv, pytest.fail)) == [Config()]
+    assert kernel_of_good.offers(inv, Config(9))
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
-        (halfway, "configurations: double.bad on ones: config_space raised ZeroDivisionError: blocks of 0"),
+        (one_then_error, "configurations: double.bad on ones: config_space raised ZeroDivisionError: blocks of 0"),
         (
             lambda: ["fast"],
             "configurations: double.bad on ones: config_space gives a value of type str, not its Config",
@@ -391,17 +392,17 @@ def test_without_a_space_there_is_the_heuristics_configuration(registry: Registr
         (lambda: map(Config, itertools.count()), "configurations: double.bad on ones: there are more than"),
     ],
 )
-def test_the_proofs_look_at_the_space_of_each_case(registry: Registry, make: Callable[[], Any], told: str) -> None:
-    case = testing.Case("ones", "double", lambda draw: {"x": np.ones(8)})
-    registry.register(kernel(Config(), Config=Config, config_space=spaced(lambda: [Config(4)])), "double.bad")
-    testing.configurations(registry, "double.bad", case)
-    registry.register(kernel(Config(), Config=Config, config_space=spaced(make)), "double.bad")
-    with pytest.raises(AssertionError) as caught:
-        testing.configurations(registry, "double.bad", case)
-    assert str(caught.value).startswith(told)
+def test_the_proofs_check_the_space_of_each_example(registry: Registry, make: Callable[[], Any], message: str) -> None:
+    example = Example("ones", "double", lambda draw: {"x": np.ones(8)})
+    registry.register(kernel(Config(), Config=Config, config_space=space_hook(lambda: [Config(4)])), "double.bad")
+    testing.configurations(registry, "double.bad", example)
+    registry.register(kernel(Config(), Config=Config, config_space=space_hook(make)), "double.bad")
+    with pytest.raises(AssertionError) as error:
+        testing.configurations(registry, "double.bad", example)
+    assert str(error.value).startswith(message)
 
 
-def test_the_proofs_look_at_the_space_of_the_backward() -> None:
+def test_the_proofs_check_the_space_of_the_backward() -> None:
     registry = Registry(plugins="")
 
     class Doubled(Kernel[Config, jax.Array]):
@@ -412,26 +413,26 @@ def test_the_proofs_look_at_the_space_of_the_backward() -> None:
             return (cotangents[0] * 2,)
 
     registry.register(Doubled())
-    case = testing.Case("ones", "Doubled", lambda draw: {"x": np.ones(8)}, wrt=("x",))
-    testing.configurations(registry, "Doubled.run", case)
+    example = Example("ones", "Doubled", lambda draw: {"x": np.ones(8)}, wrt=("x",))
+    testing.configurations(registry, "Doubled.run", example)
     backward = Doubled().plugin.backward
     bad = {name: getattr(backward, name) for name in ("Config", "heuristic_cfg", "run_backend")}
-    registry.register(SimpleNamespace(**bad, config_space=spaced(halfway)), "Doubled_bwd.run")
+    registry.register(SimpleNamespace(**bad, config_space=space_hook(one_then_error)), "Doubled_bwd.run")
     with pytest.raises(
         AssertionError, match="configurations: Doubled_bwd.run on ones: config_space raised ZeroDivision"
     ):
-        testing.configurations(registry, "Doubled.run", case)
+        testing.configurations(registry, "Doubled.run", example)
 
 
-def test_kernel_proofs_have_a_test_of_the_space(registry: Registry) -> None:
-    case = testing.Case("ones", "double", lambda draw: {"x": np.ones(8)})
-    registry.register(kernel(Config(), Config=Config, config_space=spaced(halfway)), "double.bad")
+def test_kernel_proofs_check_the_space(registry: Registry) -> None:
+    example = Example("ones", "double", lambda draw: {"x": np.ones(8)})
+    registry.register(kernel(Config(), Config=Config, config_space=space_hook(one_then_error)), "double.bad")
 
     class Proofs(testing.KernelProofs):
         kernel = "double.bad"
 
     Proofs.registry = registry
     with pytest.raises(AssertionError, match="configurations: double.bad on ones: config_space raised ZeroDivision"):
-        Proofs().test_configurations(case)
+        Proofs().test_configurations(example)
     Proofs.kernel = "double.good"
-    Proofs().test_configurations(case)
+    Proofs().test_configurations(example)

@@ -1,4 +1,4 @@
-"""What a prompt and a notebook show of a value: one line without its insides, and a table in which nothing is markup."""
+"""How values are displayed: in one line at a prompt, and as a table in a notebook, with all text escaped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def scale(x, *, mode="plain"): ...
 
 @attrs.frozen
 class Config:
-    """Its text has all that HTML and a single line do not like."""
+    """A configuration whose ``repr`` has line breaks and HTML markup."""
 
     block: int = 64
 
@@ -43,16 +43,18 @@ def registry() -> Registry:
         return inv["x"] * 2
 
     hooks = {"heuristic_cfg": heuristic_cfg, "run_backend": run_backend}
-    own = Registry(plugins="")
-    own.register(Operation(name="scale", signature=scale, outputs=lambda a: (a["x"],), backward="scale_bwd"))
-    own.register(Operation(name="scale_bwd", signature=lambda *, x, mode, out, d_out, wrt: None, arrays=("x", "out")))
-    own.register(SimpleNamespace(Config=Config, **hooks), "scale.one")
-    own.register(SimpleNamespace(Config=Config, PLATFORMS={"abacus": 5}, **hooks), "scale.bead")
-    return own
+    registry = Registry(plugins="")
+    registry.register(Operation(name="scale", signature=scale, outputs=lambda a: (a["x"],), backward="scale_bwd"))
+    registry.register(
+        Operation(name="scale_bwd", signature=lambda *, x, mode, out, d_out, wrt: None, arrays=("x", "out"))
+    )
+    registry.register(SimpleNamespace(Config=Config, **hooks), "scale.one")
+    registry.register(SimpleNamespace(Config=Config, PLATFORMS={"abacus": 5}, **hooks), "scale.bead")
+    return registry
 
 
 class Cells(HTMLParser):
-    """The texts of a table's cells, and every tag that there is."""
+    """The texts of a table's cells, and all tags of the HTML."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -86,17 +88,17 @@ def test_an_invocation_is_one_line(registry: Registry) -> None:
 
 
 def test_an_explanation_is_one_line(registry: Registry) -> None:
-    registry.register(registry_kernel(), "scale_bwd.reference")
+    registry.register(simple_kernel(), "scale_bwd.reference")
     explanation = registry.explain("scale", X)
-    own = "scale.one with Config( <b>64</b> & 'x'), by heuristic"
-    assert repr(explanation) == f"Explanation({own}; scale_bwd.reference with None, by heuristic)"
+    plan = "scale.one with Config( <b>64</b> & 'x'), by heuristic"
+    assert repr(explanation) == f"Explanation({plan}; scale_bwd.reference, by heuristic)"
     assert str(explanation).splitlines()[1] == "<b>64</b> & 'x'), by heuristic"
-    nobody = registry.explain("scale", X, backend="bead")
-    assert repr(nobody).startswith("Explanation(no kernel can do scale(x=float32[3], mode='plain') on cpu (")
-    assert "\n" not in repr(nobody)
+    refusal = registry.explain("scale", X, backend="bead")
+    assert repr(refusal).startswith("Explanation(no kernel can do scale(x=float32[3], mode='plain') on cpu (")
+    assert "\n" not in repr(refusal)
 
 
-def registry_kernel() -> SimpleNamespace:
+def simple_kernel() -> SimpleNamespace:
     @hookimpl
     def heuristic_cfg(inv):
         return None
@@ -108,41 +110,41 @@ def registry_kernel() -> SimpleNamespace:
     return SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend)
 
 
-def test_in_a_notebook_everything_is_text(registry: Registry) -> None:
+def test_a_notebook_shows_all_text_escaped(registry: Registry) -> None:
     plan = registry.plan("scale", X, mode="<script>alert(1)</script>")
-    shown = Cells(plan._repr_html_())
-    assert shown.tags == {"table", "caption", "tr", "td"}
-    assert shown.cells[0] == "scale.one"
-    assert "Config(\n<b>64</b> & 'x')" in shown.cells
-    assert any("mode='<script>alert(1)</script>'" in cell for cell in shown.cells)
-    start = shown.cells.index("scale.bead")
-    assert shown.cells[start + 1 : start + 4] == [
+    html = Cells(plan._repr_html_())
+    assert html.tags == {"table", "caption", "tr", "td"}
+    assert html.cells[0] == "scale.one"
+    assert "Config(\n<b>64</b> & 'x')" in html.cells
+    assert any("mode='<script>alert(1)</script>'" in cell for cell in html.cells)
+    start = html.cells.index("scale.bead")
+    assert html.cells[start + 1 : start + 4] == [
         "registered at run time",
         "refused",
         "it runs on abacus; this is cpu",
     ]
 
 
-def test_an_invocation_in_a_notebook_has_its_arguments(registry: Registry) -> None:
-    shown = Cells(registry.invocation("scale", X, mode="<i>")._repr_html_())
-    assert shown.cells[0].startswith("scale on cpu (")
-    assert shown.cells[1:] == ["x", "float32[3]", "mode", "'<i>'"]
-    assert shown.tags == {"table", "caption", "tr", "td"}
+def test_a_notebook_shows_the_arguments_of_an_invocation(registry: Registry) -> None:
+    html = Cells(registry.invocation("scale", X, mode="<i>")._repr_html_())
+    assert html.cells[0].startswith("scale on cpu (")
+    assert html.cells[1:] == ["x", "float32[3]", "mode", "'<i>'"]
+    assert html.tags == {"table", "caption", "tr", "td"}
 
 
-def test_an_explanation_in_a_notebook_has_plan_backward_and_note(registry: Registry) -> None:
-    registry.register(registry_kernel(), "scale_bwd.reference")
+def test_a_notebook_shows_plan_backward_and_note_of_an_explanation(registry: Registry) -> None:
+    registry.register(simple_kernel(), "scale_bwd.reference")
     explanation = registry.explain("scale", X)
-    shown = Cells(explanation._repr_html_())
-    assert shown.cells[0] == "scale.one"
-    assert "scale_bwd.reference" in shown.cells
-    assert explanation.note in shown.cells
-    nobody = Cells(registry.explain("scale", X, backend="bead", mode="<i>")._repr_html_())
-    assert nobody.tags == {"pre"}
-    assert nobody.cells[0] == str(registry.explain("scale", X, backend="bead", mode="<i>").error)
+    html = Cells(explanation._repr_html_())
+    assert html.cells[0] == "scale.one"
+    assert "scale_bwd.reference" in html.cells
+    assert explanation.note in html.cells
+    refusal = Cells(registry.explain("scale", X, backend="bead", mode="<i>")._repr_html_())
+    assert refusal.tags == {"pre"}
+    assert refusal.cells[0] == str(registry.explain("scale", X, backend="bead", mode="<i>").error)
 
 
-def test_what_holds_much_tells_how_much(registry: Registry) -> None:
+def test_the_repr_of_a_container_has_its_size(registry: Registry) -> None:
     assert repr(registry) == "Registry(plugins='', 2 operations, 2 kernels, 0 policies)"
     assert repr(registry.kernel("scale", "one")) == "LoadedKernel(scale.one, registered at run time)"
     cache = ConfigCache(maxsize=2)
@@ -155,22 +157,25 @@ def test_what_holds_much_tells_how_much(registry: Registry) -> None:
     assert repr(cache) == "ConfigCache(1 key)"
 
 
-def test_a_tuning_result_tells_who_won(registry: Registry) -> None:
-    found = Provenance(when="", device="d", milliseconds=0.5, backends=("one",))
+def test_the_repr_of_a_tuning_result_has_the_fastest_kernel(registry: Registry) -> None:
+    provenance = Provenance(when="", device="d", milliseconds=0.5, backends=("one",))
     inv = registry.invocation("scale", X)
-    won = Tuned((inv.key,), str(inv), (Entry("one", Config(), 0.5),), (Record(Config(), "one", found),))
-    lost = Tuned((inv.key,), str(inv), (Entry("one", Config(), reason="raises"),), ())
-    assert repr(won) == "Tuned(scale: one with Config( <b>64</b> & 'x') in 0.5 ms)"
-    by_hand = attrs.evolve(won, entries=(Entry("one", Config()),))
+    success = Tuned((inv.key,), str(inv), (Entry("one", Config(), 0.5),), (Record(Config(), "one", provenance),))
+    failure = Tuned((inv.key,), str(inv), (Entry("one", Config(), reason="raises"),), ())
+    assert repr(success) == "Tuned(scale: one with Config( <b>64</b> & 'x') in 0.5 ms)"
+    by_hand = attrs.evolve(success, entries=(Entry("one", Config()),))
     assert repr(TuningResult((by_hand,))) == "TuningResult(1 result: scale by one)"
-    assert repr(lost) == "Tuned(scale: no result)"
-    assert repr(TuningResult((won, lost))) == "TuningResult(2 results: scale by one in 0.5 ms, scale without a result)"
-    assert repr(TuningResult((won,))) == "TuningResult(1 result: scale by one in 0.5 ms)"
+    assert repr(failure) == "Tuned(scale: no result)"
+    assert (
+        repr(TuningResult((success, failure)))
+        == "TuningResult(2 results: scale by one in 0.5 ms, scale without a result)"
+    )
+    assert repr(TuningResult((success,))) == "TuningResult(1 result: scale by one in 0.5 ms)"
     assert repr(TuningResult()) == "TuningResult(0 results)"
-    assert len(repr(TuningResult((won,) * 100))) < 200
+    assert len(repr(TuningResult((success,) * 100))) < 200
 
 
-def test_a_kernel_objects_invocation_shows_no_numbers() -> None:
+def test_the_repr_of_a_kernel_objects_invocation_has_no_values() -> None:
     class Twice(Kernel[None, Any]):
         def run(self, x, *, cfg):
             return x * 2

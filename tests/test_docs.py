@@ -1,4 +1,4 @@
-"""What the documentation says is true: its signatures are the code's, its examples run, its links lead somewhere."""
+"""The documentation is right: its signatures are the code's, its examples run, and its links have targets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ejkernel_core import _errors, _hooks
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")])
-RUNNING = [
+PAGES_WITH_EXAMPLES = [
     "README.md",
     "docs/design.md",
     "docs/index.md",
@@ -33,8 +33,8 @@ RUNNING = [
 ]
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-#: A wide match: the line ends of a message are not its content, and what stands for "..." may be anything.
-LENIENT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+#: Line breaks do not matter, and "..." stands for any text.
+DOCTEST_OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def name_of(page: Path) -> str:
@@ -48,16 +48,18 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
 
 
 def run(page: Path) -> None:
-    """Run the python blocks in one namespace. A text block right behind one is what it prints."""
-    module = sys.modules[page.stem] = types.ModuleType(page.stem)  # found by its name, as a script is
-    printed = ""
+    """Run the python blocks in one namespace. A text block that follows one has its output."""
+    module = sys.modules[page.stem] = types.ModuleType(
+        page.stem
+    )  # code of the page finds its module by name, as in a script
+    output = ""
     for line, language, content in blocks(page):
-        if language == "python":
-            printed = run_block(page, line, content, vars(module))
-        elif language == "text" and printed:
-            right = doctest.OutputChecker().check_output(content, printed, LENIENT)
-            assert right, f"{name_of(page)}:{line} shows\n{content}\nbut this is printed\n{printed}"
-            printed = ""
+        if language == "python" and not content.startswith("# test_"):  # a plugin's tests, which test_tutorial runs
+            output = run_block(page, line, content, vars(module))
+        elif language == "text" and output:
+            is_equal = doctest.OutputChecker().check_output(content, output, DOCTEST_OPTIONS)
+            assert is_equal, f"{name_of(page)}:{line} shows\n{content}\nbut this is printed\n{output}"
+            output = ""
 
 
 def run_block(page: Path, line: int, content: str, namespace: dict[str, object]) -> str:
@@ -67,14 +69,14 @@ def run_block(page: Path, line: int, content: str, namespace: dict[str, object])
     return out.getvalue()
 
 
-@pytest.mark.parametrize("page", RUNNING)
+@pytest.mark.parametrize("page", PAGES_WITH_EXAMPLES)
 def test_examples_run(page):
     assert any(language == "python" for _, language, _ in blocks(ROOT / page))
     run(ROOT / page)
 
 
 def test_a_wrong_example_is_caught(tmp_path, monkeypatch):
-    """The checks above do check: code that fails and output that differs are both found."""
+    """The check finds code that fails, and output that differs."""
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
@@ -89,42 +91,42 @@ def test_a_wrong_example_is_caught(tmp_path, monkeypatch):
 
 
 def hooks() -> dict[str, str]:
-    """Every hook with its signature, as one writes it."""
-    marked = {name: value for name, value in vars(_hooks).items() if hasattr(value, f"{_hooks.PROJECT}_spec")}
-    return {name: name + str(inspect.signature(hook)).replace("'", "") for name, hook in marked.items()}
+    """The signature of each hook, as text, by the hook's name."""
+    specs = {name: value for name, value in vars(_hooks).items() if hasattr(value, f"{_hooks.PROJECT}_spec")}
+    return {name: name + str(inspect.signature(hook)).replace("'", "") for name, hook in specs.items()}
 
 
 def sections(page: Path) -> dict[str, str]:
-    """The sections whose heading is code, by that code."""
+    """The text of each section whose heading is code, by that code."""
     parts = re.split(r"^## (.*)$", page.read_text(), flags=re.MULTILINE)
     return {heading.strip("`"): body for heading, body in zip(parts[1::2], parts[2::2], strict=True) if "`" in heading}
 
 
-def test_there_are_hooks():
+def test_the_hooks_are_found():
     assert set(hooks()) >= {"heuristic_cfg", "config_space", "run_backend", "select_config"}
 
 
-def test_every_hook_has_its_heading_with_its_signature():
+def test_the_hooks_page_has_a_heading_for_every_hook():
     assert list(sections(ROOT / "docs/hooks.md")) == list(hooks().values())
 
 
-def test_every_hook_has_an_example_that_implements_it():
+def test_every_hook_has_an_example():
     for signature, body in sections(ROOT / "docs/hooks.md").items():
         name = signature.partition("(")[0]
         assert f"@hookimpl\ndef {name}(" in body, f"no example implements {name}"
 
 
-# -- the rest of the text -----------------------------------------------------------------------------------------
+# -- the rest of the pages ----------------------------------------------------------------------------------------
 
 
-def test_every_error_is_in_the_index():
+def test_the_index_lists_every_error():
     text = (ROOT / "docs/index.md").read_text()
     errors = [n for n, value in vars(_errors).items() if inspect.isclass(value) and issubclass(value, Exception)]
     assert errors
     assert [name for name in errors if f"`{name}`" not in text] == []
 
 
-def test_every_parameter_of_flash_attention_is_described():
+def test_the_page_describes_every_parameter_of_flash_attention():
     from ejkernel_ops import flash_attention
 
     text = (ROOT / "docs/operations/flash_attention.md").read_text()
@@ -133,12 +135,12 @@ def test_every_parameter_of_flash_attention_is_described():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
-        linked = page.parent / path if path else page
-        assert linked.exists(), f"{target} in {name_of(page)}"
-        assert not anchor or anchor in anchors(linked), f"{target} in {name_of(page)}"
+        target_page = page.parent / path if path else page
+        assert target_page.exists(), f"{target} in {name_of(page)}"
+        assert not anchor or anchor in anchors(target_page), f"{target} in {name_of(page)}"
 
 
 def anchors(page: Path) -> set[str]:
@@ -148,7 +150,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_lines_are_not_too_long(page):
-    """Rows of a table and headings are as long as they have to be."""
+    """Headings and rows of a table may be longer."""
     lines = [line for line in page.read_text().splitlines() if not line.startswith(("|", "#"))]
     assert [line for line in lines if len(line) > 120] == []
 
@@ -162,17 +164,17 @@ DOCUMENTED = [
 
 
 def modules_with_doctests() -> list[str]:
-    """Every module of the core, the operations, the classes, the proofs and the tuner that has an example in it."""
+    """The modules of the core, operations, classes, proofs and tuner that have an example in a docstring."""
     packages = {
         "ejkernel_core": ROOT,
         **{f"ejkernel_{name}": ROOT / "plugins" / name for name in ("classes", "ops", "testing", "tuning")},
     }
-    found = []
+    modules = []
     for package, folder in packages.items():
         for file in sorted((folder / package).rglob("*.py")):
             if ">>> " in file.read_text():
-                found.append(".".join(file.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"))
-    return found
+                modules.append(".".join(file.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"))
+    return modules
 
 
 def test_the_doctests_are_found():
@@ -181,12 +183,12 @@ def test_the_doctests_are_found():
 
 @pytest.mark.parametrize("module", modules_with_doctests())
 def test_doctests(module):
-    outcome = doctest.testmod(importlib.import_module(module), verbose=False)
-    assert outcome.attempted
-    assert not outcome.failed
+    results = doctest.testmod(importlib.import_module(module), verbose=False)
+    assert results.attempted
+    assert not results.failed
 
 
-#: All that users import from. The examples of ``ejkernel_packed`` run in its own tests.
+#: The packages that users import from. The examples of ``ejkernel_packed`` run in its own tests.
 PUBLIC = [
     "ejkernel_classes",
     "ejkernel_core",
@@ -200,8 +202,8 @@ PUBLIC = [
 ]
 
 
-def without_example(module: types.ModuleType) -> list[str]:
-    """The public functions of a module whose docstring shows no call of them."""
+def functions_without_example(module: types.ModuleType) -> list[str]:
+    """The public functions of a module whose docstrings have no example that calls them."""
     functions = [name for name in module.__all__ if inspect.isfunction(inspect.unwrap(getattr(module, name)))]
     assert functions, f"{module.__name__} has no public functions"
     lines = {name: (inspect.getdoc(getattr(module, name)) or "").splitlines() for name in functions}
@@ -214,21 +216,21 @@ def without_example(module: types.ModuleType) -> list[str]:
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_every_public_function_has_an_example(module):
-    assert without_example(importlib.import_module(module)) == []
+    assert functions_without_example(importlib.import_module(module)) == []
 
 
-def test_every_example_of_a_public_function_is_run():
-    """Each is in a module of its own package, all of which are looked through above or in the package's tests."""
-    looked_through = modules_with_doctests()
+def test_the_example_of_every_public_function_is_run():
+    """Each function is defined in a module whose doctests run above or in the tests of ``ejkernel_packed``."""
+    modules = modules_with_doctests()
     for module in map(importlib.import_module, PUBLIC):
         for name in module.__all__:
             function = inspect.unwrap(getattr(module, name))
             if inspect.isfunction(function):
-                assert function.__module__ in looked_through or "ejkernel_packed." in function.__module__, name
+                assert function.__module__ in modules or "ejkernel_packed." in function.__module__, name
 
 
-def test_a_missing_example_is_noticed():
+def test_a_missing_example_is_found():
     module = types.ModuleType("module")
     module.__all__, module.with_one, module.without = ["with_one", "without"], lambda: None, lambda: None
     module.with_one.__doc__, module.without.__doc__ = ">>> with_one()", ">>> something_else()"
-    assert without_example(module) == ["without"]
+    assert functions_without_example(module) == ["without"]

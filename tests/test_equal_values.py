@@ -1,4 +1,4 @@
-"""Values that Python takes for equal are different calls, eagerly, under jit, and inside of other values."""
+"""Options that are equal in Python but differ in type or content are different calls."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Plain:
     note: Any = dataclasses.field(default="", compare=False)
 
 
-#: In each row, no two are the same, and most are equal.
-ROWS: dict[str, tuple[Any, ...]] = {
+#: Within a group all values differ in type or content, and most compare equal.
+GROUPS: dict[str, tuple[Any, ...]] = {
     "numbers": (1, 1.0, True, 1 + 0j, np.float32(1), np.int64(1), np.float64(1), np.bool_(True), Decimal("1.0")),
     "zeros": (0, 0.0, -0.0, False, complex(0.0, -0.0), np.float32(0.0), np.float32(-0.0), np.float16(-0.0)),
     "decimals": (Decimal("1.0"), Decimal("1.00"), Decimal(1)),
@@ -58,18 +58,18 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "dataclasses": (Plain(1), Plain(1.0), Plain(1, "noted"), Plain(Plain(1, 1)), Plain(Plain(1, True))),
     "ranges": (range(0), range(1, 1), range(0, 0, 2)),
 }
-EVERY = tuple(itertools.chain.from_iterable(ROWS.values()))
+VALUES = tuple(itertools.chain.from_iterable(GROUPS.values()))
 X = jnp.arange(3.0)
 
 
-def place(value: Any) -> int:
-    """Which of EVERY it is, by its type and how it is written."""
-    written = lambda v: (type(v), repr(v), getattr(v, "note", None))
-    return [written(v) for v in EVERY].index(written(value))
+def index(value: Any) -> int:
+    """The position of a value in ``VALUES``, found by its type and ``repr``."""
+    identity = lambda v: (type(v), repr(v), getattr(v, "note", None))
+    return [identity(v) for v in VALUES].index(identity(value))
 
 
-def revealing(value: Any, result: Any) -> Any:
-    return result * 0 + place(value)
+def filled_with_index(value: Any, result: Any) -> Any:
+    return result * 0 + index(value)
 
 
 @pytest.fixture
@@ -83,10 +83,10 @@ def registry() -> Registry:
     def heuristic_cfg(inv: Any) -> Any:
         return Config(1)
 
-    def plugin(shown: Any) -> Any:
+    def plugin(value_of: Any) -> Any:
         @hookimpl
         def run_backend(inv: Any, cfg: Any) -> Any:
-            return revealing(shown(inv, cfg), inv["x"])
+            return filled_with_index(value_of(inv, cfg), inv["x"])
 
         return SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend, Config=object)
 
@@ -97,7 +97,7 @@ def registry() -> Registry:
 
 class Reveal(Kernel[Any, Any]):
     def run(self, x: Any, option: Any, *, cfg: Any) -> Any:
-        return revealing(option if cfg == "heuristic" else cfg, x)
+        return filled_with_index(option if cfg == "heuristic" else cfg, x)
 
     def heuristic_cfg(self, inv: Any) -> Any:
         return "heuristic"
@@ -113,40 +113,40 @@ def calls(registry: Registry) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("way", ["option", "cfg", "class", "class cfg"])
-def test_each_is_a_call_of_its_own(registry: Registry, way: str, row: str) -> None:
-    call, values = calls(registry)[way], ROWS[row]
-    if way == "class":  # a tuple is a tree there
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("parameter", ["option", "cfg", "class", "class cfg"])
+def test_each_value_is_a_separate_call(registry: Registry, parameter: str, group: str) -> None:
+    call, values = calls(registry)[parameter], GROUPS[group]
+    if parameter == "class":  # a kernel class takes a tuple as a pytree
         values = tuple(value for value in values if not isinstance(value, (tuple, np.generic)))
-    expected = [place(value) for value in values]
+    expected = [index(value) for value in values]
     for order in (values, values[::-1], values):
         assert sorted(float(call(X, value)[0]) for value in order) == sorted(expected)
         assert [float(call(X, value)[0]) for value in values] == expected
-    together = jax.jit(lambda x: [call(x, value)[0] for value in values])(X)
-    assert [float(found) for found in together] == expected
+    results = jax.jit(lambda x: [call(x, value)[0] for value in values])(X)
+    assert [float(result) for result in results] == expected
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_each_has_content_of_its_own(row: str) -> None:
-    assert len({content(value) for value in ROWS[row]}) == len(ROWS[row])
-    for value in ROWS[row]:
+@pytest.mark.parametrize("group", GROUPS)
+def test_each_value_has_its_own_content(group: str) -> None:
+    assert len({content(value) for value in GROUPS[group]}) == len(GROUPS[group])
+    for value in GROUPS[group]:
         assert content(value) == content(value)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row not in ("decimals", "ranges", "numbers")])
-def test_each_is_remembered_by_a_hash_of_its_own(row: str) -> None:
-    assert len({short_hash(value) for value in ROWS[row]}) == len(ROWS[row])
+@pytest.mark.parametrize("group", [group for group in GROUPS if group not in ("decimals", "ranges", "numbers")])
+def test_each_value_has_its_own_hash(group: str) -> None:
+    assert len({short_hash(value) for value in GROUPS[group]}) == len(GROUPS[group])
 
 
-def test_what_is_not_hashable_is_refused(registry: Registry) -> None:
+def test_an_unhashable_option_is_refused(registry: Registry) -> None:
     for value in ([1], {1}, {"a": 1}, ([1],), Config([1])):
         with pytest.raises(TypeError, match="option is a static option and has to be hashable"):
             registry.call("reveal", X, option=value, backend="option")
 
 
-def test_dtypes_are_remembered_with_byte_order_and_fields() -> None:
-    same_name = (
+def test_the_hash_of_a_dtype_has_byte_order_and_fields() -> None:
+    descriptions = (
         ">f4",
         "<f4",
         [("a", "f4")],
@@ -155,7 +155,7 @@ def test_dtypes_are_remembered_with_byte_order_and_fields() -> None:
         [("a", "f4", (2,))],
         [("a", ">f4")],
     )
-    assert len({short_hash(np.dtype(described)) for described in same_name}) == len(same_name)
+    assert len({short_hash(np.dtype(description)) for description in descriptions}) == len(descriptions)
     packed, padded = np.dtype([("a", "i1"), ("b", "i4")]), np.dtype([("a", "i1"), ("b", "i4")], align=True)
     assert short_hash(packed) != short_hash(padded)
     assert short_hash(np.dtype("float32")) == short_hash(jnp.float32)

@@ -1,4 +1,4 @@
-"""What an explanation or an error says of faults that change nothing else: of plugins, of overlays, of declarations."""
+"""How explanations and errors report the faults of plugins, overlays and declarations."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ def registry() -> Registry:
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"),
+    ("outcome", "reason"),
     [
         (lambda: 1 / 0, "measure raised ZeroDivisionError"),
         (tuple, "measure raised PluginError: it gives no record"),
         (lambda: None, "measure raised PluginError: it gives no record"),
     ],
 )
-def test_a_tuner_that_failed_is_in_every_explanation_until_it_succeeds(registry, answer, reason):
+def test_explanations_report_a_tuner_that_failed_until_it_succeeds(registry, outcome, reason):
     @hookimpl
     def measure(inv):
-        return answer()
+        return outcome()
 
     registry.register(SimpleNamespace(measure=measure), "tuner")
     assert "tuner" not in str(registry.explain("scale", X))
@@ -88,7 +88,7 @@ def test_an_explanation_without_a_plan_has_the_verdicts(registry):
     assert [v.status for v in registry.explain("scale", X).verdicts] == ["chosen"]
 
 
-def test_a_backward_operation_that_is_not_installed_is_named_with_who_wants_it(registry):
+def test_a_missing_backward_operation_is_reported_with_its_forward(registry):
     registry.register(Operation(name="scale", signature=scale, axes=AXES, backward="scale_bwd"))
     explanation = registry.explain("scale", X)
     assert explanation.plan is not None
@@ -98,35 +98,52 @@ def test_a_backward_operation_that_is_not_installed_is_named_with_who_wants_it(r
         jax.grad(lambda x: registry.call("scale", x).sum())(X)
 
 
-@pytest.mark.parametrize("wrong", [3, {"factor": 3}, SimpleNamespace])
-def test_an_overlay_with_a_value_of_another_type_is_not_passed_over_in_silence(registry, wrong):
-    with overlay_cache({registry.invocation("scale", X).key: wrong}):
+@pytest.mark.parametrize("value", [3, {"factor": 3}, SimpleNamespace])
+def test_an_overlay_with_a_value_of_another_type_is_reported(registry, value):
+    with overlay_cache({registry.invocation("scale", X).key: value}):
         plan = registry.plan("scale", X)
     assert plan.origin == "heuristic"
     (verdict,) = [v for v in plan.verdicts if v.name == "built-in overlay"]
     assert "no configuration of scale.two" in verdict.reason
 
 
-def test_a_kernel_without_configurations_is_not_given_any(registry):
+@pytest.mark.parametrize("value", [3, {"factor": 3}, SimpleNamespace])
+def test_a_remembered_value_of_another_type_is_in_the_explanation(registry, value):
+    registry.remember(registry.invocation("scale", X).key, value)
+    plan = registry.plan("scale", X)
+    assert plan.origin == "heuristic"
+    (verdict,) = [v for v in plan.verdicts if v.name == "built-in memory"]
+    assert verdict.status == "no answer"
+    assert "no configuration of scale.two" in verdict.reason
+
+
+def test_the_lines_of_a_reason_are_apart_from_the_next_verdict(registry):
+    registry.register(kernel(refusal="one\ntwo"), "scale.loud")
+    lines = str(registry.explain("scale", X)).splitlines()
+    first = next(n for n, line in enumerate(lines) if line.endswith("refused, one"))
+    assert lines[first + 1] == "    two"
+
+
+def test_a_kernel_without_configurations_gets_none(registry):
     registry.register(kernel(None), "scale.two")
     registry.remember(registry.invocation("scale", X).key, "junk")
     assert registry.call("scale", X).tolist() == (3 * X).tolist()
 
 
 @pytest.mark.parametrize("name", ["backend", "cfg", "validate"])
-def test_an_operation_has_no_parameter_that_every_call_has(name):
+def test_an_operation_cannot_have_a_parameter_that_every_call_has(name):
     namespace: dict[str, Any] = {}
     exec(f"def f(x, *, {name}=None): ...", namespace)
     with pytest.raises(ValueError, match=f"f: '{name}' is an option of every call"):
         Operation(name="f", signature=namespace["f"])
 
 
-def test_an_operation_has_a_name():
+def test_an_operation_without_a_name_is_refused():
     with pytest.raises(ValueError, match="takes a name"):
         Operation(name="", signature=scale)
 
 
-def test_an_operation_that_nothing_says_the_results_of_says_what_to_declare():
+def test_an_operation_without_known_results_raises_with_what_to_declare():
     registry = Registry(plugins="")
     registry.register(Operation(name="scale", signature=scale))
     registry.register(kernel(), "scale.two")
@@ -134,17 +151,17 @@ def test_an_operation_that_nothing_says_the_results_of_says_what_to_declare():
         registry.call("scale", X)
 
 
-def test_a_class_in_the_place_of_its_value_is_told_from_it(registry):
+def test_a_class_instead_of_a_configuration_is_refused(registry):
     with pytest.raises(NoKernel, match="cfg is the class .*Other itself, not its Config"):
         registry.call("scale", X, cfg=attrs.make_class("Other", ["factor"]))
 
 
-def test_a_traced_number_inside_of_an_option_is_told_as_one(registry):
+def test_a_traced_number_inside_an_option_is_refused(registry):
     with pytest.raises(TypeError, match="shift is a static option and takes a plain Python value.* got a traced array"):
         jax.jit(lambda s: registry.call("scale", X, shift=(s, 1)))(1.0)
 
 
-def test_until_a_call_is_measured_its_plan_is_the_nearest_record(registry):
+def test_the_plan_before_a_measurement_is_the_nearest_record(registry):
     long, short = jnp.ones(64), jnp.ones(8)
     registry.remember(registry.invocation("scale", long).tuning_keys[-1], Config(7))
 
@@ -159,18 +176,18 @@ def test_until_a_call_is_measured_its_plan_is_the_nearest_record(registry):
         assert registry.call("scale", short).tolist() == [7.0] * 8
 
 
-class Silent(Unsupported):
+class UnprintableRefusal(Unsupported):
     def __str__(self) -> str:
         raise RuntimeError("no words")
 
 
-class Leaving(Exception):
+class ExitingError(Exception):
     def __str__(self) -> str:
         raise SystemExit("out")
 
 
-@pytest.mark.parametrize("fault", [Silent(), Leaving()])
-def test_a_fault_without_words_breaks_nobody_elses_call(registry, fault):
+@pytest.mark.parametrize("fault", [UnprintableRefusal(), ExitingError()])
+def test_an_error_whose_str_raises_does_not_break_the_call(registry, fault):
     @hookimpl
     def heuristic_cfg(inv):
         raise fault
@@ -188,7 +205,7 @@ def test_a_fault_without_words_breaks_nobody_elses_call(registry, fault):
     assert all(type(fault).__name__ in reason for reason in reasons)
 
 
-def checked() -> SimpleNamespace:
+def kernel_with_check() -> SimpleNamespace:
     @hookimpl
     def check_cfg(inv, cfg):
         if cfg.factor == 99:
@@ -197,8 +214,8 @@ def checked() -> SimpleNamespace:
     return SimpleNamespace(**vars(kernel()), check_cfg=check_cfg)
 
 
-def test_a_fault_in_check_cfg_is_the_kernels(registry):
-    registry.register(checked(), "scale.two")
+def test_an_error_in_check_cfg_is_reported_with_its_kernel(registry):
+    registry.register(kernel_with_check(), "scale.two")
     reason = r"check_cfg of scale.two \(registered at run time\) raised ZeroDivisionError: by 0"
     with overlay_cache({registry.invocation("scale", X).key: Config(99)}), pytest.raises(PluginError, match=reason):
         registry.call("scale", X)
@@ -209,7 +226,7 @@ def test_a_fault_in_check_cfg_is_the_kernels(registry):
 
 
 @pytest.mark.parametrize("options", [{"jit": False}, {"jit": True}])
-def test_strict_promotion_is_the_callers_own(options):
+def test_strict_promotion_of_the_caller_does_not_reach_kernels(options):
     registry = Registry()
     query = jax.random.normal(jax.random.key(0), (1, 9, 2, 8)).astype("bfloat16")
 
@@ -221,13 +238,13 @@ def test_strict_promotion_is_the_callers_own(options):
     for backend in ("xla", "reference"):
         gradient = jax.grad(lambda q, backend=backend: loss(q, backend))
         gradient = jax.jit(gradient) if options["jit"] else gradient
-        plain = gradient(query)
+        expected = gradient(query)
         with jax.numpy_dtype_promotion("strict"):
-            assert jnp.array_equal(gradient(query), plain)
+            assert jnp.array_equal(gradient(query), expected)
             registry.plan("flash_attention", query, query, query)
 
 
-def test_a_backward_operation_takes_what_the_forward_hands_on(registry):
+def test_a_backward_operation_has_parameters_for_the_residuals(registry):
     registry.register(Operation(name="scale", signature=scale, axes=AXES, backward="other"))
     registry.register(Operation(name="other", signature=scale, axes=AXES))
     registry.register(kernel(), "other.two")
@@ -237,7 +254,7 @@ def test_a_backward_operation_takes_what_the_forward_hands_on(registry):
         Operation(name="scale", signature=scale, axes=AXES, backward="scale")
 
 
-def test_what_a_kernel_promises_instead_of_computing_it_is_refused(registry):
+def test_a_kernel_that_returns_abstract_results_is_refused(registry):
     @hookimpl
     def run_backend(inv, cfg):
         return jax.ShapeDtypeStruct(inv["x"].shape, inv["x"].dtype)
@@ -247,14 +264,14 @@ def test_what_a_kernel_promises_instead_of_computing_it_is_refused(registry):
         registry.call("scale", X)
 
 
-def test_a_masked_array_is_told_by_its_name(registry):
+def test_a_masked_array_is_refused_by_its_type(registry):
     import numpy as np
 
     with pytest.raises(TypeError, match="scale: x takes an array; got MaskedArray"):
         registry.call("scale", np.ma.array([1.0, 2.0], mask=[0, 1]))
 
 
-def test_a_case_of_axes_holds_for_its_own_type():
+def test_a_case_of_axes_applies_to_values_of_its_own_type():
     axes = Axes({"x": "n k"}, {"out": "n"}, whole="n k", when={("wide", True): {"out": "n k"}})
     x = jax.ShapeDtypeStruct((2, 3), "float32")
     assert [axes.outputs({"x": x, "wide": wide})[0].shape for wide in (True, 1, False)] == [(2, 3), (2,), (2,)]
@@ -263,7 +280,7 @@ def test_a_case_of_axes_holds_for_its_own_type():
 
 
 @pytest.mark.parametrize("multiples", [{"n": "n"}, {"n": "k", "k": "n"}])
-def test_multiples_go_one_way(multiples):
+def test_circular_multiples_are_refused(multiples):
     with pytest.raises(ValueError, match="is a multiple and has one"):
         Axes({"x": "n k"}, {"out": "n"}, whole="n k", multiples=multiples)
 
@@ -279,12 +296,12 @@ def test_multiples_go_one_way(multiples):
         ({"backends": (1,)}, TypeError),
     ],
 )
-def test_a_provenance_holds_what_explanations_show(fields, error):
+def test_a_provenance_with_invalid_fields_is_refused(fields, error):
     with pytest.raises(error):
         Provenance(**{"when": "", "device": "", "milliseconds": 1.0, "backends": ("two",), **fields})
 
 
-def test_a_label_with_half_of_a_character_is_read_back():
+def test_a_label_with_a_lone_surrogate_is_read_back():
     from ejkernel_core._labels import call_label
     from ejkernel_tuning import extract_labels_from_hlo_text, labels_to_configs
 

@@ -1,4 +1,4 @@
-"""What is said about what is not installed: only what is known, from the metadata of what is."""
+"""Errors name the packages to install, from the metadata of the installed packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import ejkernel_core
 from ejkernel_core import NoKernel, Operation, Registry, UnknownBackend, UnknownOperation, _discovery
 from ejkernel_core.__main__ import listing
 from tests.conftest import KERNEL, MakeDistribution
-from tests.test_imports import imported_by
+from tests.test_imports import imported_packages
 
 ROOT = Path(__file__).parents[1]
 X = np.array([1.0, 2.0], np.float32)
@@ -35,17 +35,17 @@ REQUIRES = [
 
 @pytest.fixture
 def extras(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The core as if its metadata were REQUIRES."""
+    """Replaces the requirements in the core's metadata by REQUIRES."""
     monkeypatch.setattr(metadata, "requires", lambda name: REQUIRES if name == "ejkernel-core" else None)
 
 
 def message(error: type[Exception], registry: Registry, op: str, **options: object) -> str:
-    with pytest.raises(error) as caught:
+    with pytest.raises(error) as error:
         registry.call(op, X, **options)
-    return str(caught.value)
+    return str(error.value)
 
 
-def test_the_extras_that_bring_plugins_are_read_off_the_metadata(extras: None) -> None:
+def test_extras_that_install_plugins_are_read_from_the_metadata(extras: None) -> None:
     assert _discovery.extras() == {
         "cpu": ("ejkernel-sun",),
         "moon": ("ejkernel-sun", "ejkernel-full-moon"),
@@ -54,125 +54,133 @@ def test_the_extras_that_bring_plugins_are_read_off_the_metadata(extras: None) -
 
 
 @pytest.mark.parametrize("requires", [None, []])
-def test_without_extras_nothing_is_said_of_them(
+def test_without_extras_no_error_says_pip_install(
     double: None, monkeypatch: pytest.MonkeyPatch, requires: list[str] | None
 ) -> None:
     monkeypatch.setattr(metadata, "requires", lambda name: requires)
     assert "pip install" not in message(UnknownBackend, Registry(), "double", backend="god")
     assert "pip install" not in message(UnknownOperation, Registry(plugins=""), "double")
 
-    def nothing(name: str) -> None:
+    def raise_not_found(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(metadata, "requires", nothing)
+    monkeypatch.setattr(metadata, "requires", raise_not_found)
     assert "pip install" not in message(UnknownOperation, Registry(plugins=""), "double")
 
 
-@pytest.mark.parametrize(("backend", "brings"), [("sun", "ejkernel-sun"), ("full_moon", "ejkernel-full-moon")])
-def test_a_backend_that_could_be_installed(extras: None, double: None, backend: str, brings: str) -> None:
-    told = message(UnknownBackend, Registry(), "double", backend=backend)
-    assert told.startswith(
-        f"no backend {backend!r} of 'double' is installed; 'pip install {brings}' brings that backend. Known: good. "
+@pytest.mark.parametrize(("backend", "package"), [("sun", "ejkernel-sun"), ("full_moon", "ejkernel-full-moon")])
+def test_the_error_for_a_backend_of_an_extra_names_its_package(
+    extras: None, double: None, backend: str, package: str
+) -> None:
+    text = message(UnknownBackend, Registry(), "double", backend=backend)
+    assert text.startswith(
+        f"no backend {backend!r} of 'double' is installed; 'pip install {package}' brings that backend. Known: good. "
     )
 
 
 @pytest.mark.parametrize(
-    ("backend", "near", "brings"),
+    ("backend", "suggestion", "package"),
     [
         ("full_mon", "full_moon", "; did you mean 'full_moon'? 'pip install ejkernel-full-moon' brings that backend. "),
         ("goood", "good", "; did you mean 'good'? Known: good. "),
         ("triton", "none", ". Known: good. "),
     ],
 )
-def test_a_backend_like_one_that_is_or_could_be_installed(
-    extras: None, double: None, backend: str, near: str, brings: str
+def test_the_error_for_a_misspelt_backend_suggests_a_similar_one(
+    extras: None, double: None, backend: str, suggestion: str, package: str
 ) -> None:
-    told = message(UnknownBackend, Registry(), "double", backend=backend)
-    assert told.startswith(f"no backend {backend!r} of 'double' is installed{brings}")
-    assert told.endswith("'python -m ejkernel_core' lists what is installed")
+    text = message(UnknownBackend, Registry(), "double", backend=backend)
+    assert text.startswith(f"no backend {backend!r} of 'double' is installed{package}")
+    assert text.endswith("'python -m ejkernel_core' lists what is installed")
 
 
-def test_who_is_installed_is_not_to_be_installed(extras: None, distribution: MakeDistribution, double: None) -> None:
+def test_an_installed_package_is_not_suggested_for_installation(
+    extras: None, distribution: MakeDistribution, double: None
+) -> None:
     distribution("Ejkernel.Sun", {"sun_kernel": KERNEL}, kernels={"other.sun": "sun_kernel"})
-    told = message(UnknownBackend, Registry(), "double", backend="sun")
-    assert told.startswith("no backend 'sun' of 'double' is installed. Known: good. ")
-    left_out = message(UnknownBackend, Registry(plugins="good-dist"), "double", backend="sun")
-    assert "'pip install ejkernel-sun' brings that backend" in left_out
-    assert left_out.endswith("(this registry has plugins='good-dist')")
+    text = message(UnknownBackend, Registry(), "double", backend="sun")
+    assert text.startswith("no backend 'sun' of 'double' is installed. Known: good. ")
+    excluded = message(UnknownBackend, Registry(plugins="good-dist"), "double", backend="sun")
+    assert "'pip install ejkernel-sun' brings that backend" in excluded
+    assert excluded.endswith("(this registry has plugins='good-dist')")
 
 
-def test_an_operation_of_nobody_is_not_said_to_be_anywhere(extras: None, double: None) -> None:
-    told = message(UnknownOperation, Registry(plugins="good-dist"), "duoble")
-    assert told == (
+def test_no_package_is_suggested_for_an_unknown_operation(extras: None, double: None) -> None:
+    text = message(UnknownOperation, Registry(plugins="good-dist"), "duoble")
+    assert text == (
         "no operation 'duoble' is installed; did you mean 'double'? Known: double. 'python -m ejkernel_core' lists "
         "what is installed (this registry has plugins='good-dist')"
     )
 
 
-STANDARD = "'pip install \"ejkernel-core[cpu]\"' (or moon, all) brings the standard ones"
+STANDARD_PLUGINS = "'pip install \"ejkernel-core[cpu]\"' (or moon, all) brings the standard ones"
 
 
-def test_where_no_operation_is_installed_the_standard_ones_are_named(extras: None) -> None:
-    told = message(UnknownOperation, Registry(plugins=""), "double")
-    assert told == (
-        f"no operation 'double' is installed. Known: none. {STANDARD}; 'python -m ejkernel_core' lists what is "
+def test_without_operations_the_standard_plugins_are_suggested(extras: None) -> None:
+    text = message(UnknownOperation, Registry(plugins=""), "double")
+    assert text == (
+        f"no operation 'double' is installed. Known: none. {STANDARD_PLUGINS}; 'python -m ejkernel_core' lists what is "
         "installed (this registry has plugins='')"
     )
 
 
-def test_where_no_kernel_is_installed_the_standard_ones_are_named(extras: None) -> None:
+def test_without_kernels_the_standard_plugins_are_suggested(extras: None) -> None:
     registry = Registry(plugins="")
     registry.register(Operation(name="bare", signature=lambda x: None, outputs=lambda a: (a["x"],)))
-    told = message(NoKernel, registry, "bare")
-    assert f"no kernel is installed\n{STANDARD}; " in told
+    text = message(NoKernel, registry, "bare")
+    assert f"no kernel is installed\n{STANDARD_PLUGINS}; " in text
 
 
-def test_the_listing_of_nothing_says_how_to_get_something(extras: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_listing_suggests_the_standard_plugins(extras: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ejkernel_core.__main__.registry", Registry(plugins=""))
     lines = listing().splitlines()
-    assert lines[:3] == ["EJKERNEL_PLUGINS=''", "operations", f"  none; {STANDARD}"]
+    assert lines[:3] == ["EJKERNEL_PLUGINS=''", "operations", f"  none; {STANDARD_PLUGINS}"]
 
 
-# -- the core's own extras -------------------------------------------------------------------------------------------
+# -- the extras of this core -----------------------------------------------------------------------------------------
 
 
-def own_extras() -> dict[str, list[str]]:
+def extras_of_this_core() -> dict[str, list[str]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return dict(project["optional-dependencies"])
 
 
 def plugins() -> dict[str, set[str]]:
     """The distributions of this repository, and the backends of each."""
-    found = {}
+    backends = {}
     for path in ROOT.glob("plugins/*/pyproject.toml"):
         project = tomllib.loads(path.read_text())["project"]
         kernels = project.get("entry-points", {}).get("ejkernel.kernels", {})
-        found[project["name"]] = {name.rpartition(".")[2] for name in kernels}
-    return found
+        backends[project["name"]] = {name.rpartition(".")[2] for name in kernels}
+    return backends
 
 
-def test_the_extras_of_this_core_bring_its_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [f'{line}; extra == "{extra}"' for extra, needs in own_extras().items() for line in needs]
+def test_the_extras_of_this_core_install_its_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        f'{line}; extra == "{extra}"' for extra, requirements in extras_of_this_core().items() for line in requirements
+    ]
     monkeypatch.setattr(metadata, "requires", lambda name: lines)
-    named = _discovery.extras()
-    assert named.keys() == {"cpu", "cuda", "tpu", "all"}
-    assert {name for names in named.values() for name in names} == plugins().keys()
-    assert {*named["cpu"]} == {*named["cuda"]} & {*named["tpu"]}
-    assert re.fullmatch(r"ejkernel-core\[(cpu|cuda|tpu)(,(cpu|cuda|tpu)){2}\]", own_extras()["all"][0])
+    packages = _discovery.extras()
+    assert packages.keys() == {"cpu", "cuda", "tpu", "all"}
+    assert {name for names in packages.values() for name in names} == plugins().keys()
+    assert {*packages["cpu"]} == {*packages["cuda"]} & {*packages["tpu"]}
+    assert re.fullmatch(r"ejkernel-core\[(cpu|cuda|tpu)(,(cpu|cuda|tpu)){2}\]", extras_of_this_core()["all"][0])
 
 
-def test_a_backend_of_this_repository_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [f'{line}; extra == "{extra}"' for extra, needs in own_extras().items() for line in needs]
+def test_backends_of_this_repository_are_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        f'{line}; extra == "{extra}"' for extra, requirements in extras_of_this_core().items() for line in requirements
+    ]
     monkeypatch.setattr(metadata, "requires", lambda name: lines)
     registry = Registry(plugins="ejkernel-ops")
-    for backend, brings in {
+    for backend, package in {
         "triton": "ejkernel-triton",
         "pallas_tpu": "ejkernel-pallas-tpu",
         "xla": "ejkernel-xla",
     }.items():
-        assert backend in plugins()[brings]
+        assert backend in plugins()[package]
         query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
-        with pytest.raises(UnknownBackend, match=f"; 'pip install {brings}' brings that backend. Known: reference. "):
+        with pytest.raises(UnknownBackend, match=f"; 'pip install {package}' brings that backend. Known: reference. "):
             registry.plan("flash_attention", query, query, query, backend=backend)
     with pytest.raises(
         UnknownBackend,
@@ -196,24 +204,24 @@ def test_all_distributions_have_one_version() -> None:
     )
 
 
-def test_the_core_tells_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_core_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", {"ejkernel-core": "7.8"}.__getitem__)
     assert ejkernel_core.__version__ == "7.8"
 
 
 @pytest.mark.parametrize("folder", PROJECTS, ids=lambda folder: folder.name)
-def test_a_distribution_names_those_that_it_imports(folder: Path) -> None:
+def test_a_distribution_requires_the_packages_that_it_imports(folder: Path) -> None:
     project = PROJECTS[folder]
     package = project["name"].replace("-", "_")
     extras = [line for name, lines in project.get("optional-dependencies", {}).items() for line in lines]
-    named = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in (*project["dependencies"], *extras)}
+    declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in (*project["dependencies"], *extras)}
     files = [*(folder / package).rglob("*.py")]
     assert files
-    imported = {name for file in files for name in imported_by(ast.parse(file.read_text()))}
-    ours = {one["name"].replace("-", "_") for one in PROJECTS.values()}
-    assert sorted((imported & ours) - named - {package}) == []
+    imported = {name for file in files for name in imported_packages(ast.parse(file.read_text()))}
+    packages_here = {project["name"].replace("-", "_") for project in PROJECTS.values()}
+    assert sorted((imported & packages_here) - declared - {package}) == []
 
 
-def test_make_installs_all_of_them() -> None:
+def test_make_installs_all_distributions() -> None:
     (line,) = re.findall(r"^PLUGINS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {*line.split()} == {folder.name for folder in PROJECTS} - {ROOT.name}

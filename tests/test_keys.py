@@ -1,4 +1,4 @@
-"""Content as text: the same in every process for what is equal, another for whatever is not, and never an address."""
+"""``stable_json`` and hashes: equal in all processes for equal content, different otherwise, without addresses."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def jitted(x: Any) -> Any:
     return x
 
 
-#: Things no two of which are the same.
+#: Values that all differ in content.
 DISTINCT = {
     "none": None,
     "true": True,
@@ -141,7 +141,7 @@ DISTINCT = {
 }
 
 
-def test_distinct_things_have_distinct_texts() -> None:
+def test_values_with_different_content_have_different_texts() -> None:
     texts = {name: stable_json(value) for name, value in DISTINCT.items()}
     for text in texts.values():
         json.loads(text)
@@ -150,7 +150,7 @@ def test_distinct_things_have_distinct_texts() -> None:
     assert len({short_hash(value) for value in DISTINCT.values()}) == len(DISTINCT)
 
 
-SAME = [
+EQUAL = [
     (jnp.float32, np.float32),
     (jnp.float32, np.dtype("float32")),
     ({"b": 1, "a": 2}, {"a": 2, "b": 1}),
@@ -162,9 +162,9 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), SAME)
-def test_equal_things_have_equal_texts(one: Any, other: Any) -> None:
-    assert stable_json(one) == stable_json(other)
+@pytest.mark.parametrize(("first", "second"), EQUAL)
+def test_values_with_equal_content_have_equal_texts(first: Any, second: Any) -> None:
+    assert stable_json(first) == stable_json(second)
 
 
 _CYCLE: list[Any] = []
@@ -172,7 +172,7 @@ _CYCLE.append(_CYCLE)
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (object(), "a builtins.object has no content"),
         ([1, {"a": object()}], "a builtins.object has no content"),
@@ -185,41 +185,43 @@ _CYCLE.append(_CYCLE)
         (type("Local", (), {}), "cannot be found again by its name"),
     ],
 )
-def test_what_has_no_content_is_an_error(value: Any, told: str) -> None:
-    with pytest.raises(TypeError, match=told):
+def test_a_value_without_content_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         stable_json(value)
 
 
 json_like = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3) | st.tuples(inner, inner)
+    lambda children: (
+        st.lists(children, max_size=3)
+        | st.dictionaries(st.text(max_size=3), children, max_size=3)
+        | st.tuples(children, children)
     ),
     max_leaves=8,
 )
 
 
-def exactly(value: Any) -> Any:
-    """A form in which == is what we mean by the same content."""
+def exact_content(value: Any) -> Any:
+    """A form of a value for which ``==`` means equal content."""
     if isinstance(value, dict):
-        return ("dict", frozenset((key, exactly(v)) for key, v in value.items()))
+        return ("dict", frozenset((key, exact_content(v)) for key, v in value.items()))
     if isinstance(value, (list, tuple)):
-        return (type(value).__name__, tuple(exactly(v) for v in value))
+        return (type(value).__name__, tuple(exact_content(v) for v in value))
     return (type(value).__name__, repr(value))
 
 
 @given(json_like, json_like)
-def test_texts_are_equal_where_contents_are(one: Any, other: Any) -> None:
-    assert (stable_json(one) == stable_json(other)) == (exactly(one) == exactly(other))
+def test_texts_are_equal_if_and_only_if_the_contents_are(first: Any, second: Any) -> None:
+    assert (stable_json(first) == stable_json(second)) == (exact_content(first) == exact_content(second))
 
 
-def test_texts_are_the_same_in_another_process() -> None:
+def test_texts_are_the_same_in_every_process() -> None:
     code = (
         "from tests.test_keys import DISTINCT; from ejkernel_core import stable_json\n"
         "from ejkernel_core._devices import device_fingerprint\n"
         "print([stable_json(v) for v in DISTINCT.values()] + [device_fingerprint()])"
     )
-    printed = {
+    outputs = {
         subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, "PYTHONHASHSEED": seed},
@@ -229,20 +231,20 @@ def test_texts_are_the_same_in_another_process() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    assert len(printed) == 1
+    assert len(outputs) == 1
 
 
-def test_abstractify_keeps_everything_but_the_numbers() -> None:
+def test_abstractify_replaces_only_arrays() -> None:
     tree = {"x": jnp.ones((2, 3), jnp.bfloat16), "y": [np.zeros(4, np.int8), 3, "word"], "none": None}
-    found = abstractify(tree)
-    assert found["x"] == jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)
-    assert found["y"] == [jax.ShapeDtypeStruct((4,), np.int8), 3, "word"]
-    traced: list[Any] = []
-    jax.jit(lambda t: traced.append(abstractify(t)))({"x": tree["x"]})
-    assert traced == [{"x": found["x"]}]
+    abstract_tree = abstractify(tree)
+    assert abstract_tree["x"] == jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)
+    assert abstract_tree["y"] == [jax.ShapeDtypeStruct((4,), np.int8), 3, "word"]
+    trees: list[Any] = []
+    jax.jit(lambda t: trees.append(abstractify(t)))({"x": tree["x"]})
+    assert trees == [{"x": abstract_tree["x"]}]
 
 
-def test_shardings_are_told_by_how_they_cut() -> None:
+def test_the_fingerprint_of_a_sharding_is_its_partition() -> None:
     def fingerprint(axes: tuple[int, ...], names: str, spec: P) -> str:
         mesh = jax.make_mesh(axes, tuple(names), axis_types=(AxisType.Auto,) * len(axes))
         return sharding_fingerprint(jax.device_put(jnp.zeros((8, 4)), NamedSharding(mesh, spec)))
@@ -258,17 +260,17 @@ def test_shardings_are_told_by_how_they_cut() -> None:
     assert fingerprint((4,), "a", P("a")) == "4x1 on 4"
 
 
-def test_a_sharding_is_known_under_jit_where_it_is_in_the_type() -> None:
-    for kind, wanted in ((AxisType.Explicit, "4x2 on 8"), (AxisType.Auto, "")):
-        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
-        seen: list[str] = []
+def test_explicit_shardings_have_a_fingerprint_under_jit() -> None:
+    for axis_type, expected in ((AxisType.Explicit, "4x2 on 8"), (AxisType.Auto, "")):
+        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(axis_type, axis_type))
+        fingerprints: list[str] = []
         with jax.set_mesh(mesh):
             array = jax.device_put(jnp.zeros((8, 4)), NamedSharding(mesh, P("a", "b")))
-            jax.jit(lambda x: seen.append(sharding_fingerprint(x)))(array)  # noqa: B023
-        assert seen == [wanted]
+            jax.jit(lambda x: fingerprints.append(sharding_fingerprint(x)))(array)  # noqa: B023
+        assert fingerprints == [expected]
 
 
-def test_a_device_is_one_line() -> None:
+def test_the_fingerprint_of_a_device_is_one_line() -> None:
     text = device_fingerprint()
     assert text == device_fingerprint(jax.devices()[0])
     assert text.startswith(device_name(jax.devices()[0]))

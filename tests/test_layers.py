@@ -1,6 +1,6 @@
-"""The layers of the core: whoever reads a module has to know those below it, and nothing else.
+"""The layers of the core: a module imports only modules of layers below its own.
 
-Imports for types alone count, and those in functions.
+Imports for type checking and imports inside functions count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import ejkernel_core
 
 PACKAGE = Path(ejkernel_core.__file__).parent
-#: From the top down, as docs/design.md has them; modules of one line do not import one another.
+#: From the top down, as in docs/design.md. Modules of one line do not import one another.
 LAYERS = """
     __main__
     __init__
@@ -32,7 +32,7 @@ LAYERS = """
     _records
     _validation
     _operation _discovery
-    _axes
+    _axes _example
     _partitioning
     _layout
     _keys
@@ -44,7 +44,7 @@ MODULES = {path.stem: path for path in PACKAGE.glob("*.py")}
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """The modules of the core that are imported, wherever in the tree."""
+    """The modules of the core that are imported anywhere in the tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[2] or "__init__" for alias in node.names if _is_core(alias.name))
@@ -61,8 +61,8 @@ def _submodule(name: str) -> str:
     return name if name in MODULES else "__init__"
 
 
-def upward(tree: ast.AST, module: str) -> list[str]:
-    """What a module imports that is not below it."""
+def upward_imports(tree: ast.AST, module: str) -> list[str]:
+    """The modules that a module imports although they are not below it."""
     names = {*imports(tree)}
     return sorted(name for name in names if name not in DEPTH or DEPTH[name] <= DEPTH[module])
 
@@ -73,7 +73,7 @@ def test_every_module_has_a_layer() -> None:
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_imports_go_down(module: str) -> None:
-    assert upward(ast.parse(MODULES[module].read_text()), module) == []
+    assert upward_imports(ast.parse(MODULES[module].read_text()), module) == []
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_imports_go_down(module: str) -> None:
         "from ._plan import Plan",  # of its own layer
     ],
 )
-def test_an_import_that_goes_up_is_seen(code: str) -> None:
-    assert upward(ast.parse(code), "_measurement")
+def test_an_upward_import_is_found(code: str) -> None:
+    assert upward_imports(ast.parse(code), "_measurement")
 
 
-def test_an_import_that_goes_down_is_none() -> None:
-    assert not upward(ast.parse("from ._keys import content\nimport jax"), "_plan")
+def test_a_downward_import_is_allowed() -> None:
+    assert not upward_imports(ast.parse("from ._keys import content\nimport jax"), "_plan")

@@ -1,4 +1,4 @@
-"""``timer`` and ``get_memory_usage``: what is printed, what is waited for, and whose figures they are."""
+"""``timer`` and ``get_memory_usage``: what they print, which arrays they wait for, and which figures they return."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ejkernel_tuning import _usage, get_memory_usage, timer
 
 
 class Pending:
-    """An array that is ready once it was waited for."""
+    """An array that logs when it is waited for."""
 
     def __init__(self, log: list[str], name: str, state: str = "") -> None:
         self.log, self.name, self.state = log, name, state
@@ -36,23 +36,23 @@ class Pending:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is done, in order. Each look at the clock is a second after the one before."""
+    """The log of waits and clock readings. Each reading is one second after the previous one."""
     log: list[str] = []
-    arrays = [Pending(log, "a failed one", "failed"), Pending(log, "it"), Pending(log, "nothing", "deleted")]
+    arrays = [Pending(log, "a failed one", "failed"), Pending(log, "the array"), Pending(log, "nothing", "deleted")]
     monkeypatch.setattr(jax, "live_arrays", lambda: arrays)
 
-    def now() -> float:
-        log.append("looked at the clock")
-        return float(log.count("looked at the clock"))
+    def perf_counter() -> float:
+        log.append("read the clock")
+        return float(log.count("read the clock"))
 
-    monkeypatch.setattr(_usage, "time", SimpleNamespace(perf_counter=now))
+    monkeypatch.setattr(_usage, "time", SimpleNamespace(perf_counter=perf_counter))
     return log
 
 
-ORDER = ["waited for it", "looked at the clock", "worked", "waited for it", "looked at the clock"]
+ORDER = ["waited for the array", "read the clock", "worked", "waited for the array", "read the clock"]
 
 
-def test_the_work_is_waited_for_at_both_ends(clock: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_timer_waits_for_arrays_when_it_starts_and_ends(clock: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with timer("Flash Attention") as elapsed:
         clock.append("worked")
         assert elapsed.seconds is None
@@ -62,19 +62,19 @@ def test_the_work_is_waited_for_at_both_ends(clock: list[str], capsys: pytest.Ca
     assert capsys.readouterr().out == "Flash Attention took 1.000 seconds\n"
 
 
-def test_what_raises_is_timed_too(clock: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_block_that_raises_is_timed(clock: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     def work() -> None:
         clock.append("worked")
         raise KeyError("mine")
 
-    timing = timer()
-    with pytest.raises(KeyError, match="mine"), timing:
+    timer_of_work = timer()
+    with pytest.raises(KeyError, match="mine"), timer_of_work:
         work()
     assert clock == ORDER
     assert capsys.readouterr().out == "Operation took 1.000 seconds\n"
 
 
-def test_timers_in_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nested_timers(capsys: pytest.CaptureFixture[str]) -> None:
     with timer("outer") as outer, timer("inner") as inner:
         pass
     assert outer.seconds >= inner.seconds >= 0
@@ -82,19 +82,19 @@ def test_timers_in_each_other(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_computation_is_ready_when_the_timer_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    """By an event, not by the time: the result cannot be there before the host has let it go on."""
-    go = threading.Event()
+    """The computation waits for an event, so the result cannot be ready before the host sets it."""
+    event = threading.Event()
 
-    def slow(x: Any) -> Any:
-        assert go.wait(60)
+    def wait_for_event(x: Any) -> Any:
+        assert event.wait(60)
         return x
 
-    compute = jax.jit(lambda x: jax.pure_callback(slow, jax.ShapeDtypeStruct((), jnp.float32), x) + 1)
-    releasing = threading.Timer(0.2, go.set)
+    compute = jax.jit(lambda x: jax.pure_callback(wait_for_event, jax.ShapeDtypeStruct((), jnp.float32), x) + 1)
+    releaser = threading.Timer(0.2, event.set)
     with timer("Waiting") as elapsed:
-        releasing.start()
+        releaser.start()
         result = compute(jnp.float32(1))
-    assert go.is_set()
+    assert event.is_set()
     assert result.is_ready()
     assert elapsed.seconds is not None
     assert "Waiting took" in capsys.readouterr().out
@@ -106,18 +106,20 @@ def test_the_memory_of_this_process() -> None:
     assert all(type(value) is int for value in before.values())
     assert 0 < before["allocated"] < before["limit"]
     assert before["limit"] > 2**28
-    held = np.ones(2**26, np.uint8)
-    assert get_memory_usage(jax.devices("cpu")[0])["allocated"] - before["allocated"] > len(held) // 2
+    array = np.ones(2**26, np.uint8)
+    assert get_memory_usage(jax.devices("cpu")[0])["allocated"] - before["allocated"] > len(array) // 2
 
 
-def test_the_resident_pages_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_allocated_memory_is_the_resident_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "statm").write_text("90000 7000 300 20 0 10 0\n")
     monkeypatch.setattr(_usage, "STATM", tmp_path / "statm")
     assert get_memory_usage()["allocated"] == 7000 * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("darwin", 1), ("linux", 1024)])
-def test_without_proc(platform: str, unit: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_of_this_process_without_proc(
+    platform: str, unit: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import resource
 
     monkeypatch.setattr(_usage, "STATM", tmp_path / "absent")
@@ -135,6 +137,6 @@ def test_the_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_memory_usage(device) == {"allocated": 5, "reserved": 0, "limit": 11}
 
 
-def test_what_is_no_device_is_told() -> None:
+def test_a_device_of_another_type_is_refused() -> None:
     with pytest.raises(TypeError, match="device: takes one of jax.devices"):
         get_memory_usage("cpu")

@@ -1,4 +1,4 @@
-"""Every way in which a plugin can be broken: it is named with its distribution and the reason, and breaks nobody else."""
+"""Broken plugins of every kind: each is reported with its distribution and reason, and breaks no other plugin."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_backend(inv: dict[str, jax.Array], cfg: object) -> jax.Array:
 
 HOOKS = {"heuristic_cfg": heuristic_cfg, "run_backend": run_backend}
 
-BROKEN = {
+BROKEN_KERNELS = {
     "import error": ("import no_such_module_anywhere", "No module named 'no_such_module_anywhere'"),
     "syntax error": ("def f(:\n    pass", "SyntaxError"),
     "raises while imported": ("raise RuntimeError('licence expired')", "RuntimeError: licence expired"),
@@ -68,6 +68,11 @@ BROKEN = {
     "hook that is None": (
         KERNEL + "\n    run_backend = None\n",
         "the hook run_backend is missing",
+    ),
+    "configurations without heuristic": (
+        "import attrs\nfrom ejkernel_core import hookimpl\n\n@attrs.frozen\nclass Config: ...\n\n"
+        "@hookimpl\ndef run_backend(inv, cfg):\n    return inv['x']\n",
+        "the hook heuristic_cfg is missing",
     ),
     "heuristic that is None": (
         KERNEL + "\n    heuristic_cfg = None\n",
@@ -109,9 +114,11 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_kernel_is_named_and_breaks_nobody(distribution: MakeDistribution, double: None, fault: str) -> None:
-    source, reason = BROKEN[fault]
+@pytest.mark.parametrize("fault", BROKEN_KERNELS)
+def test_a_broken_kernel_is_reported_and_breaks_no_call(
+    distribution: MakeDistribution, double: None, fault: str
+) -> None:
+    source, reason = BROKEN_KERNELS[fault]
     module = "broken_" + fault.replace(" ", "_")
     distribution("broken-dist", {module: source}, version="3.1", kernels={"double.broken": module})
     registry = Registry()
@@ -120,20 +127,20 @@ def test_a_broken_kernel_is_named_and_breaks_nobody(distribution: MakeDistributi
     verdicts = {verdict.name: verdict for verdict in registry.plan("double", X).verdicts}
     assert verdicts["double.good"].status == "chosen"
     assert verdicts["double.broken"].status == "broken"
-    told = str(verdicts["double.broken"])
-    assert "broken-dist 3.1" in told
-    assert reason in told
-    with pytest.raises(PluginError) as caught:
+    verdict = str(verdicts["double.broken"])
+    assert "broken-dist 3.1" in verdict
+    assert reason in verdict
+    with pytest.raises(PluginError) as error:
         registry.call("double", X, backend="broken")
-    assert reason in str(caught.value)
-    assert "broken-dist 3.1" in str(caught.value)
+    assert reason in str(error.value)
+    assert "broken-dist 3.1" in str(error.value)
 
 
-def test_an_optional_hook_that_is_none_is_as_good_as_absent(double: None) -> None:
+def test_an_optional_hook_may_be_none(double: None) -> None:
     registry = Registry()
     registry.register(SimpleNamespace(**HOOKS, config_space=None), "double.plain")
     np.testing.assert_array_equal(registry.call("double", X, backend="plain"), 2 * X)
-    registry.register(SimpleNamespace(select_config=_nothing, config_selected=None, tuning_progress=None), "quiet")
+    registry.register(SimpleNamespace(select_config=_no_choice, config_selected=None, tuning_progress=None), "quiet")
     statuses = {verdict.name: verdict.status for verdict in registry.plan("double", X).verdicts}
     assert statuses == {"double.good": "chosen", "double.plain": "able"}
 
@@ -147,7 +154,7 @@ def test_a_policy_without_its_hook_is_broken(distribution: MakeDistribution, dou
     )
 
 
-def test_one_policy_under_two_names_is_asked_once(distribution: MakeDistribution, double: None) -> None:
+def test_a_policy_with_two_names_is_called_once(distribution: MakeDistribution, double: None) -> None:
     source = """
         from ejkernel_core import Unsupported, hookimpl
 
@@ -162,7 +169,7 @@ def test_one_policy_under_two_names_is_asked_once(distribution: MakeDistribution
     assert reasons.count("nothing is known") == 1
 
 
-def test_a_distribution_whose_metadata_is_gone_has_no_name(distribution: MakeDistribution, double: None) -> None:
+def test_a_distribution_without_metadata_has_no_name(distribution: MakeDistribution, double: None) -> None:
     folder = distribution("gone-dist", {"gone": KERNEL, "gone_too": "1/0"}, kernels={"double.gone": "gone_too"})
     (folder / "gone_dist-1.0.dist-info" / "METADATA").unlink()
     for plugins in (None, "-bad-dist"):
@@ -175,92 +182,98 @@ def test_a_distribution_whose_metadata_is_gone_has_no_name(distribution: MakeDis
 
 
 class PanicException(BaseException):
-    """As what Rust code raises in Python."""
+    """Like the exception that a panic in Rust code raises in Python."""
 
 
-OUTSIDE_OF_EXCEPTION = {
+BASE_EXCEPTIONS = {
     "panic": (PanicException("blocks of 0"), "PanicException: blocks of 0"),
     "exit": (SystemExit("no licence"), "SystemExit: no licence"),
     "skip": (pytest.skip.Exception("no device"), "Skipped: no device"),
 }
 
 
-def test_a_reference_that_fails_to_say_what_is_returned_is_named(double: None) -> None:
+def test_an_error_of_a_reference_that_determines_the_results_names_it(double: None) -> None:
     registry = Registry()
     registry.register(Operation(name="odd", signature=lambda x: None))
     registry.register(
         SimpleNamespace(**{**HOOKS, "heuristic_cfg": _raising("heuristic_cfg", KeyError("boom"))}), "odd.reference"
     )
-    with pytest.raises(KeyError, match="boom") as caught:
+    with pytest.raises(KeyError, match="boom") as error:
         registry.call("odd", X)
-    assert "in heuristic_cfg of odd.reference (registered at run time)" in caught.value.__notes__
+    assert "in heuristic_cfg of odd.reference (registered at run time)" in error.value.__notes__
 
 
-@pytest.mark.parametrize("name", OUTSIDE_OF_EXCEPTION)
-def test_what_is_no_exception_breaks_its_plugin_alone(double: None, name: str) -> None:
-    fault, told = OUTSIDE_OF_EXCEPTION[name]
+@pytest.mark.parametrize("name", BASE_EXCEPTIONS)
+def test_a_base_exception_breaks_only_its_plugin(double: None, name: str) -> None:
+    fault, message = BASE_EXCEPTIONS[name]
     registry = Registry()
     registry.register(SimpleNamespace(**{**HOOKS, "heuristic_cfg": _raising("heuristic_cfg", fault)}), "double.bad")
     registry.register(SimpleNamespace(select_config=_raising("select_config", fault)), "bad policy")
     np.testing.assert_array_equal(registry.call("double", X), 2 * X)
     verdicts = {verdict.name: verdict for verdict in registry.plan("double", X).verdicts}
-    assert (verdicts["double.bad"].status, verdicts["double.bad"].reason) == ("broken", f"heuristic_cfg raised {told}")
-    assert (verdicts["bad policy"].status, verdicts["bad policy"].reason) == ("broken", f"select_config raised {told}")
-    with pytest.raises(PluginError, match=told):
+    assert (verdicts["double.bad"].status, verdicts["double.bad"].reason) == (
+        "broken",
+        f"heuristic_cfg raised {message}",
+    )
+    assert (verdicts["bad policy"].status, verdicts["bad policy"].reason) == (
+        "broken",
+        f"select_config raised {message}",
+    )
+    with pytest.raises(PluginError, match=message):
         registry.call("double", X, backend="bad")
 
 
-@pytest.mark.parametrize("passing", [KeyboardInterrupt, GeneratorExit])
-def test_an_interrupt_is_nobodys_fault(
-    distribution: MakeDistribution, double: None, passing: type[BaseException]
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, GeneratorExit])
+def test_an_interrupt_is_raised_to_the_caller(
+    distribution: MakeDistribution, double: None, interrupt: type[BaseException]
 ) -> None:
     for hooks, name in (
-        (SimpleNamespace(**{**HOOKS, "heuristic_cfg": _raising("heuristic_cfg", passing())}), "double.slow"),
-        (SimpleNamespace(select_config=_raising("select_config", passing())), "slow policy"),
+        (SimpleNamespace(**{**HOOKS, "heuristic_cfg": _raising("heuristic_cfg", interrupt())}), "double.slow"),
+        (SimpleNamespace(select_config=_raising("select_config", interrupt())), "slow policy"),
     ):
         registry = Registry()
         registry.register(hooks, name)
-        with pytest.raises(passing):
+        with pytest.raises(interrupt):
             registry.plan("double", X)
-    module = f"interrupted_by_{passing.__name__}"
-    distribution("slow-dist", {module: f"raise {passing.__name__}"}, kernels={"double.slow": module})
-    with pytest.raises(passing):
+    module = f"interrupted_by_{interrupt.__name__}"
+    distribution("slow-dist", {module: f"raise {interrupt.__name__}"}, kernels={"double.slow": module})
+    with pytest.raises(interrupt):
         Registry().plan("double", X)
 
 
-def test_who_fails_to_remember_or_to_show_is_named(double: None) -> None:
-    fault, told = OUTSIDE_OF_EXCEPTION["panic"]
+def test_a_policy_that_cannot_remember_or_report_progress_is_reported(double: None) -> None:
+    fault, message = BASE_EXCEPTIONS["panic"]
     hooks = {name: _raising(name, fault) for name in ("config_selected", "tuning_started", "tuning_progress")}
     registry = Registry(plugins="good-dist, ejkernel-tuning")
-    registry.register(SimpleNamespace(select_config=_nothing, **hooks), "a full disk")
+    registry.register(SimpleNamespace(select_config=_no_choice, **hooks), "a full disk")
     with policy_override(autotune=True, budget_s=60):
         np.testing.assert_array_equal(registry.call("double", X), 2 * X)
-    mine = [verdict for verdict in registry.plan("double", X).verdicts if verdict.name == "a full disk"]
-    assert {verdict.status for verdict in mine} == {"broken"}
-    assert {verdict.reason for verdict in mine} == {f"{hook} raised {told}" for hook in hooks}
-    registry.register(SimpleNamespace(select_config=_nothing), "a full disk")
+    verdicts = [verdict for verdict in registry.plan("double", X).verdicts if verdict.name == "a full disk"]
+    assert {verdict.status for verdict in verdicts} == {"broken"}
+    assert {verdict.reason for verdict in verdicts} == {f"{hook} raised {message}" for hook in hooks}
+    registry.register(SimpleNamespace(select_config=_no_choice), "a full disk")
     assert [verdict.name for verdict in registry.plan("double", X).verdicts] == ["double.good"]
 
 
-def test_a_store_that_refuses_to_remember_is_named_too(double: None) -> None:
+def test_a_store_that_refuses_to_remember_is_reported(double: None) -> None:
     hooks = {"config_selected": _raising("config_selected", Unsupported("it is full"))}
     registry = Registry(plugins="good-dist, ejkernel-tuning")
-    registry.register(SimpleNamespace(select_config=_nothing, **hooks), "a full disk")
+    registry.register(SimpleNamespace(select_config=_no_choice, **hooks), "a full disk")
     with policy_override(autotune=True, budget_s=60):
         np.testing.assert_array_equal(registry.call("double", X), 2 * X)
-    told = [v.reason for v in registry.plan("double", X).verdicts if v.name == "a full disk"]
-    assert told == ["config_selected raised Unsupported: it is full"]
+    reasons = [v.reason for v in registry.plan("double", X).verdicts if v.name == "a full disk"]
+    assert reasons == ["config_selected raised Unsupported: it is full"]
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "expected"),
     [
         (None, ("broken", "measure raised PluginError: it gives no record; where nothing")),
         (Unsupported("the clock stands"), ("no answer", "the clock stands")),
     ],
 )
-def test_a_tuner_that_gives_nothing_is_named_and_the_heuristic_is_taken(
-    double: None, fault: BaseException | None, told: tuple[str, str]
+def test_a_tuner_without_a_result_is_reported_and_the_heuristic_is_used(
+    double: None, fault: BaseException | None, expected: tuple[str, str]
 ) -> None:
     @hookimpl
     def measure(inv: object) -> object:
@@ -275,33 +288,33 @@ def test_a_tuner_that_gives_nothing_is_named_and_the_heuristic_is_taken(
     plan = registry.choose(registry.invocation("double", X), None, None, Scope(policy=AutotunePolicy("on_miss")))
     assert plan.origin == "heuristic"
     ((status, reason),) = ((v.status, v.reason) for v in plan.verdicts if v.name == "a clock")
-    assert (status, reason[: len(told[1])]) == told
+    assert (status, reason[: len(expected[1])]) == expected
 
 
-def test_a_failure_to_remember_is_forgotten_once_it_is_mended(double: None) -> None:
-    full = [True]
+def test_a_failure_to_remember_is_reported_until_it_is_fixed(double: None) -> None:
+    is_full = [True]
 
     @hookimpl
     def tuning_started(inv: object) -> object:
-        return "there is no room" if full else None
+        return "there is no room" if is_full else None
 
     registry = Registry(plugins="good-dist, ejkernel-tuning")
-    registry.register(SimpleNamespace(select_config=_nothing, tuning_started=tuning_started), "a disk")
-    for wanted in (["tuning_started returned a str, no Earlier"], []):
+    registry.register(SimpleNamespace(select_config=_no_choice, tuning_started=tuning_started), "a disk")
+    for reasons in (["tuning_started returned a str, no Earlier"], []):
         with policy_override(autotune=True, budget_s=60):
             np.testing.assert_array_equal(registry.call("double", X), 2 * X)
-        assert [v.reason for v in registry.plan("double", X).verdicts if v.name == "a disk"] == wanted
-        full.clear()
+        assert [v.reason for v in registry.plan("double", X).verdicts if v.name == "a disk"] == reasons
+        is_full.clear()
         registry.forget()
 
 
 @hookimpl
-def _nothing(inv: object) -> None:
+def _no_choice(inv: object) -> None:
     return None
 
 
 def _raising(hook: str, fault: BaseException) -> Callable[..., object]:
-    """The hook of this name, which raises."""
+    """A hook of this name that raises ``fault``."""
 
     def raising(inv: object) -> object:
         raise fault
@@ -310,22 +323,22 @@ def _raising(hook: str, fault: BaseException) -> Callable[..., object]:
     return hookimpl(raising)
 
 
-@pytest.mark.parametrize("kind", [ZeroDivisionError, Unsupported, PanicException, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("exception", [ZeroDivisionError, Unsupported, PanicException, SystemExit, KeyboardInterrupt])
 @pytest.mark.parametrize("backend", ["fails", None])
-def test_what_run_backend_raises_is_the_callers_and_says_whose_it_is(
-    double: None, kind: type[BaseException], backend: str | None
+def test_an_error_of_run_backend_reaches_the_caller_with_the_kernels_name(
+    double: None, exception: type[BaseException], backend: str | None
 ) -> None:
     registry = Registry()
     registry.register(
-        SimpleNamespace(**{**HOOKS, "run_backend": _raising("run_backend", kind("boom"))}), "double.fails"
+        SimpleNamespace(**{**HOOKS, "run_backend": _raising("run_backend", exception("boom"))}), "double.fails"
     )
-    with pytest.raises(kind, match="boom") as caught:
+    with pytest.raises(exception, match="boom") as error:
         registry.call("double", X, backend=backend)
-    assert type(caught.value) is kind
-    assert "in run_backend of double.fails (registered at run time)" in caught.value.__notes__
+    assert type(error.value) is exception
+    assert "in run_backend of double.fails (registered at run time)" in error.value.__notes__
 
 
-def test_a_kernel_that_raises_in_its_heuristic_is_passed_over(distribution: MakeDistribution, double: None) -> None:
+def test_a_kernel_whose_heuristic_raises_is_skipped(distribution: MakeDistribution, double: None) -> None:
     source = KERNEL.replace("return None", "raise ZeroDivisionError('blocks of 0')")
     distribution("broken-dist", {"raises": source}, kernels={"double.raises": "raises"})
     registry = Registry()
@@ -338,22 +351,22 @@ def test_a_kernel_that_raises_in_its_heuristic_is_passed_over(distribution: Make
         registry.call("double", X, backend="raises")
 
 
-def test_when_all_refuse_each_reason_is_told(distribution: MakeDistribution, double: None) -> None:
+def test_the_error_lists_the_reason_of_every_refusing_kernel(distribution: MakeDistribution, double: None) -> None:
     refusing = KERNEL.replace("return None", "raise Unsupported('needs a length below 2')")
-    elsewhere = KERNEL + "\n    PLATFORMS = {'abacus': 1}\n"
-    distribution("b-dist", {"no1": refusing, "no2": elsewhere}, kernels={"double.b": "no1", "double.c": "no2"})
+    other_platform = KERNEL + "\n    PLATFORMS = {'abacus': 1}\n"
+    distribution("b-dist", {"no1": refusing, "no2": other_platform}, kernels={"double.b": "no1", "double.c": "no2"})
     registry = Registry(plugins="b-dist, good-dist")
-    registry.register(_Refuser, "double.good")
-    with pytest.raises(NoKernel) as caught:
+    registry.register(_RaisingKernel, "double.good")
+    with pytest.raises(NoKernel) as error:
         registry.call("double", X)
-    message = str(caught.value)
+    message = str(error.value)
     assert "double(x=float32[2]) on cpu" in message
     assert "double.b (b-dist 1.0): refused, needs a length below 2" in message
     assert "double.c (b-dist 1.0): refused, it runs on abacus; this is cpu" in message
     assert "double.good (registered at run time): broken, heuristic_cfg raised ValueError: not today" in message
 
 
-class _Refuser:
+class _RaisingKernel:
     @staticmethod
     @hookimpl
     def heuristic_cfg(inv: object) -> None:
@@ -364,19 +377,19 @@ class _Refuser:
     def run_backend(inv: object, cfg: object) -> None: ...
 
 
-def test_two_distributions_with_one_kernel_name(distribution: MakeDistribution, double: None) -> None:
+def test_two_distributions_with_the_same_kernel_name(distribution: MakeDistribution, double: None) -> None:
     distribution("first-dist", {"twin1": KERNEL}, kernels={"double.twin": "twin1"})
     distribution("second-dist", {"twin2": KERNEL}, kernels={"double.twin": "twin2"})
     registry = Registry()
     assert registry.plan("double", X).kernel.backend == "good"
-    with pytest.raises(PluginError) as caught:
+    with pytest.raises(PluginError) as error:
         registry.call("double", X, backend="twin")
     for part in ("first-dist 1.0 (twin1)", "second-dist 1.0 (twin2)", "EJKERNEL_PLUGINS=-<distribution>"):
-        assert part in str(caught.value)
+        assert part in str(error.value)
     np.testing.assert_array_equal(Registry(plugins="-first-dist").call("double", X, backend="twin"), 2 * X)
 
 
-def test_the_same_distribution_seen_twice_counts_once(distribution: MakeDistribution, double: None) -> None:
+def test_a_distribution_that_is_found_twice_counts_once(distribution: MakeDistribution, double: None) -> None:
     for _ in range(2):
         distribution("again-dist", {"again": KERNEL}, kernels={"double.again": "again"})
     np.testing.assert_array_equal(Registry().call("double", X, backend="again"), 2 * X)
@@ -399,11 +412,11 @@ def test_a_plugin_imported_before_the_core(distribution: MakeDistribution, doubl
         "import early, ejkernel_core, numpy\n"
         "print(ejkernel_core.call('double', numpy.ones(1), backend='early'))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "[2.]", done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.stdout.strip() == "[2.]", process.stderr
 
 
-def test_an_operation_entry_that_is_no_operation(distribution: MakeDistribution, double: None) -> None:
+def test_an_entry_point_of_an_operation_with_another_value(distribution: MakeDistribution, double: None) -> None:
     distribution("odd-dist", {"odd": "operation = 3"}, operations={"odd": "odd:operation"})
     registry = Registry()
     with pytest.raises(PluginError, match="odd-dist 1.0 .*is a int, no Operation"):
@@ -411,21 +424,21 @@ def test_an_operation_entry_that_is_no_operation(distribution: MakeDistribution,
     np.testing.assert_array_equal(registry.call("double", X), 2 * X)
 
 
-def test_a_kernel_that_returns_another_shape_is_named(double: None) -> None:
+def test_a_kernel_that_returns_another_shape_is_reported(double: None) -> None:
     registry = Registry()
-    registry.register(_kernel(lambda inv: jnp.concatenate([inv["x"]] * 2)), "double.longer")
+    registry.register(_computing_kernel(lambda inv: jnp.concatenate([inv["x"]] * 2)), "double.longer")
     with pytest.raises(PluginError, match=r"double.longer \(registered at run time\) returned \(float32\[4\]\)"):
         registry.call("double", X, backend="longer")
 
 
-def test_a_kernel_that_returns_nothing_is_named(double: None) -> None:
+def test_a_kernel_that_returns_none_is_reported(double: None) -> None:
     registry = Registry()
-    registry.register(_kernel(lambda inv: None), "double.nothing")
+    registry.register(_computing_kernel(lambda inv: None), "double.nothing")
     with pytest.raises(PluginError, match=r"returned \(NoneType\); the operation 'double' promises \(float32\[2\]\)"):
         registry.call("double", X, backend="nothing")
 
 
-def _kernel(compute: Callable[..., object]) -> type:
+def _computing_kernel(compute: Callable[..., object]) -> type:
     class Kernel:
         @staticmethod
         @hookimpl
@@ -440,9 +453,11 @@ def _kernel(compute: Callable[..., object]) -> type:
     return Kernel
 
 
-def test_eight_threads_make_the_first_call(distribution: MakeDistribution, double: None) -> None:
-    slow = "import time, builtins\nbuiltins.slow_imports = getattr(builtins, 'slow_imports', 0) + 1\ntime.sleep(0.2)\n"
-    distribution("slow-dist", {"slow_kernel": slow + _dedented(KERNEL)}, kernels={"double.slow": "slow_kernel"})
+def test_eight_threads_can_make_the_first_call(distribution: MakeDistribution, double: None) -> None:
+    slow_import = (
+        "import time, builtins\nbuiltins.slow_imports = getattr(builtins, 'slow_imports', 0) + 1\ntime.sleep(0.2)\n"
+    )
+    distribution("slow-dist", {"slow_kernel": slow_import + _dedented(KERNEL)}, kernels={"double.slow": "slow_kernel"})
     registry = Registry()
     start, results, faults = threading.Barrier(8), [], []
 

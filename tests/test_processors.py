@@ -1,4 +1,4 @@
-"""What is measured on one processor is not taken for another, although JAX calls all of them "cpu"."""
+"""Measurements of one processor do not apply to another, although JAX calls all of them "cpu"."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GRACE = {"CPU implementer": "0x41", "CPU part": "0xd4f"}
 
 X = jnp.arange(1.0, 4.0)
 
-On = Callable[..., None]
+SetProcessor = Callable[..., None]
 
 
 @attrs.frozen
@@ -31,18 +31,18 @@ class Factor:
 
 
 class Scale(Kernel[Factor, jax.Array]):
-    """The factor of its configuration tells which one was used."""
+    """Multiplies by the configuration's factor, so that the result shows which configuration was used."""
 
     def run(self, x, *, cfg):
         return x * cfg.by
 
 
 @pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[On]:
-    """``on(cpuinfo, cores)`` has this process run on another processor from there on."""
+def set_processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[SetProcessor]:
+    """``set_processor(cpuinfo, cores)`` makes this process see another processor."""
 
-    def change(known: dict[str, str], cores: int = 16) -> None:
-        monkeypatch.setattr(_devices, "_cpuinfo", lambda: known)
+    def change(cpuinfo: dict[str, str], cores: int = 16) -> None:
+        monkeypatch.setattr(_devices, "_cpuinfo", lambda: cpuinfo)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
         processor.cache_clear()
 
@@ -51,7 +51,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[On]:
 
 
 @pytest.mark.parametrize(
-    ("known", "cores", "name"),
+    ("cpuinfo", "cores", "name"),
     [
         (GENOA, 16, "AMD EPYC 25-17, 16 cores"),
         (GENOA, 1, "AMD EPYC 25-17, 1 core"),
@@ -61,20 +61,20 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[On]:
         ({}, 8, "aarch64, 8 cores"),
     ],
 )
-def test_a_processor_is_its_model_and_the_cores_that_may_be_used(
-    on: On, monkeypatch: pytest.MonkeyPatch, known: dict[str, str], cores: int, name: str
+def test_the_name_of_a_processor_has_its_model_and_usable_cores(
+    set_processor: SetProcessor, monkeypatch: pytest.MonkeyPatch, cpuinfo: dict[str, str], cores: int, name: str
 ) -> None:
     monkeypatch.setattr(_devices, "machine", lambda: "aarch64")
     monkeypatch.delenv("PROCESSOR_IDENTIFIER", raising=False)
-    on(known, cores)
+    set_processor(cpuinfo, cores)
     assert processor() == name
 
 
-def test_where_nothing_is_told_it_has_a_name_all_the_same(on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unidentified_processor_has_a_name(set_processor: SetProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_devices, "machine", lambda: "")
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     monkeypatch.delenv("PROCESSOR_IDENTIFIER", raising=False)
-    on({})
+    set_processor({})
     monkeypatch.delattr(os, "sched_getaffinity")
     assert processor() == "cpu, 1 core"
     monkeypatch.setenv("PROCESSOR_IDENTIFIER", "Intel64 Family 6 Model 106")
@@ -82,17 +82,19 @@ def test_where_nothing_is_told_it_has_a_name_all_the_same(on: On, monkeypatch: p
     assert processor() == "Intel64 Family 6 Model 106, 1 core"
 
 
-def test_a_list_of_processors_that_is_no_list_is_no_fault(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_a_malformed_cpuinfo_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     (tmp_path / "cpuinfo").write_bytes(b"processor\t: 0\nmodel name\t: a: \xff b\nnothing\n\nmodel name\t: another\n")
-    opened = open
-    monkeypatch.setattr("builtins.open", lambda path, *how, **more: opened(tmp_path / "cpuinfo", *how, **more))
+    builtin_open = open
+    monkeypatch.setattr(
+        "builtins.open", lambda path, *arguments, **keywords: builtin_open(tmp_path / "cpuinfo", *arguments, **keywords)
+    )
     assert _devices._cpuinfo() == {"processor": "0", "model name": "a: \ufffd b", "nothing": ""}
     (tmp_path / "cpuinfo").unlink()
     assert _devices._cpuinfo() == {}
 
 
-def test_calls_their_keys_and_provenances_are_of_the_processor(on: On) -> None:
-    on(GENOA)
+def test_invocations_keys_and_fingerprints_name_the_processor(set_processor: SetProcessor) -> None:
+    set_processor(GENOA)
     inv = ejkernel_core.invocation("flash_attention", *np.ones((3, 1, 8, 2, 4), np.float32))
     assert target("cpu").device_kind == device_name(jax.devices("cpu")[0]) == "AMD EPYC 25-17, 16 cores"
     assert (inv.platform, inv.device_kind, inv.key.device) == ("cpu", *["AMD EPYC 25-17, 16 cores"] * 2)
@@ -101,29 +103,29 @@ def test_calls_their_keys_and_provenances_are_of_the_processor(on: On) -> None:
     assert jax.devices("cpu")[0].device_kind == "cpu"
 
 
-def test_a_record_of_one_processor_does_not_answer_on_another(on: On) -> None:
+def test_a_record_of_one_processor_is_not_used_on_another(set_processor: SetProcessor) -> None:
     registry, kernel = Registry(plugins=""), Scale()
     registry.register(kernel)
-    for known, cores in ((GENOA, 16), (GRACE, 16), (GENOA, 4)):
-        on(known, cores)
+    for cpuinfo, cores in ((GENOA, 16), (GRACE, 16), (GENOA, 4)):
+        set_processor(cpuinfo, cores)
         assert registry.plan("Scale", X).origin == "heuristic"
         registry.remember(registry.invocation("Scale", X).key, Factor(cores))
         assert (registry.plan("Scale", X).origin, registry.plan("Scale", X).cfg) == ("memory", Factor(cores))
-    on(GENOA, 16)
+    set_processor(GENOA, 16)
     assert registry.plan("Scale", X).cfg == Factor(16)
     assert len(registry.memory) == 3
 
 
-def test_a_result_of_another_processor_is_refused(on: On) -> None:
-    on(GENOA)
+def test_a_result_of_another_processor_is_refused(set_processor: SetProcessor) -> None:
+    set_processor(GENOA)
     query = np.ones((1, 8, 2, 4), np.float32)
-    usual = ejkernel_core.plan("flash_attention", query, query, query, backend="xla").cfg
-    once = {"configs": [usual], "backend": "xla", "num_iters": 1, "remember": False}
-    result = ejkernel_tuning.autotune("flash_attention", query, query, query, **once)
+    cfg = ejkernel_core.plan("flash_attention", query, query, query, backend="xla").cfg
+    options = {"configs": [cfg], "backend": "xla", "num_iters": 1, "remember": False}
+    result = ejkernel_tuning.autotune("flash_attention", query, query, query, **options)
     (provenance,) = {record.provenance.device for _, records in result.items() for record in records}
     assert provenance.startswith("AMD EPYC 25-17, 16 cores (")
     with result:
         assert ejkernel_core.plan("flash_attention", query, query, query, backend="xla").origin == "overlay"
-    on(GRACE)
+    set_processor(GRACE)
     with pytest.raises(ValueError, match="measured on AMD EPYC 25-17, 16 cores, and here there are .*0x41"), result:
         pass

@@ -1,4 +1,4 @@
-"""What JAX compiles for the tests stays on disk, and is never taken for what it is not."""
+"""Programs that JAX compiles for the tests are cached on disk, and are read back only for the same computation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-#: Compiles a function under a name, from a line of its file, and prints how often a program was read back, and its text.
+#: Compiles a named function at a line of a file, and prints the number of cache hits and the program's text.
 PROGRAM = """
 import sys
 import jax
@@ -34,39 +34,39 @@ def root_conftest(request: pytest.FixtureRequest) -> ModuleType:
 
 
 @pytest.fixture
-def settings(root_conftest: ModuleType, tmp_path: Path) -> dict[str, str]:
-    """Those of the tests, for a folder that is empty."""
-    settings = {name: value for name, value in os.environ.items() if name not in ("JAX_COMPILATION_CACHE_DIR", "CI")}
-    root_conftest.keep_programs(tmp_path / "jax", settings)
-    return settings
+def environ(root_conftest: ModuleType, tmp_path: Path) -> dict[str, str]:
+    """The environment of the tests, with an empty cache folder."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("JAX_COMPILATION_CACHE_DIR", "CI")}
+    root_conftest.keep_programs(tmp_path / "jax", environ)
+    return environ
 
 
-def compiled(settings: dict[str, str], name: str, line: int = 0, factor: int = 2) -> tuple[int, str]:
-    """In a process of its own: how many programs it read back, and what it got."""
+def compile_in_process(environ: dict[str, str], name: str, line: int = 0, factor: int = 2) -> tuple[int, str]:
+    """The number of cache hits and the output, in a new process."""
     command = [sys.executable, "-c", PROGRAM, name, str(line), str(factor)]
-    done = subprocess.run(command, env=settings, capture_output=True, text=True, check=True)
-    reads, _, text = done.stdout.partition(" ")
+    process = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    reads, _, text = process.stdout.partition(" ")
     return int(reads), text
 
 
-def test_a_program_is_compiled_once_and_read_back_as_it_was(settings: dict[str, str]) -> None:
-    reads, text = compiled(settings, "one")
-    again, same = compiled(settings, "one")
-    assert again > reads
-    assert same == text
+def test_a_program_is_read_back_only_for_the_same_computation(environ: dict[str, str]) -> None:
+    reads, text = compile_in_process(environ, "one")
+    hits, cached_text = compile_in_process(environ, "one")
+    assert hits > reads
+    assert cached_text == text
     assert "jit(function)/one/sin" in text
-    # A line above it is none of its content.
-    assert compiled(settings, "one", line=7) == (again, text)
-    # Its label is, and so is what it computes.
-    other, text = compiled(settings, "other")
-    assert other < again
+    # The line number is not part of the content.
+    assert compile_in_process(environ, "one", line=7) == (hits, text)
+    # The label and the computation are.
+    other_reads, text = compile_in_process(environ, "other")
+    assert other_reads < hits
     assert "jit(function)/other/sin" in text
-    changed, text = compiled(settings, "one", factor=3)
-    assert changed < again
+    changed_reads, text = compile_in_process(environ, "one", factor=3)
+    assert changed_reads < hits
     assert "2.52441" in text
 
 
-def test_the_folder_is_of_the_flags_and_the_processor(
+def test_flags_and_processor_determine_the_folder(
     root_conftest: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folders = {root_conftest.programs_folder(tmp_path, flags) for flags in ("--one", "--other")}
@@ -75,22 +75,22 @@ def test_the_folder_is_of_the_flags_and_the_processor(
     assert len(folders) == 3
 
 
-@pytest.mark.parametrize("given", [{"JAX_COMPILATION_CACHE_DIR": "/his/own"}, {"CI": "true"}], ids=str)
-def test_a_folder_of_the_users_is_his_and_ci_has_none(
-    root_conftest: ModuleType, tmp_path: Path, given: dict[str, str]
+@pytest.mark.parametrize("user_environ", [{"JAX_COMPILATION_CACHE_DIR": "/his/own"}, {"CI": "true"}], ids=str)
+def test_a_folder_of_the_user_and_ci_change_nothing(
+    root_conftest: ModuleType, tmp_path: Path, user_environ: dict[str, str]
 ) -> None:
-    settings = dict(given)
-    root_conftest.keep_programs(tmp_path, settings)
-    assert settings == given
+    environ = dict(user_environ)
+    root_conftest.keep_programs(tmp_path, environ)
+    assert environ == user_environ
 
 
-@pytest.mark.parametrize(("most", "stays"), [(30, True), (29, False)])
-def test_a_folder_that_has_grown_too_large_goes(
-    root_conftest: ModuleType, tmp_path: Path, most: int, stays: bool
+@pytest.mark.parametrize(("limit", "is_kept"), [(30, True), (29, False)])
+def test_a_folder_that_is_too_large_is_deleted(
+    root_conftest: ModuleType, tmp_path: Path, limit: int, is_kept: bool
 ) -> None:
-    every = tmp_path / "jax"
+    folder = tmp_path / "jax"
     for name in ("old", "new"):
-        (every / name).mkdir(parents=True)
-        (every / name / "program").write_bytes(b"x" * 15)
-    root_conftest.bound(every, most)
-    assert every.exists() is stays
+        (folder / name).mkdir(parents=True)
+        (folder / name / "program").write_bytes(b"x" * 15)
+    root_conftest.bound(folder, limit)
+    assert folder.exists() is is_kept

@@ -1,4 +1,4 @@
-"""What a program calls: recorded while it is compiled, and read out of compiled text."""
+"""The calls of a program, recorded while it is compiled, or read from the labels in compiled text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def loss(*arrays: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def forgetting() -> Iterator[None]:
+def cleared_invocations() -> Iterator[None]:
     clear_invocations()
     yield
     clear_invocations()
@@ -57,76 +57,76 @@ def forgetting() -> Iterator[None]:
 # -- recording -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_recorded_with_its_backward_pass_even_if_it_was_compiled_before() -> None:
+def test_a_run_of_a_compiled_function_is_recorded_with_its_backward() -> None:
     step = jax.jit(jax.grad(loss))
     step(Q, K, V)
-    with recording() as found:
+    with recording() as invocations:
         step(Q, K, V)
         step(Q, K, V)
         attention(Q, K, V)
-    assert [inv.op for inv in found] == ["flash_attention", "flash_attention_bwd"]
+    assert [inv.op for inv in invocations] == ["flash_attention", "flash_attention_bwd"]
     assert [inv.op for inv in get_invocations()] == ["flash_attention", "flash_attention_bwd"]
     assert (
-        next(iter(found)).key
+        next(iter(invocations)).key
         == ejkernel_core.invocation("flash_attention", Q, K, V, causal=True, sliding_window=(20, 0)).key
     )
 
 
-def test_lowering_is_enough_and_shapes_are_final() -> None:
-    rows = jax.ShapeDtypeStruct((3, *Q.shape), Q.dtype)
-    with recording() as found:
-        jax.jit(jax.vmap(attention)).lower(rows, rows, rows)
-    (inv,) = found
+def test_lowering_records_the_final_shapes() -> None:
+    batch = jax.ShapeDtypeStruct((3, *Q.shape), Q.dtype)
+    with recording() as invocations:
+        jax.jit(jax.vmap(attention)).lower(batch, batch, batch)
+    (inv,) = invocations
     assert inv["query"].shape == (6, 48, 2, 8)
 
 
-def test_nothing_is_recorded_outside() -> None:
-    with recording() as found:
+def test_nothing_is_recorded_outside_of_recording() -> None:
+    with recording() as invocations:
         pass
     attention(Q, K, V)
-    assert list(found) == get_invocations() == []
+    assert list(invocations) == get_invocations() == []
 
 
-def test_no_array_is_kept() -> None:
+def test_recording_keeps_no_array_alive() -> None:
     array = jax.random.normal(jax.random.key(5), Q.shape)
-    kept = weakref.ref(array)
-    with recording() as found:
+    reference = weakref.ref(array)
+    with recording() as invocations:
         attention(array, array, array)
     del array
     gc.collect()
-    assert kept() is None
-    for inv in found:
+    assert reference() is None
+    for inv in invocations:
         leaves = jax.tree.leaves(dict(inv.arguments))
         assert not any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves)
 
 
-def test_an_invocation_is_recorded_by_hand() -> None:
+def test_an_invocation_can_be_recorded_by_hand() -> None:
     inv = ejkernel_core.invocation("flash_attention", Q, K, V)
     record_invocation("flash_attention", inv)
     record_invocation("flash_attention", inv)
-    assert [one.key for one in get_invocations()] == [inv.key]
+    assert [invocation.key for invocation in get_invocations()] == [inv.key]
     with pytest.raises(ValueError, match="is of 'flash_attention', not of 'other'"):
         record_invocation("other", inv)
 
 
-def test_what_was_recorded_is_tuned_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with recording() as found:
+def test_a_recorded_invocation_is_tuned_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with recording() as invocations:
         jax.jit(jax.grad(loss)).lower(Q, K, V)
-    first, *_ = found
+    first, *_ = invocations
     result = autotune_recorded([first])
     assert [t.keys[0] for t in result.tuned] == [first.key]
-    # As after an interrupt: what is known is passed over.
-    result = autotune_recorded(found)
+    # Invocations that have a record are skipped, for example after an interrupt.
+    result = autotune_recorded(invocations)
     assert [t.keys[0].op for t in result.tuned] == ["flash_attention_bwd"]
     assert autotune_recorded(get_invocations()).tuned == ()
-    explained = ejkernel_core.explain("flash_attention", Q, K, V, causal=True, sliding_window=(20, 0))
-    assert explained.plan.origin == "memory"
+    explanation = ejkernel_core.explain("flash_attention", Q, K, V, causal=True, sliding_window=(20, 0))
+    assert explanation.plan.origin == "memory"
     assert [t.keys[0] for t in autotune_recorded([first], retune=True).tuned] == [first.key]
 
 
-def test_what_another_registry_has_recorded_is_tuned_there_also_when_it_was_forgotten() -> None:
-    own = Registry(plugins="")
-    own.register(Operation(name="thrice", signature=lambda x: None, outputs=lambda a: (a["x"],)))
+def test_an_invocation_of_another_registry_is_tuned_for_that_registry() -> None:
+    registry = Registry(plugins="")
+    registry.register(Operation(name="thrice", signature=lambda x: None, outputs=lambda a: (a["x"],)))
 
     @hookimpl
     def heuristic_cfg(inv):
@@ -136,13 +136,13 @@ def test_what_another_registry_has_recorded_is_tuned_there_also_when_it_was_forg
     def run_backend(inv):
         return inv["x"] * 3
 
-    own.register(SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend), "thrice.reference")
+    registry.register(SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend), "thrice.reference")
     with recording():
-        jax.jit(lambda x: own.call("thrice", x)).lower(Q)
+        jax.jit(lambda x: registry.call("thrice", x)).lower(Q)
     invocations = get_invocations()
     clear_invocations()
-    assert [one.best.backend for one in autotune_recorded(invocations).tuned] == ["reference"]
-    assert own.plan("thrice", Q).origin == "memory"
+    assert [tuned.best.backend for tuned in autotune_recorded(invocations).tuned] == ["reference"]
+    assert registry.plan("thrice", Q).origin == "memory"
 
 
 # -- labels ----------------------------------------------------------------------------------------------------------
@@ -166,20 +166,20 @@ def test_labels_survive_compilation(name: str) -> None:
     arrays = [jnp.stack([a, a]) for a in (Q, K, V)] if "vmap" in name else [Q, K, V]
     lowered = jax.jit(function).lower(*arrays)
     before, after = find_labels_in_lowered(lowered), find_labels_in_lowered(lowered.compile())
-    assert sorted(found.name for found in before) == ops
+    assert sorted(label.name for label in before) == ops
     assert set(after) == set(before)
 
 
-def test_labels_tell_shapes_and_configurations() -> None:
-    usual = ejkernel_core.plan("flash_attention", Q, K, V, causal=True, sliding_window=(20, 0))
-    cfg = attrs.evolve(usual.cfg, q_block=16)
+def test_a_label_has_the_configuration() -> None:
+    default_plan = ejkernel_core.plan("flash_attention", Q, K, V, causal=True, sliding_window=(20, 0))
+    cfg = attrs.evolve(default_plan.cfg, q_block=16)
     program = jax.jit(
         lambda *a: ejkernel_core.call("flash_attention", *a, causal=True, sliding_window=(20, 0), cfg=cfg)
     )
-    (found,) = find_labels_in_lowered(program.lower(Q, K, V).compile())
-    assert (found.name, found.backend) == ("flash_attention", "xla")
-    assert str(found) == f"flash_attention.xla(q_block=16,kv_block={cfg.kv_block})"
-    assert labels_to_configs([found]) == {found: cfg}
+    (label,) = find_labels_in_lowered(program.lower(Q, K, V).compile())
+    assert (label.name, label.backend) == ("flash_attention", "xla")
+    assert str(label) == f"flash_attention.xla(q_block=16,kv_block={cfg.kv_block})"
+    assert labels_to_configs([label]) == {label: cfg}
 
 
 @attrs.frozen
@@ -198,12 +198,12 @@ class Nested:
 
 
 @dataclasses.dataclass(frozen=True)
-class One:
+class Number:
     number: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class Two:
+class NumberAndPair:
     number: int = -1
     pair: tuple[int, ...] = ()
 
@@ -215,8 +215,8 @@ class Signed:
     padding: str = "-" * 20
 
 
-#: Configurations by what stands in their labels: all that can be read back, and a digest of the others.
-TEXTS = {
+#: Configurations that can be read back from their labels, by the label's text.
+READABLE = {
     "keys=64x128,bias=None,name=%275%27,scale=0.5,deep=True": Nested(),
     "keys=1x2,bias=3x4,name=two%20words,scale=1e-09,deep=False": Nested(
         Blocks(1, 2), Blocks(3, 4), "two words", 1e-9, False
@@ -227,13 +227,14 @@ TEXTS = {
     "keys=64x128,bias=None,name=%7B%7B%7D%7D,scale=0.5,deep=True": Nested(name="{{}}"),
     f"name={'long' * 15},zero=-0.0": Signed("long" * 15, -0.0),
     f"name={'long' * 15}": Signed("long" * 15, 0.0),
-    "number=-1": One(),
+    "number=-1": Number(),
     f"name={'long' * 20}": Nested(name="long" * 20),
     "": None,
 }
-DIGESTS = (
-    Two(pair=(1, 2)),
-    Two(),
+#: Configurations that cannot be read back: their labels have a digest.
+UNREADABLE = (
+    NumberAndPair(pair=(1, 2)),
+    NumberAndPair(),
     Nested(keys=Blocks(-1)),
     Nested(scale=float("inf")),
     Nested(name="long" * 25),
@@ -243,27 +244,27 @@ DIGESTS = (
 )
 
 
-@pytest.mark.parametrize(("text", "cfg"), TEXTS.items())
-def test_a_label_can_be_read_by_a_person_and_back(text: str, cfg: Any) -> None:
-    written = call_label("double.mine", cfg)
-    assert written == f"double.mine({text})"
-    program = jax.jit(jax.named_scope(written)(jnp.sin)).lower(Q)
+@pytest.mark.parametrize(("text", "cfg"), READABLE.items())
+def test_a_readable_label_gives_the_configuration_back(text: str, cfg: Any) -> None:
+    label_text = call_label("double.mine", cfg)
+    assert label_text == f"double.mine({text})"
+    program = jax.jit(jax.named_scope(label_text)(jnp.sin)).lower(Q)
     for stage in (program, program.compile()):
-        (found,) = find_labels_in_lowered(stage)
-        assert found == Label("double", "mine", text)
-        assert labels_to_configs([found], {"double.mine": type(cfg)}) == {found: cfg}
+        (label,) = find_labels_in_lowered(stage)
+        assert label == Label("double", "mine", text)
+        assert labels_to_configs([label], {"double.mine": type(cfg)}) == {label: cfg}
 
 
-@pytest.mark.parametrize("cfg", DIGESTS, ids=repr)
-def test_what_does_not_fit_is_a_digest_that_records_stand_for(cfg: Any) -> None:
-    written = call_label("double.mine", cfg)
-    assert re.fullmatch(r"double\.mine\([0-9a-f]{12}\)", written)
-    (found,) = find_labels_in_lowered(jax.jit(jax.named_scope(written)(jnp.sin)).lower(Q).compile())
+@pytest.mark.parametrize("cfg", UNREADABLE, ids=repr)
+def test_the_label_of_an_unreadable_configuration_is_a_digest(cfg: Any) -> None:
+    text = call_label("double.mine", cfg)
+    assert re.fullmatch(r"double\.mine\([0-9a-f]{12}\)", text)
+    (label,) = find_labels_in_lowered(jax.jit(jax.named_scope(text)(jnp.sin)).lower(Q).compile())
     with pytest.raises(RecordError, match="has a digest for its configuration, and none of the records has it"):
-        labels_to_configs([found])
+        labels_to_configs([label])
     key = Key("double", "cpu", problem="{}")
     records = [(key, (Record(Blocks(), "mine"), Record(cfg, "other"), Record(cfg, "mine")))]
-    assert labels_to_configs([found], records=records) == {found: cfg}
+    assert labels_to_configs([label], records=records) == {label: cfg}
 
 
 @attrs.frozen
@@ -285,75 +286,76 @@ class Wider(Nested):
 Accented = attrs.make_class("Accented", {"größe": attrs.field(type=int)}, frozen=True)
 
 
-def read_back(written: str, **given: Any) -> Any:
-    (found,) = extract_labels_from_hlo_text(f'op_name="jit(f)/{written}/mul"')
-    return labels_to_configs([found], **given)[found]
+def read_back(text: str, **keywords: Any) -> Any:
+    (label,) = extract_labels_from_hlo_text(f'op_name="jit(f)/{text}/mul"')
+    return labels_to_configs([label], **keywords)[label]
 
 
-def test_what_reads_alike_is_a_digest() -> None:
-    """Sizes of one class or of another; fields of the kernel's Config, or of a class that has it for a base."""
+def test_the_label_of_an_ambiguous_configuration_is_a_digest() -> None:
+    """For example a field that may be of either of two classes, and a subclass of the kernel's Config."""
     key = Key("double", "cpu", problem="{}")
-    for cfg, kind in ((Either(Blocks()), Either), (Either(Tiles()), Either), (Wider(), Nested)):
-        written = call_label("double.mine", cfg, kind)
-        assert re.fullmatch(r"double\.mine\([0-9a-f]{12}\)", written)
-        assert read_back(written, records=[(key, (Record(cfg, "mine"),))]) == cfg
+    for cfg, config_type in ((Either(Blocks()), Either), (Either(Tiles()), Either), (Wider(), Nested)):
+        text = call_label("double.mine", cfg, config_type)
+        assert re.fullmatch(r"double\.mine\([0-9a-f]{12}\)", text)
+        assert read_back(text, records=[(key, (Record(cfg, "mine"),))]) == cfg
     assert call_label("double.mine", Wider(), Nested) != call_label("double.mine", Nested(Blocks(-1)), Nested)
     assert len({call_label("double.mine", Either(block)) for block in (Blocks(), Tiles())}) == 2
 
 
-def test_any_text_names_an_operation_a_backend_and_a_field() -> None:
+def test_operation_backend_and_field_may_have_any_name() -> None:
     cfg, key = Accented(3), Key("größer" * 9, "cpu", problem="{}")
     assert read_back(call_label("double.mine", cfg), types={"double.mine": Accented}) == cfg
     backend = "größer" * 9
-    written = call_label(f"{key.op}.{backend}", cfg)
-    assert len(written) <= 100
-    assert read_back(written, records=[(key, (Record(cfg, backend),))]) == cfg
+    text = call_label(f"{key.op}.{backend}", cfg)
+    assert len(text) <= 100
+    assert read_back(text, records=[(key, (Record(cfg, backend),))]) == cfg
 
 
 class Unwritable:
     pass
 
 
-def test_a_digest_has_no_address_in_it() -> None:
-    assert call_label("double.mine", One(Unwritable())) == call_label("double.mine", One(Unwritable()))  # type: ignore[arg-type]
+def test_a_digest_does_not_depend_on_addresses() -> None:
+    first, second = Number(Unwritable()), Number(Unwritable())  # type: ignore[arg-type]
+    assert call_label("double.mine", first) == call_label("double.mine", second)
 
 
 @pytest.mark.parametrize("text", ["number=1,", "number=1,number=2", "number=1,2"])
-def test_a_damaged_label_is_told(text: str) -> None:
-    found = Label("double", "mine", text)
+def test_a_damaged_label_is_refused(text: str) -> None:
+    label = Label("double", "mine", text)
     with pytest.raises(RecordError, match="its fields are damaged"):
-        labels_to_configs([found], {"double.mine": One})
+        labels_to_configs([label], {"double.mine": Number})
 
 
-def test_a_kernel_that_is_not_here_cannot_be_read() -> None:
+def test_the_label_of_a_kernel_that_is_not_installed_is_refused() -> None:
     with pytest.raises(RecordError, match=r"nobodys\.kernel\(number=1\): no kernel .* is installed; give it in types"):
         labels_to_configs([Label("nobodys", "kernel", "number=1")])
 
 
-def test_two_configurations_have_two_labels() -> None:
-    labels = [call_label(f"{op}.mine", cfg) for op in ("a", "b") for cfg in (*TEXTS.values(), *DIGESTS)]
+def test_different_configurations_have_different_labels() -> None:
+    labels = [call_label(f"{op}.mine", cfg) for op in ("a", "b") for cfg in (*READABLE.values(), *UNREADABLE)]
     assert len({*labels}) == len(labels)
 
 
-def test_no_label_is_longer_than_a_line_of_a_profile() -> None:
-    written = call_label("operation" * 20 + ".mine", Nested())
-    assert len(written) == 100
-    (found,) = extract_labels_from_hlo_text(f'op_name="jit(f)/{written}/mul"')
-    assert (found.name, found.backend) == (("operation" * 20)[:81], "mine")
+def test_a_label_has_at_most_100_characters() -> None:
+    text = call_label("operation" * 20 + ".mine", Nested())
+    assert len(text) == 100
+    (label,) = extract_labels_from_hlo_text(f'op_name="jit(f)/{text}/mul"')
+    assert (label.name, label.backend) == (("operation" * 20)[:81], "mine")
 
 
-#: All that the kernels here come with.
+#: The backends of the kernels of this repository.
 KERNELS = ("xla", "triton", "gluon_sm90", "pallas_tpu", "reference")
 
 
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("op", ["flash_attention", "flash_attention_bwd"])
-def test_the_labels_of_all_installed_kernels_can_be_read(op: str, backend: str) -> None:
-    kind: Any = ejkernel_core.config_type(f"{op}.{backend}")
-    written = call_label(f"{op}.{backend}", kind())
-    (found,) = extract_labels_from_hlo_text(f'op_name="jit(f)/{written}/mul"')
-    assert labels_to_configs([found]) == {found: kind()}
-    assert "=" in written or not attrs.fields(kind)
+def test_the_labels_of_all_kernels_can_be_read(op: str, backend: str) -> None:
+    config_type: Any = ejkernel_core.config_type(f"{op}.{backend}")
+    text = call_label(f"{op}.{backend}", config_type())
+    (label,) = extract_labels_from_hlo_text(f'op_name="jit(f)/{text}/mul"')
+    assert labels_to_configs([label]) == {label: config_type()}
+    assert "=" in text or not attrs.fields(config_type)
 
 
 SCRIPT = """
@@ -367,38 +369,42 @@ print(jax.jit(call).lower(q).compile().as_text())
 def test_labels_are_read_from_the_text_of_another_process() -> None:
     env = {**os.environ, "PYTHONHASHSEED": "77"}
     text = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env=env).stdout
-    ((found, cfg),) = labels_to_configs(extract_labels_from_hlo_text(text)).items()
+    ((label, cfg),) = labels_to_configs(extract_labels_from_hlo_text(text)).items()
     plan = ejkernel_core.plan("flash_attention", Q, Q, Q, causal=True)
-    assert (found.name, found.backend, cfg) == ("flash_attention", "xla", plan.cfg)
+    assert (label.name, label.backend, cfg) == ("flash_attention", "xla", plan.cfg)
 
 
-def test_labels_of_ones_own() -> None:
+def test_labels_of_the_user() -> None:
     @label("my_attention.v2")
-    def mine(q: Any, *, scale: float = 1.0) -> Any:
+    def attention_v2(q: Any, *, scale: float = 1.0) -> Any:
         """Its docstring."""
         return jnp.sin(q) * scale
 
-    assert (mine.__name__, mine.__doc__) == ("mine", "Its docstring.")
-    compiled = jax.jit(lambda q: mine(q, scale=2.0)).lower(Q).compile()
-    (found,) = find_labels_in_lowered(compiled)
-    assert (found.name, found.backend, str(found)) == ("my_attention.v2", None, "my_attention.v2")
-    assert labels_to_configs([found]) == {}
+    assert (attention_v2.__name__, attention_v2.__doc__) == ("attention_v2", "Its docstring.")
+    compiled = jax.jit(lambda q: attention_v2(q, scale=2.0)).lower(Q).compile()
+    (compiled_label,) = find_labels_in_lowered(compiled)
+    assert (compiled_label.name, compiled_label.backend, str(compiled_label)) == (
+        "my_attention.v2",
+        None,
+        "my_attention.v2",
+    )
+    assert labels_to_configs([compiled_label]) == {}
     with pytest.raises(ValueError, match="letters, digits.*got 'a@b'"):
         label("a@b")
 
 
 @pytest.mark.parametrize("name", ["my attention", "a/b", "a~b", "a@b", "größer", "a.b", "f(x=1)"])
-def test_a_label_tells_any_name(name: str) -> None:
+def test_a_label_may_have_any_operation_name(name: str) -> None:
     registry = Registry(plugins="")
     registry.register(Operation(name=name, signature=lambda x: None, outputs=lambda a: (a["x"],)))
-    registry.register(doubling(), f"{name}.good")
+    registry.register(simple_kernel(), f"{name}.good")
     lowered = jax.jit(lambda x: registry.call(name, x)).lower(Q)
     for stage in (lowered, lowered.compile()):
-        (found,) = find_labels_in_lowered(stage)
-        assert (found.name, found.backend) == (name, "good")
+        (label,) = find_labels_in_lowered(stage)
+        assert (label.name, label.backend) == (name, "good")
 
 
-def doubling() -> SimpleNamespace:
+def simple_kernel() -> SimpleNamespace:
     @hookimpl
     def heuristic_cfg(inv):
         return None
@@ -410,27 +416,27 @@ def doubling() -> SimpleNamespace:
     return SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend)
 
 
-def test_a_call_without_content_is_recorded_too() -> None:
-    class Odd:
-        """Nothing that could be written down."""
+def test_a_call_without_content_is_recorded() -> None:
+    class Contentless:
+        """A class without content that could be written down."""
 
     registry = Registry(plugins="")
     registry.register(Operation(name="odd", signature=lambda x, *, o=None: None, outputs=lambda a: (a["x"],)))
-    registry.register(doubling(), "odd.good")
-    with recording() as found:
-        np.testing.assert_allclose(registry.call("odd", Q, o=Odd()), jnp.sin(Q) * 2, rtol=1e-6)
-    assert [inv.op for inv in found] == ["odd"]
+    registry.register(simple_kernel(), "odd.good")
+    with recording() as invocations:
+        np.testing.assert_allclose(registry.call("odd", Q, o=Contentless()), jnp.sin(Q) * 2, rtol=1e-6)
+    assert [inv.op for inv in invocations] == ["odd"]
 
 
-def test_what_cannot_be_tuned_does_not_stop_the_others() -> None:
-    good = ejkernel_core.invocation("flash_attention", Q, K, V)
-    cut = attrs.evolve(good, sharding=(("query", "2x1x1x1 on 2"),))
-    result = autotune_recorded([cut, good])
+def test_an_invocation_that_cannot_be_tuned_does_not_stop_the_others() -> None:
+    unsharded = ejkernel_core.invocation("flash_attention", Q, K, V)
+    sharded = attrs.evolve(unsharded, sharding=(("query", "2x1x1x1 on 2"),))
+    result = autotune_recorded([sharded, unsharded])
     assert ["sharded over several devices" in str(t.notes) for t in result.tuned] == [True, False]
     assert result.tuned[1].best is not None
 
 
-def test_what_is_no_label_is_no_label() -> None:
+def test_other_op_names_are_not_labels() -> None:
     assert extract_labels_from_hlo_text("") == []
     for text in (
         "jit(f)",
@@ -442,17 +448,17 @@ def test_what_is_no_label_is_no_label() -> None:
         assert extract_labels_from_hlo_text(f'op_name="{text}"') == []
 
 
-def test_a_configuration_of_another_version_is_told() -> None:
+def test_a_configuration_of_another_version_is_refused() -> None:
     @attrs.frozen
     class Config:
         other: int = 1
 
-    (found,) = find_labels_in_lowered(jax.jit(attention).lower(Q, K, V))
+    (label,) = find_labels_in_lowered(jax.jit(attention).lower(Q, K, V))
     with pytest.raises(RecordError, match=r"extra fields found \(kv_block, q_block\)"):
-        labels_to_configs([found], {"flash_attention.xla": Config})
+        labels_to_configs([label], {"flash_attention.xla": Config})
 
 
-def test_a_configuration_that_cannot_be_written_leaves_a_label_all_the_same() -> None:
+def test_a_configuration_that_cannot_be_written_has_a_label() -> None:
     @hookimpl
     def heuristic_cfg(inv):
         return 1j  # a number that no record can hold
@@ -464,5 +470,5 @@ def test_a_configuration_that_cannot_be_written_leaves_a_label_all_the_same() ->
     registry = Registry(plugins="")
     registry.register(Operation(name="double", signature=lambda x: None, outputs=lambda a: (a["x"],)))
     registry.register(SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend), "double.odd")
-    (found,) = find_labels_in_lowered(jax.jit(lambda x: registry.call("double", x)).lower(Q))
-    assert (found.name, found.backend) == ("double", "odd")
+    (label,) = find_labels_in_lowered(jax.jit(lambda x: registry.call("double", x)).lower(Q))
+    assert (label.name, label.backend) == ("double", "odd")

@@ -1,4 +1,4 @@
-"""Configurations as text: read back whole, or not at all and with the place that is wrong."""
+"""Configurations and records as JSON: read back exactly, or refused with the path of the fault."""
 
 from __future__ import annotations
 
@@ -65,22 +65,22 @@ class Config:
 
 @attrs.frozen
 class One:
-    """With one field of whatever the test says."""
+    """A class with one field, whose type the tests replace."""
 
     x: int
 
 
-def one(kind: Any, default: Any = attrs.NOTHING) -> Any:
-    """Another version of ``One``, found by the same name."""
-    field = attrs.field(type=kind) if default is attrs.NOTHING else attrs.field(type=kind, default=default)
-    made = attrs.make_class("One", {"x": field}, frozen=True)
-    made.__module__ = __name__
-    return made
+def one_with(field_type: Any, default: Any = attrs.NOTHING) -> Any:
+    """Another version of ``One``, with the same name and a field of this type."""
+    field = attrs.field(type=field_type) if default is attrs.NOTHING else attrs.field(type=field_type, default=default)
+    one_type = attrs.make_class("One", {"x": field}, frozen=True)
+    one_type.__module__ = __name__
+    return one_type
 
 
 # -- round trips -----------------------------------------------------------------------------------------------------
 
-WHOLE = [
+VALUES = [
     Config(),
     Config(block=128, scale=0.1, name="ä \n\"'", eager=True, order=Order.COLUMNS, mode="exact"),
     Config(tile=Tile(1, 2), tiles=(Tile(3), Tile(4, 5)), limit=3, either="word", sizes=(1, 2, 3), pair=(2, "b")),
@@ -89,17 +89,17 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize("value", WHOLE)
-def test_what_is_written_is_read_back_whole(value: Any) -> None:
+@pytest.mark.parametrize("value", VALUES)
+def test_a_value_is_read_back_exactly(value: Any) -> None:
     text = to_json(value)
-    back = from_json(text, type(value))
-    assert back == value
-    assert type(back) is type(value)
-    assert stable_json(back) == stable_json(value)
-    assert to_json(back) == text
+    copy = from_json(text, type(value))
+    assert copy == value
+    assert type(copy) is type(value)
+    assert stable_json(copy) == stable_json(value)
+    assert to_json(copy) == text
 
 
-def test_a_person_can_read_it() -> None:
+def test_the_json_of_a_configuration() -> None:
     assert json.loads(to_json(Tile(3))) == {"schema": 2, "fields": {"rows": 3, "columns": 8}}
 
 
@@ -122,43 +122,43 @@ def test_a_person_can_read_it() -> None:
         table=st.dictionaries(st.text(), st.integers(), max_size=3),
     )
 )
-def test_any_configuration_comes_back(config: Config) -> None:
-    back = from_json(to_json(config), Config)
-    assert back == config
-    assert stable_json(back) == stable_json(config)
+def test_any_configuration_is_read_back(config: Config) -> None:
+    copy = from_json(to_json(config), Config)
+    assert copy == config
+    assert stable_json(copy) == stable_json(config)
 
 
-@pytest.mark.parametrize("kind", [Any, np.dtype, type, jax.typing.DTypeLike, np.dtype | None, "np.dtype"])
+@pytest.mark.parametrize("field_type", [Any, np.dtype, type, jax.typing.DTypeLike, np.dtype | None, "np.dtype"])
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "bool", "float8_e4m3fn", "int4"])
-def test_dtypes_in_every_form(kind: Any, name: str) -> None:
-    made = one(np.dtype if kind == "np.dtype" else kind)
+def test_all_forms_of_a_dtype_are_written_alike(field_type: Any, name: str) -> None:
+    one_type = one_with(np.dtype if field_type == "np.dtype" else field_type)
     forms = [np.dtype(name), getattr(jnp, name if name != "bool" else "bool_"), np.dtype(name).type]
     texts = set()
     for form in forms:
-        text = to_json(made(form))
-        assert from_json(text, made).x == np.dtype(name)
-        assert isinstance(from_json(text, made).x, np.dtype)
+        text = to_json(one_type(form))
+        assert from_json(text, one_type).x == np.dtype(name)
+        assert isinstance(from_json(text, one_type).x, np.dtype)
         texts.add(text)
     assert len(texts) == 1
     assert json.loads(texts.pop())["fields"] == {"x": {"!dtype": name}}
 
 
-def test_the_byte_order_of_a_dtype_comes_back() -> None:
-    made = one(Any)
-    assert from_json(to_json(made(np.dtype(">f4"))), made).x == np.dtype(">f4") != np.dtype("<f4")
+def test_the_byte_order_of_a_dtype_is_read_back() -> None:
+    one_type = one_with(Any)
+    assert from_json(to_json(one_type(np.dtype(">f4"))), one_type).x == np.dtype(">f4") != np.dtype("<f4")
 
 
-def test_a_dtype_is_not_its_name() -> None:
-    made = one(Any)
-    assert from_json(to_json(made("float32")), made).x == "float32"
-    assert type(from_json(to_json(made("float32")), made).x) is str
+def test_the_name_of_a_dtype_stays_a_string() -> None:
+    one_type = one_with(Any)
+    assert from_json(to_json(one_type("float32")), one_type).x == "float32"
+    assert type(from_json(to_json(one_type("float32")), one_type).x) is str
 
 
-def test_a_whole_number_in_a_field_of_floats_is_that_float() -> None:
+def test_an_int_in_a_float_field_is_read_back_as_a_float() -> None:
     assert from_json(to_json(Config(scale=2)), Config).scale == 2.0
 
 
-def test_no_configuration_is_a_configuration() -> None:
+def test_none_can_be_a_configuration() -> None:
     assert from_json(to_json(None), type(None)) is None
     with pytest.raises(RecordError, match=r"\$\.fields is null, and Tile is wanted"):
         from_json(to_json(None), Tile)
@@ -166,9 +166,9 @@ def test_no_configuration_is_a_configuration() -> None:
         from_json(to_json(Tile()), type(None))
 
 
-def test_the_text_is_the_same_in_every_process() -> None:
-    code = "from tests.test_records import *; print([to_json(value) for value in WHOLE])"
-    printed = {
+def test_the_json_is_the_same_in_every_process() -> None:
+    code = "from tests.test_records import *; print([to_json(value) for value in VALUES])"
+    outputs = {
         subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, "PYTHONHASHSEED": seed},
@@ -178,17 +178,17 @@ def test_the_text_is_the_same_in_every_process() -> None:
         ).stdout
         for seed in ("1", "2", "3")
     }
-    assert len(printed) == 1
+    assert len(outputs) == 1
 
 
-# -- what another version wrote --------------------------------------------------------------------------------------
+# -- documents of other versions -------------------------------------------------------------------------------------
 
 
-def told(text: str, kind: Any) -> str:
-    with pytest.raises(RecordError) as caught:
-        from_json(text, kind)
-    assert not caught.value.damaged
-    return str(caught.value)
+def error_message(text: str, config_type: Any) -> str:
+    with pytest.raises(RecordError) as error:
+        from_json(text, config_type)
+    assert not error.value.damaged
+    return str(error.value)
 
 
 @attrs.frozen
@@ -197,37 +197,44 @@ class Nested:
     extra: dict[str, Tile] = attrs.field(factory=dict)
 
 
-def changed(value: Any, change: Any) -> str:
+def edited_json(value: Any, edit: Any) -> str:
     data = json.loads(to_json(value))
-    change(data)
+    edit(data)
     return json.dumps(data)
 
 
-def test_a_field_that_was_renamed() -> None:
-    text = changed(Tile(), lambda d: d["fields"].update(lines=d["fields"].pop("rows")))
-    assert told(text, Tile) == "extra fields found (lines) @ $.fields"
+def test_a_renamed_field_is_refused() -> None:
+    text = edited_json(Tile(), lambda d: d["fields"].update(lines=d["fields"].pop("rows")))
+    assert error_message(text, Tile) == "extra fields found (lines) @ $.fields"
 
 
-def test_a_field_that_was_added_is_never_filled_in() -> None:
-    assert told(changed(Tile(), lambda d: d["fields"].pop("columns")), Tile) == "$.fields.columns is missing"
-    assert told(changed(One(1), lambda d: d["fields"].clear()), One) == "required field missing @ $.fields.x"
+def test_a_missing_field_is_refused_even_with_a_default() -> None:
+    assert (
+        error_message(edited_json(Tile(), lambda d: d["fields"].pop("columns")), Tile) == "$.fields.columns is missing"
+    )
+    assert (
+        error_message(edited_json(One(1), lambda d: d["fields"].clear()), One) == "required field missing @ $.fields.x"
+    )
 
 
-def test_a_field_that_was_removed() -> None:
-    assert told(changed(Tile(), lambda d: d["fields"].update(depth=3)), Tile) == "extra fields found (depth) @ $.fields"
+def test_an_extra_field_is_refused() -> None:
+    assert (
+        error_message(edited_json(Tile(), lambda d: d["fields"].update(depth=3)), Tile)
+        == "extra fields found (depth) @ $.fields"
+    )
 
 
-def test_the_place_is_told_however_deep_it_is() -> None:
-    text = changed(Nested((Tile(), Tile())), lambda d: d["fields"]["tiles"][1].update(rows="many"))
-    assert told(text, Nested) == "invalid literal for int() with base 10: 'many' @ $.fields.tiles[1].rows"
-    text = changed(Nested(extra={"a": Tile()}), lambda d: d["fields"]["extra"]["a"].pop("rows"))
-    assert told(text, Nested) == "$.fields.extra.a.rows is missing"
-    text = changed(Nested((Tile(), Tile())), lambda d: d["fields"]["tiles"][1].update(rows="3"))
-    assert told(text, Nested) == '$.fields.tiles[1].rows is "3"; of its type it would be 3'
+def test_the_error_has_the_full_path() -> None:
+    text = edited_json(Nested((Tile(), Tile())), lambda d: d["fields"]["tiles"][1].update(rows="many"))
+    assert error_message(text, Nested) == "invalid literal for int() with base 10: 'many' @ $.fields.tiles[1].rows"
+    text = edited_json(Nested(extra={"a": Tile()}), lambda d: d["fields"]["extra"]["a"].pop("rows"))
+    assert error_message(text, Nested) == "$.fields.extra.a.rows is missing"
+    text = edited_json(Nested((Tile(), Tile())), lambda d: d["fields"]["tiles"][1].update(rows="3"))
+    assert error_message(text, Nested) == '$.fields.tiles[1].rows is "3"; of its type it would be 3'
 
 
 @pytest.mark.parametrize(
-    ("kind", "value", "wrong"),
+    ("field_type", "value", "message"),
     [
         (int, "3", '$.fields.x is "3"; of its type it would be 3'),
         (int, 3.0, "$.fields.x is 3.0; of its type it would be 3"),
@@ -258,41 +265,41 @@ def test_the_place_is_told_however_deep_it_is() -> None:
         (frozenset[str], ["b", "a"], '$.fields.x[0] is "b"; of its type it would be "a"'),
     ],
 )
-def test_a_value_of_another_type_is_named_and_not_converted(kind: Any, value: Any, wrong: str) -> None:
-    made = one(kind)
+def test_a_value_of_another_type_is_refused_and_not_converted(field_type: Any, value: Any, message: str) -> None:
+    one_type = one_with(field_type)
     text = json.dumps({"schema": 2, "fields": {"x": value}})
-    assert wrong in told(text, made)
-    assert "$.fields.x" in told(text, made)
+    assert message in error_message(text, one_type)
+    assert "$.fields.x" in error_message(text, one_type)
 
 
-def test_a_validator_of_the_class_is_heard() -> None:
+def test_a_validator_of_the_class_is_applied() -> None:
     def even(instance: Any, attribute: Any, value: int) -> None:
         if value % 2:
             raise ValueError(f"{value} is odd")
 
-    made = attrs.make_class("One", {"x": attrs.field(type=int, validator=even)}, frozen=True)
-    made.__module__ = __name__
-    assert "3 is odd" in told(to_json(One(3)), made)
-    assert from_json(to_json(One(4)), made).x == 4
+    one_type = attrs.make_class("One", {"x": attrs.field(type=int, validator=even)}, frozen=True)
+    one_type.__module__ = __name__
+    assert "3 is odd" in error_message(to_json(One(3)), one_type)
+    assert from_json(to_json(One(4)), one_type).x == 4
 
 
-def test_the_fields_of_another_class_are_not_read() -> None:
-    assert "extra fields found (x)" in told(to_json(One(1)), Tile)
+def test_the_fields_of_another_class_are_refused() -> None:
+    assert "extra fields found (x)" in error_message(to_json(One(1)), Tile)
 
 
 @pytest.mark.parametrize("schema", [0, 1, 3, "2", None, True, 2.0])
-def test_another_schema_is_not_read(schema: Any) -> None:
-    text = changed(Tile(), lambda d: d.update(schema=schema))
-    assert told(text, Tile) == f"$.schema is {schema!r}; this version reads 2"
-    assert "$.schema is None" in told(changed(Tile(), lambda d: d.pop("schema")), Tile)
+def test_another_schema_is_refused(schema: Any) -> None:
+    text = edited_json(Tile(), lambda d: d.update(schema=schema))
+    assert error_message(text, Tile) == f"$.schema is {schema!r}; this version reads 2"
+    assert "$.schema is None" in error_message(edited_json(Tile(), lambda d: d.pop("schema")), Tile)
 
 
-def test_a_document_without_fields() -> None:
-    assert told(changed(Tile(), lambda d: d.pop("fields")), Tile) == "$ lacks fields"
+def test_a_document_without_fields_is_refused() -> None:
+    assert error_message(edited_json(Tile(), lambda d: d.pop("fields")), Tile) == "$ lacks fields"
 
 
 @pytest.mark.parametrize(
-    ("text", "wrong"),
+    ("text", "message"),
     [
         ("", "no JSON"),
         (to_json(Tile())[:-3], "no JSON"),
@@ -305,18 +312,18 @@ def test_a_document_without_fields() -> None:
         (to_json(Tile()).replace("16", "9" * 5000), "no JSON"),
     ],
 )
-def test_what_is_no_document_at_all_is_damaged(text: str, wrong: str) -> None:
-    with pytest.raises(RecordError) as caught:
+def test_invalid_json_is_damaged(text: str, message: str) -> None:
+    with pytest.raises(RecordError) as error:
         from_json(text, Tile)
-    assert wrong in str(caught.value)
-    assert caught.value.damaged
+    assert message in str(error.value)
+    assert error.value.damaged
 
 
-# -- what cannot be written down -------------------------------------------------------------------------------------
+# -- values that cannot be written -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("value", "wrong"),
+    ("value", "message"),
     [
         (lambda x: x, "cannot be written down"),
         (len, "cannot be written down"),
@@ -340,14 +347,14 @@ def test_what_is_no_document_at_all_is_damaged(text: str, wrong: str) -> None:
         ({1: 2}, "would be read back as"),
     ],
 )
-def test_what_would_not_come_back_is_refused(value: Any, wrong: str) -> None:
-    made = one(Any)
-    with pytest.raises(RecordError, match=wrong):
-        to_json(made(value))
+def test_a_value_that_would_not_be_read_back_is_refused(value: Any, message: str) -> None:
+    one_type = one_with(Any)
+    with pytest.raises(RecordError, match=message):
+        to_json(one_type(value))
 
 
 @pytest.mark.parametrize(
-    ("kind", "value", "wrong"),
+    ("field_type", "value", "message"),
     [
         (int, True, r"\$.x is true; of its type it would be 1"),
         (int, 3.0, r"\$.x is 3.0; of its type it would be 3"),
@@ -356,23 +363,23 @@ def test_what_would_not_come_back_is_refused(value: Any, wrong: str) -> None:
         (np.dtype, "float32", "'float32' is no dtype"),
     ],
 )
-def test_a_field_that_is_not_of_its_type_is_refused(kind: Any, value: Any, wrong: str) -> None:
-    with pytest.raises(RecordError, match=wrong):
-        to_json(one(kind)(value))
+def test_a_field_that_is_not_of_its_type_is_refused(field_type: Any, value: Any, message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        to_json(one_with(field_type)(value))
 
 
 @attrs.frozen
-class Wider(Tile):  # type: ignore[misc]
+class DeepTile(Tile):  # type: ignore[misc]
     depth: int = 3
 
 
-def test_a_class_with_more_fields_than_its_place_says_is_refused() -> None:
+def test_a_subclass_in_a_field_is_refused() -> None:
     with pytest.raises(RecordError, match="would be read back as"):
-        to_json(Nested((Wider(),)))
+        to_json(Nested((DeepTile(),)))
 
 
 @pytest.mark.parametrize("value", [3, "word", (1, 2), {"block": 3}, Tile, object()])
-def test_a_configuration_is_a_class_with_fields(value: Any) -> None:
+def test_a_configuration_without_fields_is_refused(value: Any) -> None:
     with pytest.raises(RecordError, match="a configuration is an attrs class or a dataclass; got"):
         to_json(value)
 
@@ -384,7 +391,7 @@ def key(problem: Any = "p") -> Key:
     return Key("op", "cpu", stable_json(problem))
 
 
-MEASURED = Provenance(
+PROVENANCE = Provenance(
     when="2026-11-20T12:00:00+00:00",
     device="cpu (1)",
     milliseconds=0.25,
@@ -396,51 +403,51 @@ MEASURED = Provenance(
 
 @pytest.mark.parametrize(
     "record",
-    [Record(Tile(1, 2)), Record(Tile(1, 2), "a"), Record(Tile(1, 2), "a", MEASURED), Record(None, "a", MEASURED)],
+    [Record(Tile(1, 2)), Record(Tile(1, 2), "a"), Record(Tile(1, 2), "a", PROVENANCE), Record(None, "a", PROVENANCE)],
 )
-def test_a_record_comes_back(record: Record) -> None:
+def test_a_record_is_read_back(record: Record) -> None:
     text = record_to_json(key(), record)
-    kind = None if record.cfg is None else Tile
-    assert record_from_json(text, key(), kind) == record
+    config_type = None if record.cfg is None else Tile
+    assert record_from_json(text, key(), config_type) == record
     document = json.loads(text)
     assert document["kernel"] == (None if record.backend is None else "op.a")
-    # What is for a kernel names no module: its files can move.
+    # The record of a kernel names no module, because the kernel's module may move.
     assert document.pop("type", None) == (f"{__name__}.Tile" if record.backend is None else None)
     assert set(document) == {"schema", "problem", "kernel", "config", "provenance"}
 
 
-def test_a_record_for_no_kernel_alone_is_read_as_the_type_that_it_names() -> None:
+def test_a_record_without_a_kernel_is_read_only_as_its_type() -> None:
     with pytest.raises(RecordError, match=rf"\$.type is '{__name__}.Tile', not '{__name__}.One'"):
         record_from_json(record_to_json(key(), Record(Tile())), key(), One)
 
 
-def test_a_record_of_another_problem_is_not_read() -> None:
+def test_a_record_of_another_problem_is_refused() -> None:
     text = record_to_json(key(), Record(Tile()))
     with pytest.raises(RecordError, match=r"\$.problem is another one than that of the key"):
         record_from_json(text, key("q"), Tile)
 
 
 @pytest.mark.parametrize(
-    ("now", "changes"),
+    ("software", "changes"),
     [
         ({"jax": "1.0"}, ""),
-        ({"jax": "1.0", "triton": "3.6"}, ""),  # it took no part
+        ({"jax": "1.0", "triton": "3.6"}, ""),  # the record has no version of triton
         ({}, ""),
         ({"jax": "2.0"}, "jax was 1.0, is 2.0"),
         ({"op.b": "2", "op.a": "1", "jax": "2.0"}, "jax was 1.0, is 2.0, op.b was 1, is 2"),
     ],
 )
-def test_what_is_another_version_now(now: dict[str, str], changes: str) -> None:
-    measured = attrs.evolve(MEASURED, software={"jax": "1.0", "op.a": "1", "op.b": "1"})
-    assert measured.changes(now) == changes
+def test_changes_of_software_versions(software: dict[str, str], changes: str) -> None:
+    provenance = attrs.evolve(PROVENANCE, software={"jax": "1.0", "op.a": "1", "op.b": "1"})
+    assert provenance.changes(software) == changes
 
 
-def spoilt(part: str, value: Any) -> str:
-    return json.dumps({**json.loads(record_to_json(key(), Record(Tile(), "a", MEASURED))), part: value})
+def record_with(part: str, value: Any) -> str:
+    return json.dumps({**json.loads(record_to_json(key(), Record(Tile(), "a", PROVENANCE))), part: value})
 
 
 @pytest.mark.parametrize(
-    ("part", "value", "wrong"),
+    ("part", "value", "message"),
     [
         ("kernel", 3, "$.kernel is 3, no kernel of op"),
         ("kernel", "another.a", '$.kernel is "another.a", no kernel of op'),
@@ -452,39 +459,39 @@ def spoilt(part: str, value: Any) -> str:
         ("schema", 3, "$.schema is 3; this version reads 2"),
     ],
 )
-def test_what_is_wrong_with_a_record_is_named(part: str, value: Any, wrong: str) -> None:
-    with pytest.raises(RecordError) as caught:
-        record_from_json(spoilt(part, value), key(), Tile)
-    assert wrong in str(caught.value)
-    assert not caught.value.damaged
+def test_the_error_of_an_invalid_record_has_the_path(part: str, value: Any, message: str) -> None:
+    with pytest.raises(RecordError) as error:
+        record_from_json(record_with(part, value), key(), Tile)
+    assert message in str(error.value)
+    assert not error.value.damaged
 
 
 @pytest.mark.parametrize("part", ["problem", "kernel", "config", "provenance"])
-def test_a_record_that_lacks_a_part_is_damaged(part: str) -> None:
+def test_a_record_without_a_part_is_damaged(part: str) -> None:
     data = json.loads(record_to_json(key(), Record(Tile())))
     del data[part]
-    with pytest.raises(RecordError, match=rf"\$ lacks {part}") as caught:
+    with pytest.raises(RecordError, match=rf"\$ lacks {part}") as error:
         record_from_json(json.dumps(data), key(), Tile)
-    assert caught.value.damaged
+    assert error.value.damaged
 
 
-def test_a_key_is_content() -> None:
+def test_keys_compare_by_content() -> None:
     assert key() == key()
     assert hash(key()) == hash(key())
     assert key().digest == hashlib.sha256(key().problem.encode()).hexdigest()[:16] != key("q").digest
     assert str(key()) == f"op {key().digest}"
 
 
-def test_keys_of_one_kind_differ_in_their_sizes_alone() -> None:
-    one, other = (key({"arguments": ["batch", 8], "sizes": {"batch": size}}) for size in (2, 3))
-    assert (one.sizes, other.sizes) == ({"batch": 2}, {"batch": 3})
-    assert one.kind == other.kind == key({"arguments": ["batch", 8]}).kind
-    assert one.kind != key({"arguments": ["batch", 9], "sizes": {"batch": 2}}).kind
+def test_keys_of_one_kind_differ_only_in_sizes() -> None:
+    first, second = (key({"arguments": ["batch", 8], "sizes": {"batch": size}}) for size in (2, 3))
+    assert (first.sizes, second.sizes) == ({"batch": 2}, {"batch": 3})
+    assert first.kind == second.kind == key({"arguments": ["batch", 8]}).kind
+    assert first.kind != key({"arguments": ["batch", 9], "sizes": {"batch": 2}}).kind
     assert key({"arguments": ["batch", 8]}).sizes == {}
 
 
 @pytest.mark.parametrize("problem", ["", "[1]", "{", '"text"', "[" * 100_000, '{"sizes": 3}', '{"sizes": {"a": "b"}}'])
-def test_a_key_of_any_text_has_a_kind(problem: str) -> None:
+def test_a_key_with_any_text_has_a_kind(problem: str) -> None:
     assert Key("op", "cpu", problem).sizes == {}
     assert len(Key("op", "cpu", problem).kind) == 16
 
@@ -493,7 +500,7 @@ def test_a_key_of_any_text_has_a_kind(problem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ago", "words"),
+    ("age", "text"),
     [
         (timedelta(seconds=3), "just now"),
         (timedelta(seconds=-30), "just now"),
@@ -504,11 +511,11 @@ def test_a_key_of_any_text_has_a_kind(problem: str) -> None:
         (timedelta(days=400), "400 days ago"),
     ],
 )
-def test_the_age_is_told_in_words(ago: timedelta, words: str) -> None:
-    when = (datetime.now(UTC) - ago).isoformat()
-    assert str(attrs.evolve(MEASURED, when=when)) == f"measured {words} on cpu (1): 0.25 ms"
+def test_a_provenance_has_its_age_in_words(age: timedelta, text: str) -> None:
+    when = (datetime.now(UTC) - age).isoformat()
+    assert str(attrs.evolve(PROVENANCE, when=when)) == f"measured {text} on cpu (1): 0.25 ms"
 
 
 @pytest.mark.parametrize("when", ["last week", "2026-11-20T12:00:00", ""])
-def test_a_time_that_cannot_be_read_is_shown_as_it_is(when: str) -> None:
-    assert str(attrs.evolve(MEASURED, when=when)) == f"measured at {when} on cpu (1): 0.25 ms"
+def test_an_invalid_time_is_shown_unchanged(when: str) -> None:
+    assert str(attrs.evolve(PROVENANCE, when=when)) == f"measured at {when} on cpu (1): 0.25 ms"

@@ -1,4 +1,4 @@
-"""Who gets the reference for want of anything better is told so, once, with what to install or to remove."""
+"""A call that runs by the reference, because there is no other kernel, warns once, with what to do about it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REFERENCE = KERNEL + "\n    PLATFORMS = {'cpu': 0, 'gpu': 0, 'tpu': 0}\n"
 
 
 @pytest.fixture(autouse=True)
-def nobody_was_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_earlier_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_fallback, "_warned_operations", {})
     monkeypatch.setattr(metadata, "requires", lambda name: ['ejkernel-sun; extra == "cpu"'])
 
@@ -43,116 +43,120 @@ def reference(distribution: MakeDistribution) -> None:
     )
 
 
-def told(registry: Registry, *questions: Callable[[], Any], **options: Any) -> list[str]:
-    """What calls, or these questions, warn of; the calls' results are right."""
-    with warnings.catch_warnings(record=True) as caught:
+def warnings_of(registry: Registry, *functions: Callable[[], Any], **options: Any) -> list[str]:
+    """The warnings of these functions, or else of calls, whose results are checked."""
+    with warnings.catch_warnings(record=True) as warning_records:
         warnings.simplefilter("always")
-        if questions:
-            for question in questions:
-                question()
+        if functions:
+            for function in functions:
+                function()
         else:
             for x in (X, X[:1], X):
                 np.testing.assert_array_equal(registry.call("double", x, **options), 2 * x)
             np.testing.assert_array_equal(jax.jit(lambda x: registry.call("double", x, **options))(X), 2 * X)
-    assert {warning.category for warning in caught} <= {RuntimeWarning}
-    return [str(warning.message) for warning in caught]
+    assert {warning.category for warning in warning_records} <= {RuntimeWarning}
+    return [str(warning.message) for warning in warning_records]
 
 
 START = "double runs by its reference, double.reference (meaning-dist 1.0), which is slow: "
 
 
-def test_the_reference_alone_is_told_of_once(reference: None) -> None:
+def test_a_reference_without_other_kernels_warns_once(reference: None) -> None:
     registry = Registry(plugins="meaning-dist")
-    (warning,) = told(registry)
+    (warning,) = warnings_of(registry)
     assert warning == (
         START + "no other kernel of it is installed. 'pip install \"ejkernel-core[cpu]\"' brings the standard ones; "
         "'python -m ejkernel_core' lists what is installed (this registry has plugins='meaning-dist'). Or pass "
         "backend='reference', and nothing is said"
     )
-    assert told(registry) == told(Registry(plugins="meaning-dist")) == []
+    assert warnings_of(registry) == warnings_of(Registry(plugins="meaning-dist")) == []
 
 
-def test_who_only_asks_is_not_told(reference: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_and_explain_do_not_warn(reference: None, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry(plugins="meaning-dist")
     monkeypatch.setattr("ejkernel_core.__main__.registry", registry)
-    questions = [lambda: registry.plan("double", X), lambda: registry.explain("double", X), listing]
-    assert told(registry, *questions) == []
-    assert len(told(registry)) == 1
+    functions = [lambda: registry.plan("double", X), lambda: registry.explain("double", X), listing]
+    assert warnings_of(registry, *functions) == []
+    assert len(warnings_of(registry)) == 1
 
 
-def test_who_wants_the_reference_is_not_told(reference: None) -> None:
-    assert told(Registry(plugins="meaning-dist"), backend="reference") == []
+def test_an_explicit_reference_does_not_warn(reference: None) -> None:
+    assert warnings_of(Registry(plugins="meaning-dist"), backend="reference") == []
 
 
-def test_the_derivative_by_the_reference_is_nobodys_want(reference: None) -> None:
+def test_a_derivative_through_the_reference_does_not_warn(reference: None) -> None:
     registry = Registry(plugins="meaning-dist")
-    told(registry)
+    warnings_of(registry)
     gradient = jax.grad(lambda x: registry.call("double", x).sum())
-    assert told(registry, lambda: np.testing.assert_array_equal(gradient(X), [2, 2])) == []
+    assert warnings_of(registry, lambda: np.testing.assert_array_equal(gradient(X), [2, 2])) == []
 
 
-@pytest.mark.parametrize(("source", "warned"), [(KERNEL, False), (REFUSING, False), (RAISING, True), ("1/0", True)])
-def test_another_kernel_that_refuses_is_no_reason_and_one_that_is_broken_is(
-    reference: None, distribution: MakeDistribution, source: str, warned: bool
+@pytest.mark.parametrize(
+    ("source", "has_warning"), [(KERNEL, False), (REFUSING, False), (RAISING, True), ("1/0", True)]
+)
+def test_a_broken_kernel_causes_a_warning_and_a_refusing_one_does_not(
+    reference: None, distribution: MakeDistribution, source: str, has_warning: bool
 ) -> None:
     module = f"other_{abs(hash(source))}"
     distribution("other-dist", {module: source}, kernels={"double.other": module})
-    warning = told(Registry(plugins="meaning-dist, other-dist"))
-    assert len(warning) == warned
-    if warned:
-        assert warning[0].startswith(START + "another kernel is broken: double.other (other-dist 1.0): broken, ")
-        assert "ZeroDivisionError" in warning[0]
-        assert "Mend it, or uninstall; EJKERNEL_PLUGINS=-<distribution> leaves one out. Or pass" in warning[0]
+    messages = warnings_of(Registry(plugins="meaning-dist, other-dist"))
+    assert len(messages) == has_warning
+    if has_warning:
+        assert messages[0].startswith(START + "another kernel is broken: double.other (other-dist 1.0): broken, ")
+        assert "ZeroDivisionError" in messages[0]
+        assert "Mend it, or uninstall; EJKERNEL_PLUGINS=-<distribution> leaves one out. Or pass" in messages[0]
 
 
-def test_two_that_claim_one_kernel_are_both_named(reference: None, distribution: MakeDistribution) -> None:
+def test_the_warning_names_both_distributions_of_an_ambiguous_kernel(
+    reference: None, distribution: MakeDistribution
+) -> None:
     for name in ("first", "second"):
         distribution(f"{name}-dist", {f"{name}_twin": KERNEL}, kernels={"double.twin": f"{name}_twin"})
-    (warning,) = told(Registry(plugins="meaning-dist, first-dist, second-dist"))
+    (warning,) = warnings_of(Registry(plugins="meaning-dist, first-dist, second-dist"))
     assert "'double.twin' is claimed by first-dist 1.0 (first_twin) and second-dist 1.0 (second_twin)" in warning or (
         "'double.twin' is claimed by second-dist 1.0 (second_twin) and first-dist 1.0 (first_twin)" in warning
     )
     assert "uninstall one, or leave one out: EJKERNEL_PLUGINS=-<distribution>" in warning
-    assert told(Registry(plugins="meaning-dist, first-dist")) == []
+    assert warnings_of(Registry(plugins="meaning-dist, first-dist")) == []
 
 
-def test_one_that_is_able_and_slower_is_no_reason(reference: None, distribution: MakeDistribution) -> None:
+def test_a_kernel_ranked_below_the_reference_causes_no_warning(reference: None, distribution: MakeDistribution) -> None:
     distribution("low-dist", {"low": KERNEL + "\n    PLATFORMS = {'cpu': -1}\n"}, kernels={"double.low": "low"})
     distribution("bad-dist", {"bad_one": "1/0"}, kernels={"double.bad": "bad_one"})
     registry = Registry(plugins="meaning-dist, low-dist, bad-dist")
     assert registry.plan("double", X).kernel.backend == "reference"
-    assert told(registry) == []
+    assert warnings_of(registry) == []
 
 
-def test_eight_threads_are_told_once(reference: None) -> None:
+def test_eight_threads_get_one_warning(reference: None) -> None:
     registry, start = Registry(plugins="meaning-dist"), threading.Barrier(8)
 
-    def ask() -> None:
+    def call() -> None:
         start.wait()
         registry.call("double", X)
 
-    def together() -> None:
-        threads = [threading.Thread(target=ask) for _ in range(8)]
+    def call_in_threads() -> None:
+        threads = [threading.Thread(target=call) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    assert len(told(registry, together)) == 1
+    assert len(warnings_of(registry, call_in_threads)) == 1
 
 
-def test_the_operations_of_this_repository_are_each_told_of_once() -> None:
+def test_each_operation_of_this_repository_warns_once() -> None:
     registry = Registry(plugins="ejkernel-ops")
     query = np.ones((1, 4, 2, 8), np.float32)
     gradient = jax.grad(lambda q: registry.call("flash_attention", q, query, query).sum())
-    warned = told(registry, lambda: gradient(query), lambda: gradient(query))
-    assert [warning.partition(" ")[0] for warning in warned] == ["flash_attention", "flash_attention_bwd"]
+    messages = warnings_of(registry, lambda: gradient(query), lambda: gradient(query))
+    assert [warning.partition(" ")[0] for warning in messages] == ["flash_attention", "flash_attention_bwd"]
     _fallback._warned_operations.clear()
-    both = Registry(plugins="ejkernel-ops, ejkernel-xla")
-    assert told(both, lambda: both.call("flash_attention", query, query, query)) == []
+    registry_with_xla = Registry(plugins="ejkernel-ops, ejkernel-xla")
+    assert warnings_of(registry_with_xla, lambda: registry_with_xla.call("flash_attention", query, query, query)) == []
 
 
-PUBLISHED = """
+KERNEL_CLASS = """
     from ejkernel_classes import Kernel
 
     class Doubled(Kernel[None, object]):
@@ -171,10 +175,10 @@ PUBLISHED = """
 """
 
 
-def test_a_kernel_object_is_what_it_means_to_be(distribution: MakeDistribution) -> None:
+def test_a_kernel_object_does_not_warn(distribution: MakeDistribution) -> None:
     distribution(
         "object-dist",
-        {"published_double": PUBLISHED},
+        {"published_double": KERNEL_CLASS},
         operations={
             "double": "published_double:kernel.plugin.operation",
             "double_bwd": "published_double:kernel.plugin.backward_operation",
@@ -186,13 +190,15 @@ def test_a_kernel_object_is_what_it_means_to_be(distribution: MakeDistribution) 
     )
     registry = Registry(plugins="object-dist")
     gradient = jax.grad(lambda x: registry.call("double", x).sum())
-    assert told(registry) == told(registry, lambda: np.testing.assert_array_equal(gradient(X), [2, 2])) == []
+    assert (
+        warnings_of(registry) == warnings_of(registry, lambda: np.testing.assert_array_equal(gradient(X), [2, 2])) == []
+    )
     kernel = import_module("published_double").kernel
-    assert told(registry, lambda: kernel(X), lambda: jax.grad(lambda x: kernel(x).sum())(X)) == []
+    assert warnings_of(registry, lambda: kernel(X), lambda: jax.grad(lambda x: kernel(x).sum())(X)) == []
 
 
-def test_what_is_written_in_a_notebook_is_what_is_meant() -> None:
+def test_a_reference_registered_at_run_time_does_not_warn() -> None:
     registry = Registry(plugins="")
     registry.register(Operation(name="double", signature=lambda x: None, outputs=lambda a: (a["x"],)))
     registry.register(SimpleNamespace(**HOOKS), "double.reference")
-    assert told(registry) == []
+    assert warnings_of(registry) == []

@@ -1,4 +1,4 @@
-"""Discovery, registration at run time, selection by EJKERNEL_PLUGINS, the listing."""
+"""Discovery of plugins, registration at run time, selection by EJKERNEL_PLUGINS, and the listing."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class Config:
     times: int = 2
 
 
-def kernel(config: Config = Config(), platforms: dict[str, int] | None = None, refuse: str = "") -> object:
+def kernel(config: Config = Config(), platforms: dict[str, int] | None = None, refusal: str = "") -> object:
     class Kernel:
         PLATFORMS = platforms
 
         @staticmethod
         @hookimpl
         def heuristic_cfg(inv: object) -> Config:
-            if refuse:
-                raise Unsupported(refuse)
+            if refusal:
+                raise Unsupported(refusal)
             return config
 
         @staticmethod
@@ -70,30 +70,28 @@ def registry() -> Registry:
     return registry
 
 
-def test_a_kernel_registered_in_a_notebook_runs_and_can_be_replaced(registry: Registry) -> None:
+def test_a_kernel_registered_at_run_time_can_be_replaced(registry: Registry) -> None:
     np.testing.assert_array_equal(registry.call("scale", X), 2 * X)
     registry.register(kernel(Config(5)), "scale.two")
     np.testing.assert_array_equal(registry.call("scale", X), 5 * X)
 
 
-def test_a_registration_while_a_call_is_prepared_is_not_lost(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_registration_during_a_call_is_not_lost(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     operation = registry.operation
 
-    def slow(name: str) -> Operation:
-        found = operation(name)
+    def registering_operation(name: str) -> Operation:
+        scale = operation(name)
         registry.register(kernel(Config(9)), "scale.two")
-        registry.register(attrs.evolve(found, prepare=lambda a: ({**a, "x": a["x"] * 100}, lambda results: results[0])))
-        return found
+        registry.register(attrs.evolve(scale, prepare=lambda a: ({**a, "x": a["x"] * 100}, lambda results: results[0])))
+        return scale
 
-    monkeypatch.setattr(registry, "operation", slow)
+    monkeypatch.setattr(registry, "operation", registering_operation)
     registry.call("scale", X)
     monkeypatch.undo()
     np.testing.assert_array_equal(registry.call("scale", X), 900 * X)
 
 
-def test_the_rank_on_the_platform_decides(registry: Registry) -> None:
+def test_the_kernel_with_the_highest_rank_on_the_platform_is_chosen(registry: Registry) -> None:
     registry.register(kernel(Config(3), {"cpu": 80}), "scale.three")
     registry.register(kernel(Config(4), {"cpu": 10, "gpu": 99}), "scale.four")
     plan = registry.plan("scale", X)
@@ -108,28 +106,28 @@ def test_equal_ranks_are_ordered_by_name(registry: Registry) -> None:
     assert registry.plan("scale", X).kernel.name == "scale.alpha"
 
 
-def test_an_explicit_backend_is_obeyed_or_refused(registry: Registry) -> None:
+def test_an_explicit_backend_runs_or_is_refused(registry: Registry) -> None:
     registry.register(kernel(Config(3), {"cpu": 1}), "scale.three")
-    registry.register(kernel(refuse="odd lengths only"), "scale.odd")
+    registry.register(kernel(refusal="odd lengths only"), "scale.odd")
     np.testing.assert_array_equal(registry.call("scale", X, backend="three"), 3 * X)
     assert registry.plan("scale", X, backend="three").origin == "heuristic"
     with pytest.raises(NoKernel, match="scale.odd .*: refused, odd lengths only"):
         registry.call("scale", X, backend="odd")
 
 
-def test_an_explicit_cfg_is_obeyed_once_and_not_remembered(registry: Registry) -> None:
+def test_an_explicit_cfg_is_used_once_and_not_remembered(registry: Registry) -> None:
     np.testing.assert_array_equal(registry.call("scale", X, cfg=Config(7)), 7 * X)
     np.testing.assert_array_equal(registry.call("scale", X), 2 * X)
     plan = registry.plan("scale", X, cfg=Config(7), backend="two")
     assert (plan.cfg, plan.origin) == (Config(7), "explicit cfg")
 
 
-def test_a_cfg_of_nobody_is_refused(registry: Registry) -> None:
+def test_an_explicit_cfg_of_another_type_is_refused(registry: Registry) -> None:
     with pytest.raises(NoKernel, match="cfg is of type int, not its Config"):
         registry.call("scale", X, cfg=3)
 
 
-def test_unknown_names_get_the_nearest_and_the_way_to_more(registry: Registry) -> None:
+def test_errors_for_unknown_names_suggest_a_similar_name_and_the_listing(registry: Registry) -> None:
     with pytest.raises(
         UnknownOperation, match=r"no operation 'scael' is installed; did you mean 'scale'\?.*python -m ejkernel_core"
     ):
@@ -140,28 +138,38 @@ def test_unknown_names_get_the_nearest_and_the_way_to_more(registry: Registry) -
         registry.call("scale", X, backend="tow")
 
 
-def test_unknown_and_unhashable_options_are_named(registry: Registry) -> None:
+def test_unknown_and_unhashable_options_are_refused_by_name(registry: Registry) -> None:
     with pytest.raises(TypeError, match=r"scale: got an unexpected keyword argument 'lout'; did you mean 'loud'\?"):
         registry.call("scale", X, lout=True)
     with pytest.raises(TypeError, match="scale: missing a required argument: 'x'"):
         registry.call("scale")
     with pytest.raises(TypeError, match=r"loud is a static option.*got list \[1\] \(give a tuple\)"):
         registry.call("scale", X, loud=[1])
-    for wrong in (X, jnp.asarray(X)):
+    for value in (X, jnp.asarray(X)):
         with pytest.raises(TypeError, match=r"loud is a static option.*array of shape \(2,\)"):
-            registry.call("scale", X, loud=wrong)
+            registry.call("scale", X, loud=value)
     with pytest.raises(TypeError, match="loud is a static option.*a traced array"):
         jax.jit(lambda x, loud: registry.call("scale", x, loud=loud))(X, True)
 
 
-@pytest.mark.parametrize("wrong", ["a", [1.0, 2.0], object()])
-def test_what_is_no_array_is_named(registry: Registry, wrong: object) -> None:
-    with pytest.raises(TypeError, match=f"scale: x takes an array; got {type(wrong).__name__}"):
-        registry.call("scale", wrong)
+def test_an_option_whose_hash_fails_is_refused_by_name(registry: Registry) -> None:
+    class Broken:
+        def __hash__(self) -> int:
+            raise ValueError("no hash today")
+
+    with pytest.raises(TypeError, match="loud is a static option and has to be hashable; got Broken") as error:
+        registry.call("scale", X, loud=Broken())
+    assert "no hash today" in str(error.value.__cause__)
+
+
+@pytest.mark.parametrize("value", ["a", [1.0, 2.0], object()])
+def test_an_argument_that_is_no_array_is_refused_by_name(registry: Registry, value: object) -> None:
+    with pytest.raises(TypeError, match=f"scale: x takes an array; got {type(value).__name__}"):
+        registry.call("scale", value)
 
 
 def flag_registry() -> Registry:
-    """One operation, whose option ``n`` has to be True or ints."""
+    """A registry with one operation, whose option ``n`` takes True or a tuple of ints."""
     registry = Registry(plugins="")
 
     def prepare(arguments: dict[str, object]) -> tuple[dict[str, object], object]:
@@ -182,39 +190,39 @@ def flag_registry() -> Registry:
     return registry
 
 
-@pytest.mark.parametrize(("right", "wrong"), [(True, 1), ((2, 2), (2.0, 2.0)), ((1, 1), (1, True))])
-def test_options_that_are_equal_but_of_another_type_are_told_apart(right: object, wrong: object) -> None:
-    for order in ((right, wrong), (wrong, right)):
+@pytest.mark.parametrize(("valid", "invalid"), [(True, 1), ((2, 2), (2.0, 2.0)), ((1, 1), (1, True))])
+def test_an_invalid_option_is_refused_after_an_equal_valid_one(valid: object, invalid: object) -> None:
+    for order in ((valid, invalid), (invalid, valid)):
         registry = flag_registry()
         for n in order:
-            if n is right:
+            if n is valid:
                 np.testing.assert_array_equal(registry.call("flag", X, n=n), 2 * X)
             else:
                 with pytest.raises(TypeError, match="n: takes True or ints"):
                     registry.call("flag", X, n=n)
 
 
-def test_a_kernels_own_error_is_raised_as_it_is(registry: Registry) -> None:
+def test_an_error_of_a_kernel_is_raised_unchanged(registry: Registry) -> None:
     @hookimpl
     def run_backend(inv: object, cfg: object) -> object:
         raise TypeError("forward-mode is a word of this kernel's own")
 
-    bad = kernel()
-    bad.run_backend = staticmethod(run_backend)  # type: ignore[attr-defined]
-    registry.register(bad, "scale.fails")
-    with pytest.raises(TypeError, match="a word of this kernel's own") as caught:
+    kernel_class = kernel()
+    kernel_class.run_backend = staticmethod(run_backend)  # type: ignore[attr-defined]
+    registry.register(kernel_class, "scale.fails")
+    with pytest.raises(TypeError, match="a word of this kernel's own") as error:
         registry.call("scale", X, backend="fails")
-    assert type(caught.value) is TypeError
-    assert caught.value.__cause__ is not caught.value
+    assert type(error.value) is TypeError
+    assert error.value.__cause__ is not error.value
 
 
-def test_an_operation_is_called_by_its_name(registry: Registry) -> None:
-    for wrong in (3, print, None):
+def test_the_operation_has_to_be_a_name(registry: Registry) -> None:
+    for value in (3, print, None):
         with pytest.raises(TypeError, match="op: takes the name of an operation, as 'flash_attention'; got"):
-            registry.call(wrong, X)  # type: ignore[arg-type]
+            registry.call(value, X)  # type: ignore[arg-type]
 
 
-def test_what_does_not_fit_32_bits_is_named(registry: Registry) -> None:
+def test_an_int_of_more_than_32_bits_is_refused(registry: Registry) -> None:
     for number, bits in ((2**40, 41), (2**31, 32), (-(2**31) - 1, 32), (10**5000, 16610)):
         with pytest.raises(ValueError, match=f"scale: x takes an int from -2\\*\\*31 to .*; got one of {bits} bits"):
             registry.call("scale", number)
@@ -222,35 +230,35 @@ def test_what_does_not_fit_32_bits_is_named(registry: Registry) -> None:
         registry.call("scale", 2**70)
 
 
-def test_plan_names_what_call_names(registry: Registry) -> None:
-    for ask in (registry.call, registry.plan, registry.explain):
+def test_plan_and_explain_refuse_the_same_arguments_as_call(registry: Registry) -> None:
+    for method in (registry.call, registry.plan, registry.explain):
         with pytest.raises(TypeError, match="scale: x takes an array; got str 'a'"):
-            ask("scale", "a")
+            method("scale", "a")
         with pytest.raises(TypeError, match="scale: x takes an array; got NoneType None"):
-            ask("scale", None)
+            method("scale", None)
         with pytest.raises(TypeError, match="scale: backend takes a name; got int 3"):
-            ask("scale", X, backend=3)
+            method("scale", X, backend=3)
 
 
-def test_numbers_are_arrays_with_and_without_jit(registry: Registry) -> None:
+def test_numbers_are_accepted_as_arrays(registry: Registry) -> None:
     assert registry.call("scale", 3.0) == 6.0
     with jax.disable_jit():
         assert registry.call("scale", 3.0) == 6.0
         assert registry.call("scale", np.float32(3)) == 6.0
 
 
-def test_compiled_calls_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_compiled_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ejkernel_core._call.MAX_COMPILED", 4)
     registry = flag_registry()
     for n in range(7):
         registry.call("flag", X, n=(n,))
     (form,) = registry.calls.values()
-    assert len(form.compiled) == 4
+    assert len(form.functions) == 4
     np.testing.assert_array_equal(registry.call("flag", X, n=(0,)), 2 * X)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     [
         (
             "PLATFORMS",
@@ -266,50 +274,52 @@ def test_compiled_calls_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> N
         ("Config", Config(3), "Config is the type of the configurations; got Config(times=3)"),
     ],
 )
-def test_a_kernels_own_names_are_checked(registry: Registry, name: str, value: object, told: str) -> None:
-    bad = kernel()
-    setattr(bad, name, value)
-    with pytest.raises(PluginError) as caught:
-        registry.register(bad, "scale.bad")
-    assert told in str(caught.value)
+def test_the_names_in_a_kernel_module_are_checked(registry: Registry, name: str, value: object, message: str) -> None:
+    kernel_class = kernel()
+    setattr(kernel_class, name, value)
+    with pytest.raises(PluginError) as error:
+        registry.register(kernel_class, "scale.bad")
+    assert message in str(error.value)
 
 
-def test_register_says_what_it_needs(registry: Registry) -> None:
+def test_register_refuses_incomplete_kernels(registry: Registry) -> None:
     with pytest.raises(TypeError, match="a kernel needs its name"):
         registry.register(kernel())
     with pytest.raises(PluginError, match="a kernel is named <operation>.<backend>"):
         registry.register(kernel(), "scale")
     with pytest.raises(PluginError, match="the hook run_backend is missing"):
         registry.register(object(), "scale.empty")
+    with pytest.raises(TypeError, match="the name takes a text; got int"):
+        registry.register(kernel(), 5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["scale.", ".xla", "."])
-def test_a_kernel_has_a_whole_name(registry: Registry, name: str) -> None:
+def test_a_kernel_needs_operation_and_backend_in_its_name(registry: Registry, name: str) -> None:
     with pytest.raises(PluginError, match=rf"'{name}', registered .*: a kernel is named <operation>.<backend>"):
         registry.register(kernel(), name)
 
 
 def test_an_empty_backend_is_refused(registry: Registry) -> None:
-    for ask in (registry.call, registry.plan, registry.explain):
+    for method in (registry.call, registry.plan, registry.explain):
         with pytest.raises(UnknownBackend, match=r"scale: backend='' is no name\. Known: two\."):
-            ask("scale", X, backend="")
+            method("scale", X, backend="")
 
 
-def test_an_entry_point_without_a_whole_name_is_broken(distribution: MakeDistribution, double: None) -> None:
+def test_an_entry_point_with_an_incomplete_name_is_broken(distribution: MakeDistribution, double: None) -> None:
     distribution("half-dist", {"half": KERNEL}, kernels={"double.": "half", ".xla": "half"})
-    fresh = Registry()
-    np.testing.assert_array_equal(fresh.call("double", X), 2 * X)
-    told = {entry.name: broken.reason for entry, broken in fresh.inspect() if broken}
-    assert told == {
+    registry = Registry()
+    np.testing.assert_array_equal(registry.call("double", X), 2 * X)
+    reasons = {entry.name: fault.reason for entry, fault in registry.inspect() if fault}
+    assert reasons == {
         name: f"{name!r} of half-dist 1.0 (half): a kernel is named <operation>.<backend>, and a policy has select_config "
         "or measure"
         for name in ("double.", ".xla")
     }
     with pytest.raises(UnknownBackend, match=r"double: backend='' is no name\. Known: good\."):
-        fresh.call("double", X, backend="")
+        registry.call("double", X, backend="")
 
 
-def test_registries_do_not_see_each_other(registry: Registry) -> None:
+def test_registries_are_independent(registry: Registry) -> None:
     with pytest.raises(UnknownOperation):
         Registry(plugins="").call("scale", X)
 
@@ -320,7 +330,7 @@ def test_plan_and_explain_take_abstract_arrays(registry: Registry) -> None:
     text = str(registry.explain("scale", abstract))
     assert "scale.two with Config(times=2), by heuristic" in text
     assert "scale(x=bfloat16[3,4]) on cpu" in text
-    registry.register(kernel(refuse="never"), "scale.two")
+    registry.register(kernel(refusal="never"), "scale.two")
     explanation = registry.explain("scale", abstract)
     assert explanation.plan is None
     assert "scale.two (registered at run time): refused, never" in str(explanation)
@@ -339,41 +349,41 @@ SELECTIONS = {
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_ejkernel_plugins(
+def test_selection_by_ejkernel_plugins(
     distribution: MakeDistribution, double: None, monkeypatch: pytest.MonkeyPatch, selection: str | None
 ) -> None:
     distribution("other-dist", {"other_kernel": KERNEL}, kernels={"double.other": "other_kernel"})
     monkeypatch.delenv("EJKERNEL_PLUGINS", raising=False)
     if selection is not None:
         monkeypatch.setenv("EJKERNEL_PLUGINS", selection)
-    owners = {entry.distribution for entry, _ in Registry().inspect()}
-    assert owners & {"good-dist", "other-dist"} == SELECTIONS[selection]
+    distributions = {entry.distribution for entry, _ in Registry().inspect()}
+    assert distributions & {"good-dist", "other-dist"} == SELECTIONS[selection]
 
 
-def test_the_listing_shows_who_brings_what_and_what_is_broken(distribution: MakeDistribution, double: None) -> None:
+def test_the_listing_shows_providers_and_broken_plugins(distribution: MakeDistribution, double: None) -> None:
     folder = distribution(
         "bad-dist", {"bad": "1/0"}, version="0.3", kernels={"double.bad": "bad"}, policies={"bad": "bad"}
     )
     path = os.pathsep.join([str(folder), str(Path(folder).parent / "site1"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "ejkernel_core"],
         capture_output=True,
         text=True,
         check=True,
         env={**os.environ, "PYTHONPATH": path},
     )
-    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    lines = [" ".join(line.split()) for line in process.stdout.splitlines()]
     assert "double good-dist 1.0" in lines
     assert "double.good good-dist 1.0" in lines
-    at = lines.index("double.bad bad-dist 0.3")
-    assert lines[at + 1] == (
+    index = lines.index("double.bad bad-dist 0.3")
+    assert lines[index + 1] == (
         "broken: 'double.bad' of bad-dist 0.3 (bad) does not load: ZeroDivisionError: division by zero"
     )
     assert "heuristic built in" in lines
     assert lines.count("bad bad-dist 0.3") == 1
 
 
-def test_a_policy_of_a_third_party_answers_before_the_heuristic(distribution: MakeDistribution, double: None) -> None:
+def test_a_policy_of_a_third_party_comes_before_the_heuristic(distribution: MakeDistribution, double: None) -> None:
     source = """
         from ejkernel_core import Choice, hookimpl
 
@@ -394,9 +404,9 @@ BROKEN_POLICIES = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN_POLICIES)
-def test_a_broken_policy_is_passed_over_and_named(distribution: MakeDistribution, double: None, what: str) -> None:
-    body, told = BROKEN_POLICIES[what]
+@pytest.mark.parametrize("case", BROKEN_POLICIES)
+def test_a_broken_policy_is_skipped_and_reported(distribution: MakeDistribution, double: None, case: str) -> None:
+    body, message = BROKEN_POLICIES[case]
     source = f"""
         from ejkernel_core import Choice, hookimpl
 
@@ -404,7 +414,7 @@ def test_a_broken_policy_is_passed_over_and_named(distribution: MakeDistribution
         def select_config(inv, candidates):
             {body}
     """
-    module = "policy_that_" + what.replace(" ", "_")
+    module = "policy_that_" + case.replace(" ", "_")
     distribution("guess-dist", {module: source}, policies={"guess": module})
     registry = Registry()
     np.testing.assert_array_equal(registry.call("double", X), 2 * X)
@@ -412,34 +422,34 @@ def test_a_broken_policy_is_passed_over_and_named(distribution: MakeDistribution
     assert plan.origin == "heuristic"
     (verdict,) = (verdict for verdict in plan.verdicts if verdict.name == "guess")
     assert (verdict.provider, verdict.status) == ("guess-dist 1.0", "broken")
-    assert told in verdict.reason
+    assert message in verdict.reason
 
 
-def test_a_policy_that_does_not_load_is_named_in_the_plan(distribution: MakeDistribution, double: None) -> None:
+def test_a_policy_that_does_not_load_is_reported_in_the_plan(distribution: MakeDistribution, double: None) -> None:
     distribution("guess-dist", {"no_policy": "1/0"}, policies={"guess": "no_policy"})
-    told = str(Registry().plan("double", X))
-    assert "guess (guess-dist 1.0): broken, 'guess' of guess-dist 1.0 (no_policy) does not load: ZeroDivision" in told
+    text = str(Registry().plan("double", X))
+    assert "guess (guess-dist 1.0): broken, 'guess' of guess-dist 1.0 (no_policy) does not load: ZeroDivision" in text
 
 
-def test_a_policys_configuration_has_to_be_the_kernels(registry: Registry) -> None:
+def test_an_invalid_choice_of_a_policy_is_a_fault(registry: Registry) -> None:
     candidate = Candidate(registry.kernel("scale", "two"), Config(2))
     assert "chose a value of type dict for scale.two, not its Config" in str(
         fault_of_choice(Choice("two", {}, "p"), [candidate])
     )
     assert fault_of_choice(Choice("two", Config(9), "p"), [candidate]) is None
     assert "p gives a str for a record" in str(fault_of_choice(Choice("two", Config(9), "p", record="?"), [candidate]))
-    for wrong in ("far", -1.0, float("nan")):
-        assert "for a distance" in str(fault_of_choice(Choice("two", Config(9), "p", distance=wrong), [candidate]))
+    for distance in ("far", -1.0, float("nan")):
+        assert "for a distance" in str(fault_of_choice(Choice("two", Config(9), "p", distance=distance), [candidate]))
 
 
-# -- what is equal and not the same -------------------------------------------------------------------------------
+# -- equal values of different types ------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def telling() -> Registry:
-    """``tell`` gives its option's type and sign away: 2 for True, 3 for another, and 1 or -1 for the sign."""
-    fresh = Registry(plugins="")
-    fresh.register(Operation(name="tell", signature=lambda x, *, s=0: None, outputs=lambda a: (a["x"],)))
+def type_registry() -> Registry:
+    """The result of ``tell`` shows its option's type and sign: 2 for True, 3 otherwise, plus 1 or -1 for the sign."""
+    registry = Registry(plugins="")
+    registry.register(Operation(name="tell", signature=lambda x, *, s=0: None, outputs=lambda a: (a["x"],)))
 
     class Kernel:
         Config = Config
@@ -452,47 +462,47 @@ def telling() -> Registry:
         @staticmethod
         @hookimpl
         def run_backend(inv: dict[str, jax.Array], cfg: Config) -> jax.Array:
-            kind = 2 if inv["s"] is True else 3
-            return inv["x"] * 0 + (kind + jnp.copysign(1.0, float(inv["s"]))) * (-1 if cfg.times is True else 1)
+            code = 2 if inv["s"] is True else 3
+            return inv["x"] * 0 + (code + jnp.copysign(1.0, float(inv["s"]))) * (-1 if cfg.times is True else 1)
 
-    fresh.register(Kernel, "tell.it")
-    return fresh
-
-
-def test_options_that_are_equal_and_not_the_same_are_told_apart(telling: Registry) -> None:
-    eagerly = [float(telling.call("tell", X, s=s)[0]) for s in (1, True, 0.0, -0.0)]
-    assert eagerly == [4.0, 3.0, 4.0, 2.0]
-    jitted = jax.jit(lambda x: [telling.call("tell", x, s=s) for s in (1, True, 0.0, -0.0)])(X)
-    assert [float(result[0]) for result in jitted] == eagerly
+    registry.register(Kernel, "tell.it")
+    return registry
 
 
-def test_configurations_that_are_equal_and_not_the_same_are_told_apart(telling: Registry) -> None:
-    assert [float(telling.call("tell", X, cfg=Config(c))[0]) for c in (1, True)] == [4.0, -4.0]
-    jitted = jax.jit(lambda x: [telling.call("tell", x, cfg=Config(c)) for c in (1, True)])(X)
-    assert [float(result[0]) for result in jitted] == [4.0, -4.0]
+def test_options_that_are_equal_but_of_different_types_are_distinguished(type_registry: Registry) -> None:
+    eager_results = [float(type_registry.call("tell", X, s=s)[0]) for s in (1, True, 0.0, -0.0)]
+    assert eager_results == [4.0, 3.0, 4.0, 2.0]
+    jitted_results = jax.jit(lambda x: [type_registry.call("tell", x, s=s) for s in (1, True, 0.0, -0.0)])(X)
+    assert [float(result[0]) for result in jitted_results] == eager_results
 
 
-def test_a_heuristic_of_another_type_is_a_broken_kernel(registry: Registry) -> None:
-    wrong = kernel(Config(3))
-    wrong.Config = int  # type: ignore[attr-defined]
-    registry.register(wrong, "scale.wrong")
+def test_configurations_that_are_equal_but_of_different_types_are_distinguished(type_registry: Registry) -> None:
+    assert [float(type_registry.call("tell", X, cfg=Config(c))[0]) for c in (1, True)] == [4.0, -4.0]
+    jitted_results = jax.jit(lambda x: [type_registry.call("tell", x, cfg=Config(c)) for c in (1, True)])(X)
+    assert [float(result[0]) for result in jitted_results] == [4.0, -4.0]
+
+
+def test_a_kernel_whose_heuristic_has_another_type_is_broken(registry: Registry) -> None:
+    kernel_class = kernel(Config(3))
+    kernel_class.Config = int  # type: ignore[attr-defined]
+    registry.register(kernel_class, "scale.wrong")
     np.testing.assert_array_equal(registry.call("scale", X), 2 * X)
     (verdict,) = (v for v in registry.plan("scale", X).verdicts if v.name == "scale.wrong")
     assert (verdict.status, verdict.reason) == ("broken", "heuristic_cfg gives a value of type Config, not its Config")
 
 
-def test_a_reference_that_refuses_to_say_what_is_returned_is_named() -> None:
-    fresh = Registry(plugins="")
-    fresh.register(Operation(name="odd", signature=lambda x: None))
-    fresh.register(kernel(refuse="odd lengths only"), "odd.reference")
+def test_a_refusing_reference_that_determines_the_results_is_reported() -> None:
+    registry = Registry(plugins="")
+    registry.register(Operation(name="odd", signature=lambda x: None))
+    registry.register(kernel(refusal="odd lengths only"), "odd.reference")
     with pytest.raises(NoKernel, match="odd.reference, which says what 'odd' returns, refuses: odd lengths only"):
-        fresh.call("odd", X)
+        registry.call("odd", X)
 
 
-def test_an_operation_may_take_no_arrays() -> None:
-    fresh = Registry(plugins="")
+def test_an_operation_without_arrays() -> None:
+    registry = Registry(plugins="")
     shape = lambda a: (jax.ShapeDtypeStruct((a["n"],), "float32"),)
-    fresh.register(Operation(name="ramp", signature=lambda *, n: None, outputs=shape))
+    registry.register(Operation(name="ramp", signature=lambda *, n: None, outputs=shape))
 
     class Kernel:
         @staticmethod
@@ -505,6 +515,6 @@ def test_an_operation_may_take_no_arrays() -> None:
         def run_backend(inv: dict[str, int]) -> jax.Array:
             return jnp.arange(inv["n"], dtype=jnp.float32)
 
-    fresh.register(Kernel, "ramp.it")
-    np.testing.assert_array_equal(fresh.call("ramp", n=4), [0, 1, 2, 3])
-    np.testing.assert_array_equal(jax.jit(lambda x: x + fresh.call("ramp", n=2))(X), X + np.array([0, 1]))
+    registry.register(Kernel, "ramp.it")
+    np.testing.assert_array_equal(registry.call("ramp", n=4), [0, 1, 2, 3])
+    np.testing.assert_array_equal(jax.jit(lambda x: x + registry.call("ramp", n=2))(X), X + np.array([0, 1]))

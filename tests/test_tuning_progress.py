@@ -1,4 +1,4 @@
-"""Progress says what is at hand, where somebody looks: on a terminal, in a notebook, in the log."""
+"""Tuning progress is shown on a terminal or in a notebook, and logged otherwise."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Config:
     factor: int = 1
 
 
-def registry(heard: list[Progress]) -> Registry:
-    fresh = Registry(plugins="ejkernel-tuning")
+def make_registry(reports: list[Progress]) -> Registry:
+    registry = Registry(plugins="ejkernel-tuning")
 
     @hookimpl
     def heuristic_cfg(inv):
@@ -46,31 +46,31 @@ def registry(heard: list[Progress]) -> Registry:
 
     @hookimpl
     def tuning_progress(progress):
-        heard.append(progress)
+        reports.append(progress)
 
     operation = Operation(name="triple", signature=lambda x: None, outputs=lambda a: (a["x"],), reference="one")
-    fresh.register(operation)
+    registry.register(operation)
     kernel = SimpleNamespace(
         Config=Config, heuristic_cfg=heuristic_cfg, config_space=config_space, run_backend=run_backend
     )
-    fresh.register(kernel, "triple.one")
-    fresh.register(SimpleNamespace(select_config=select_config, tuning_progress=tuning_progress), "listener")
-    return fresh
+    registry.register(kernel, "triple.one")
+    registry.register(SimpleNamespace(select_config=select_config, tuning_progress=tuning_progress), "listener")
+    return registry
 
 
-def call(fresh: Registry) -> None:
+def call(registry: Registry) -> None:
     with policy_override(autotune=True):
-        np.testing.assert_array_equal(fresh.call("triple", X), X * 3)
+        np.testing.assert_array_equal(registry.call("triple", X), X * 3)
 
 
 @pytest.fixture
 def progress() -> Progress:
     trials = (Trial("one", Config(1), "compiling"), Trial("one", Config(2), "compiling"))
-    inv = registry([]).invocation("triple", X)
+    inv = make_registry([]).invocation("triple", X)
     return Progress(inv, (Entry("one", Config(1), 1.5), Entry("one", Config(2))), 3.0, 60.0, trials=trials)
 
 
-def test_it_names_the_call_and_the_configuration_at_hand(progress: Progress) -> None:
+def test_progress_has_the_call_and_the_current_configuration(progress: Progress) -> None:
     assert str(progress) == (
         "tuning triple: 1 of 2 measured, 0 out, best 1.5 ms, 3 of 60 s; "
         "compiling one Config(factor=2) and 1 more, of "
@@ -78,27 +78,27 @@ def test_it_names_the_call_and_the_configuration_at_hand(progress: Progress) -> 
     )
 
 
-def test_everything_is_told_before_it_is_tried_and_nothing_is_left_at_the_end() -> None:
-    heard: list[Progress] = []
-    call(registry(heard))
-    tried = [(trial.step, trial.cfg) for progress in heard for trial in progress.trials]
+def test_every_step_is_reported_and_the_last_report_has_no_trials() -> None:
+    reports: list[Progress] = []
+    call(make_registry(reports))
+    steps = [(trial.step, trial.cfg) for progress in reports for trial in progress.trials]
     for cfg in (Config(1), Config(2)):
-        assert ("compiling", cfg) in tried
-        assert ("running", cfg) in tried
-    assert (heard[-1].finished, heard[-1].trials) == (True, ())
-    assert {entry.cfg for entry in heard[-1].entries} == {Config(1), Config(2)}
+        assert ("compiling", cfg) in steps
+        assert ("running", cfg) in steps
+    assert (reports[-1].finished, reports[-1].trials) == (True, ())
+    assert {entry.cfg for entry in reports[-1].entries} == {Config(1), Config(2)}
 
 
-def test_a_hook_is_told_by_one_thread_at_a_time_what_holds() -> None:
-    heard: list[Progress] = []
-    call(registry(heard))
-    seconds = [progress.seconds for progress in heard]
+def test_reports_are_in_the_order_of_time() -> None:
+    reports: list[Progress] = []
+    call(make_registry(reports))
+    seconds = [progress.seconds for progress in reports]
     assert seconds[:-1] == sorted(seconds[:-1])
 
 
-def test_where_there_is_no_terminal_the_log_has_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_terminal_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "ejkernel.tuning"):
-        call(registry([]))
+        call(make_registry([]))
     assert {record.name for record in caplog.records} == {"ejkernel.tuning"}
     assert "compiling one Config(factor=1)" in caplog.messages[0]
     assert "triple(x=float32[8])" in caplog.messages[0]
@@ -110,14 +110,14 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_the_line_is_no_longer_than_the_terminal(
+def test_a_line_is_not_longer_than_the_terminal(
     progress: Progress, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with caplog.at_level(logging.INFO, "ejkernel.tuning"):
-        call(registry([]))
+        call(make_registry([]))
     lines = terminal.getvalue().split("\r\x1b[2K")[1:]
     assert max(map(len, lines)) == 40  # the last one, with its line end
     assert lines[-1].endswith("\n")
@@ -125,30 +125,30 @@ def test_on_a_terminal_the_line_is_no_longer_than_the_terminal(
 
 
 def notebook(monkeypatch: pytest.MonkeyPatch, shell: Any) -> io.StringIO:
-    out = io.StringIO()
+    stream = io.StringIO()
     ipython: Any = ModuleType("IPython")
     ipython.get_ipython = lambda: shell
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
-    monkeypatch.setattr(sys, "stdout", out)
-    return out
+    monkeypatch.setattr(sys, "stdout", stream)
+    return stream
 
 
-def test_in_a_notebook_one_line_updates_in_place(progress: Progress, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_notebook_one_line_is_overwritten(progress: Progress, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    out = notebook(monkeypatch, SimpleNamespace(kernel=object()))
+    stream = notebook(monkeypatch, SimpleNamespace(kernel=object()))
     assert _progress.show(progress, io.StringIO())
     assert _progress.show(attrs.evolve(progress, trials=(), finished=True), io.StringIO())
-    first, second = out.getvalue().split("\r")[1:]
+    first, second = stream.getvalue().split("\r")[1:]
     assert (len(first), len(second)) == (59, 60)  # the shorter text covers the longer one
     assert second.endswith("\n")
-    assert "\x1b" not in out.getvalue()
+    assert "\x1b" not in stream.getvalue()
 
 
 @pytest.mark.parametrize("shell", [None, SimpleNamespace()])
-def test_a_program_that_only_imports_ipykernel_is_no_notebook(
+def test_a_program_that_imports_ipykernel_is_no_notebook(
     progress: Progress, monkeypatch: pytest.MonkeyPatch, shell: Any
 ) -> None:
-    out = notebook(monkeypatch, shell)
+    stream = notebook(monkeypatch, shell)
     assert not _progress.show(progress, io.StringIO())
-    assert out.getvalue() == ""
+    assert stream.getvalue() == ""

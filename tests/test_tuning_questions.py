@@ -1,4 +1,4 @@
-"""A question is answered without measuring: ``plan`` and ``explain`` say what a call would do."""
+"""``plan`` and ``explain`` measure nothing: they say what a call would measure."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def kernel(heuristic: Config) -> SimpleNamespace:
 
 @pytest.fixture
 def registry() -> Registry:
-    fresh = Registry(plugins="ejkernel-tuning")
-    fresh.register(
+    registry = Registry(plugins="ejkernel-tuning")
+    registry.register(
         Operation(
             name="triple",
             signature=lambda x: None,
@@ -52,14 +52,14 @@ def registry() -> Registry:
             reference="one",
         )
     )
-    fresh.register(kernel(Config(1)), "triple.one")
-    fresh.register(kernel(Config(2)), "triple.two")
-    return fresh
+    registry.register(kernel(Config(1)), "triple.one")
+    registry.register(kernel(Config(2)), "triple.two")
+    return registry
 
 
 @pytest.fixture
-def heard(registry: Registry) -> list[Progress]:
-    progress_heard: list[Progress] = []
+def reports(registry: Registry) -> list[Progress]:
+    reports: list[Progress] = []
 
     @hookimpl
     def select_config(inv):
@@ -67,36 +67,36 @@ def heard(registry: Registry) -> list[Progress]:
 
     @hookimpl
     def tuning_progress(progress):
-        progress_heard.append(progress)
+        reports.append(progress)
 
     registry.register(SimpleNamespace(select_config=select_config, tuning_progress=tuning_progress), "listener")
-    return progress_heard
+    return reports
 
 
-WOULD = "would be measured: 2 kernels; this is the plan until then"
+REASON = "would be measured: 2 kernels; this is the plan until then"
 
 
-@pytest.mark.parametrize("ask", ["plan", "explain"])
-def test_a_question_says_what_would_be_measured(registry: Registry, heard: list[Progress], ask: str) -> None:
+@pytest.mark.parametrize("method", ["plan", "explain"])
+def test_plan_and_explain_say_what_would_be_measured(registry: Registry, reports: list[Progress], method: str) -> None:
     with policy_override(autotune=True):
-        answer: Any = getattr(registry, ask)("triple", X)
-    plan = answer if ask == "plan" else answer.plan
+        answer: Any = getattr(registry, method)("triple", X)
+    plan = answer if method == "plan" else answer.plan
     assert (plan.origin, plan.cfg, plan.kernel.name) == ("heuristic", Config(1), "triple.one")
     assert [str(v) for v in plan.verdicts if v.name == "tuner"] == [
-        f"tuner (ejkernel-tuning {version('ejkernel-tuning')}): no answer, {WOULD}"
+        f"tuner (ejkernel-tuning {version('ejkernel-tuning')}): no answer, {REASON}"
     ]
-    assert WOULD in str(answer)
-    assert heard == []
+    assert REASON in str(answer)
+    assert reports == []
     assert len(registry.memory) == 0
 
 
-def test_one_kernel_is_told_as_one(registry: Registry) -> None:
+def test_the_reason_for_one_kernel_is_in_the_singular(registry: Registry) -> None:
     with policy_override(autotune=True):
         plan = registry.plan("triple", X, backend="two")
     assert "would be measured: 1 kernel; this is the plan until then" in str(plan)
 
 
-def test_a_call_measures_eagerly_and_under_jit_whatever_was_asked_before(registry: Registry) -> None:
+def test_a_call_after_plan_measures_eagerly_and_under_jit(registry: Registry) -> None:
     for number, call in enumerate((registry.call, jax.jit(lambda op, x: registry.call(op, x), static_argnums=0))):
         x = jnp.ones(8 + number)
         with policy_override(autotune=True):

@@ -1,4 +1,4 @@
-"""Where no reference says what is right, and results differ, nobody wins: whatever keeps the reference from it."""
+"""No configuration is selected if results differ and no reference runs, for whatever reason it does not."""
 
 from __future__ import annotations
 
@@ -25,38 +25,40 @@ class Config:
     factor: int = 3
 
 
-def refusing(inv: Any) -> Any:
+def raise_unsupported(inv: Any) -> Any:
     raise Unsupported("not on Mondays")
 
 
-def faulty(inv: Any) -> Any:
+def raise_key_error(inv: Any) -> Any:
     raise KeyError("no table")
 
 
-def raising(x: Any) -> Any:
+def raise_memory_error(x: Any) -> Any:
     raise MemoryError("all of it")
 
 
-def too_large(x: Any) -> Any:
+def allocate_too_much(x: Any) -> Any:
     return x * 3 + 0 * jnp.sort(jnp.sin(jnp.arange(2.0**38) + x[0]))[5]
 
 
-def sleeping(x: Any) -> Any:
+def sleep(x: Any) -> Any:
     time.sleep(6)
     return x * 3
 
 
-def good(x: Any) -> Any:
+def triple(x: Any) -> Any:
     return x * 3
 
 
-def nothing(inv: Any) -> Any:
+def no_config(inv: Any) -> Any:
     return None
 
 
-def registry(reference: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None, rank: int | None = 0) -> Registry:
-    """``triple`` with a heuristic that doubles, and a right configuration; the reference runs nowhere without a rank."""
-    fresh = Registry(plugins="ejkernel-tuning")
+def make_registry(
+    reference: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None, rank: int | None = 0
+) -> Registry:
+    """``triple``, whose heuristic is wrong and doubles. Without a rank the reference does not run on this platform."""
+    registry = Registry(plugins="ejkernel-tuning")
 
     @hookimpl
     def heuristic_cfg(inv):
@@ -70,11 +72,11 @@ def registry(reference: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None
     def run_backend(inv, cfg):
         return inv["x"] * cfg.factor
 
-    fresh.register(Operation(name="triple", signature=lambda x: None, outputs=lambda a: (a["x"],)))
+    registry.register(Operation(name="triple", signature=lambda x: None, outputs=lambda a: (a["x"],)))
     kernel = SimpleNamespace(
         Config=Config, heuristic_cfg=heuristic_cfg, config_space=config_space, run_backend=run_backend
     )
-    fresh.register(kernel, "triple.kinds")
+    registry.register(kernel, "triple.kinds")
     if reference is not None:
         heuristic, run = reference
 
@@ -86,57 +88,57 @@ def registry(reference: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None
         def run_reference(inv):
             return run(inv["x"])
 
-        plain = SimpleNamespace(
+        reference_kernel = SimpleNamespace(
             PLATFORMS={"tpu": 0} if rank is None else {"cpu": rank},
             heuristic_cfg=reference_cfg,
             run_backend=run_reference,
         )
-        fresh.register(plain, "triple.reference")
-    return fresh
+        registry.register(reference_kernel, "triple.reference")
+    return registry
 
 
-def run_tuner(fresh: Registry, budget_s: float = 20.0, **more: Any) -> Tuned:
-    inv = fresh.invocation("triple", X)
-    candidates, _ = candidates_for(inv, fresh.kernels(inv.op)[0], None, None)
-    return tune(inv, candidates, fresh.judge(inv), budget_s, {"x": X}, calls=(1, 4), **more)
+def run_tuner(registry: Registry, budget_s: float = 20.0, **keywords: Any) -> Tuned:
+    inv = registry.invocation("triple", X)
+    candidates, _ = candidates_for(inv, registry.kernels(inv.op)[0], None, None)
+    return tune(inv, candidates, registry.judge(inv), budget_s, {"x": X}, calls=(1, 4), **keywords)
 
 
-def check_no_config_is_selected(tuned: Tuned, why: str) -> None:
+def check_no_config_is_selected(tuned: Tuned, reason: str) -> None:
     assert tuned.records == ()
     assert tuned.best is None
     assert NO_WINNER in tuned.notes
-    (checked,) = (note for note in tuned.notes if note.startswith("checked against"))
-    assert why in checked
+    (check_note,) = (note for note in tuned.notes if note.startswith("checked against"))
+    assert reason in check_note
 
 
-#: How the reference fails, with the budget it has and what is said of it.
-FAILING = {
+#: References that fail: the hooks, the budget, and the reason in the notes.
+FAILING_REFERENCES = {
     "is not there": (None, 20.0, "there is no reference"),
-    "refuses": ((refusing, good), 20.0, "triple.reference: refused, not on Mondays"),
-    "fails to choose": ((faulty, good), 20.0, "triple.reference: heuristic_cfg raised KeyError"),
-    "raises": ((nothing, raising), 20.0, "triple.reference: compiling raised MemoryError: all of it"),
-    "is too large": ((nothing, too_large), 20.0, "triple.reference: "),
-    "is out of time": ((nothing, sleeping), 4.0, "triple.reference: out of time"),
+    "refuses": ((raise_unsupported, triple), 20.0, "triple.reference: refused, not on Mondays"),
+    "fails to choose": ((raise_key_error, triple), 20.0, "triple.reference: heuristic_cfg raised KeyError"),
+    "raises": ((no_config, raise_memory_error), 20.0, "triple.reference: compiling raised MemoryError: all of it"),
+    "is too large": ((no_config, allocate_too_much), 20.0, "triple.reference: "),
+    "is out of time": ((no_config, sleep), 4.0, "triple.reference: out of time"),
 }
 
 
-@pytest.mark.parametrize("how", FAILING)
+@pytest.mark.parametrize("fault", FAILING_REFERENCES)
 @pytest.mark.parametrize("rank", [0, None], ids=["taking part", "beside the contest"])
-def test_no_config_is_selected(how: str, rank: int | None) -> None:
-    reference, budget_s, why = FAILING[how]
-    check_no_config_is_selected(run_tuner(registry(reference, rank), budget_s), why)
+def test_no_config_is_selected_if_the_reference_fails(fault: str, rank: int | None) -> None:
+    reference, budget_s, reason = FAILING_REFERENCES[fault]
+    check_no_config_is_selected(run_tuner(make_registry(reference, rank), budget_s), reason)
 
 
-def test_no_config_is_selected_where_the_reference_does_not_load(distribution: Any) -> None:
+def test_no_config_is_selected_if_the_reference_does_not_load(distribution: Any) -> None:
     distribution(
         "broken-dist",
         {"broken_kernel": "raise ImportError('no driver')"},
         kernels={"triple.reference": "broken_kernel"},
     )
-    fresh = Registry(plugins="broken-dist")
-    for name, plugin in {"triple.kinds": registry(None).kernel("triple", "kinds")}.items():
+    registry = Registry(plugins="broken-dist")
+    for name, plugin in {"triple.kinds": make_registry(None).kernel("triple", "kinds")}.items():
         hooks = plugin._hooks
-        fresh.register(
+        registry.register(
             SimpleNamespace(
                 Config=Config,
                 heuristic_cfg=hooks.heuristic_cfg.get_hookimpls()[0].function,
@@ -145,42 +147,42 @@ def test_no_config_is_selected_where_the_reference_does_not_load(distribution: A
             ),
             name,
         )
-    fresh.register(Operation(name="triple", signature=lambda x: None, outputs=lambda a: (a["x"],)))
-    tuned = run_tuner(fresh)
+    registry.register(Operation(name="triple", signature=lambda x: None, outputs=lambda a: (a["x"],)))
+    tuned = run_tuner(registry)
     check_no_config_is_selected(tuned, "there is no reference")
     assert any("the reference is broken" in note and "no driver" in note for note in tuned.notes)
 
 
-def test_no_config_is_selected_where_the_reference_took_processes_with_it() -> None:
-    dead = Entry("reference", None, reason=f"{DIED} while it was run, twice")
+def test_no_config_is_selected_if_processes_died_in_the_reference() -> None:
+    entry = Entry("reference", None, reason=f"{DIED} while it was run, twice")
     check_no_config_is_selected(
-        run_tuner(registry((nothing, good)), earlier=(dead,)), f"triple.reference: {DIED} while it was run"
+        run_tuner(make_registry((no_config, triple)), earlier=(entry,)), f"triple.reference: {DIED} while it was run"
     )
 
 
-def test_a_suspected_reference_is_still_asked() -> None:
-    tuned = run_tuner(registry((nothing, good)), suspects=(Trial("reference", None, "running"),))
-    assert tuned.best.cfg in (Config(3), None)  # None is the reference's own
+def test_a_suspected_reference_is_still_run() -> None:
+    tuned = run_tuner(make_registry((no_config, triple)), suspects=(Trial("reference", None, "running"),))
+    assert tuned.best.cfg in (Config(3), None)  # None is the configuration of the reference
     assert "checked against triple.reference" in tuned.notes
 
 
 @pytest.mark.parametrize("is_checked", [False, True])
-def test_what_an_interrupted_contest_measured_counts_if_the_reference_saw_it(is_checked: bool) -> None:
+def test_an_earlier_entry_counts_only_if_the_reference_checked_it(is_checked: bool) -> None:
     earlier = (Entry("kinds", Config(2), 1e-9, is_checked=is_checked),)
-    tuned = run_tuner(registry((nothing, good)), earlier=earlier)
+    tuned = run_tuner(make_registry((no_config, triple)), earlier=earlier)
     assert (tuned.best.cfg == Config(2)) == is_checked
 
 
-def test_no_config_is_selected_by_what_an_interrupted_contest_measured_without_a_reference() -> None:
+def test_earlier_entries_without_a_reference_are_checked_again() -> None:
     earlier = (Entry("kinds", Config(2), 1e-9), Entry("kinds", Config(3), reason="wrong: it is another"))
-    check_no_config_is_selected(run_tuner(registry(None), earlier=earlier), "there is no reference")
-    tuned = run_tuner(registry((nothing, good)), earlier=earlier)  # now there is one, and it knows better
+    check_no_config_is_selected(run_tuner(make_registry(None), earlier=earlier), "there is no reference")
+    tuned = run_tuner(make_registry((no_config, triple)), earlier=earlier)  # now a reference checks the results
     reasons = {e.cfg: e.reason for e in tuned.entries if e.backend == "kinds"}
     assert reasons[Config(2)].startswith("wrong")
     assert not reasons[Config(3)].startswith("wrong")
 
 
-def test_where_all_agree_the_fastest_wins_without_a_reference() -> None:
-    fresh = registry(None)
-    tuned = run_tuner(fresh, configs=[Config(2)])
+def test_without_a_reference_the_fastest_is_selected_if_results_agree() -> None:
+    registry = make_registry(None)
+    tuned = run_tuner(registry, configs=[Config(2)])
     assert tuned.best.cfg == Config(2)

@@ -1,4 +1,4 @@
-"""``validate=True``: an operation looks at the values of arrays before anything runs, or says that it cannot."""
+"""``validate=True``: an operation checks the values of arrays before anything runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ejkernel_core import Axes, Operation, Registry, hookimpl
 
 X = jnp.arange(6.0)
 LENGTHS = jnp.array([2, 0, 4])
-WRONG = np.array([2, -1, 4])
+INVALID = np.array([2, -1, 4])
 
 
 def sums(x, lengths, *, scale=1.0): ...
@@ -45,7 +45,7 @@ SUMS = Operation(name="sums", signature=sums, prepare=prepare, outputs=outputs, 
 @attrs.define
 class Counts:
     traces: int = 0
-    looks: int = 0
+    validations: int = 0
 
 
 @pytest.fixture
@@ -55,13 +55,13 @@ def counts() -> Counts:
 
 @pytest.fixture
 def registry(counts: Counts) -> Registry:
-    """``sums`` by one kernel; how often that is traced and the operation looks is counted."""
+    """``sums`` with one kernel. ``counts`` has the number of traces and of validations."""
 
-    def look(arguments: Mapping[str, Any]) -> None:
-        counts.looks += 1
+    def count_and_check(arguments: Mapping[str, Any]) -> None:
+        counts.validations += 1
         check_lengths(arguments)
 
-    return registry_of(attrs.evolve(SUMS, validate=look), counts)
+    return registry_of(attrs.evolve(SUMS, validate=count_and_check), counts)
 
 
 def registry_of(operation: Operation, counts: Counts) -> Registry:
@@ -74,50 +74,50 @@ def registry_of(operation: Operation, counts: Counts) -> Registry:
         counts.traces += 1
         x, lengths = inv["x"], inv["lengths"]
         ends = jnp.cumsum(lengths)[:, None]
-        places = jnp.arange(x.shape[0])
-        inside = (places >= ends - lengths[:, None]) & (places < ends)
+        positions = jnp.arange(x.shape[0])
+        inside = (positions >= ends - lengths[:, None]) & (positions < ends)
         return (inv["scale"] * jnp.where(inside, x, 0).sum(1),)
 
-    own = Registry("")
-    own.register(operation, "sums")
-    own.register(SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend), "sums.reference")
-    return own
+    registry = Registry("")
+    registry.register(operation, "sums")
+    registry.register(SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend), "sums.reference")
+    return registry
 
 
-def test_what_is_wrong_is_told_by_the_operation_before_anything_runs(registry: Registry, counts: Counts) -> None:
+def test_invalid_values_are_refused_before_anything_runs(registry: Registry, counts: Counts) -> None:
     with pytest.raises(ValueError, match=r"^sums: lengths\[1\] takes at least 0; got -1$"):
-        registry.call("sums", X, WRONG, validate=True)
-    assert counts == Counts(traces=0, looks=1)
+        registry.call("sums", X, INVALID, validate=True)
+    assert counts == Counts(traces=0, validations=1)
 
 
-def test_what_is_right_gives_the_same_and_is_not_traced_again(registry: Registry, counts: Counts) -> None:
-    plain = registry.call("sums", X, LENGTHS, scale=2.0)
-    np.testing.assert_array_equal(plain, [2.0, 0.0, 28.0])
+def test_valid_values_give_the_same_results_without_a_new_trace(registry: Registry, counts: Counts) -> None:
+    expected = registry.call("sums", X, LENGTHS, scale=2.0)
+    np.testing.assert_array_equal(expected, [2.0, 0.0, 28.0])
     for _ in range(2):
-        np.testing.assert_array_equal(registry.call("sums", X, LENGTHS, scale=2.0, validate=True), plain)
-    np.testing.assert_array_equal(registry.call("sums", X, LENGTHS, scale=2.0, validate=False), plain)
-    assert counts == Counts(traces=1, looks=2)
+        np.testing.assert_array_equal(registry.call("sums", X, LENGTHS, scale=2.0, validate=True), expected)
+    np.testing.assert_array_equal(registry.call("sums", X, LENGTHS, scale=2.0, validate=False), expected)
+    assert counts == Counts(traces=1, validations=2)
 
 
-def test_the_first_call_may_be_the_one_that_looks(registry: Registry, counts: Counts) -> None:
+def test_the_first_call_may_validate(registry: Registry, counts: Counts) -> None:
     for validate in (True, False, True):
         registry.call("sums", X, LENGTHS, validate=validate)
-    assert counts == Counts(traces=1, looks=2)
+    assert counts == Counts(traces=1, validations=2)
 
 
-def test_without_it_nothing_is_looked_at(registry: Registry, counts: Counts) -> None:
+def test_without_validate_no_value_is_checked(registry: Registry, counts: Counts) -> None:
     with pytest.raises(ValueError, match="takes at least 0"):
-        registry.call("sums", X, WRONG, validate=True)
-    np.testing.assert_array_equal(registry.call("sums", X, WRONG), [1.0, 0.0, 1.0 + 2.0 + 3.0 + 4.0])
-    assert counts.looks == 1
+        registry.call("sums", X, INVALID, validate=True)
+    np.testing.assert_array_equal(registry.call("sums", X, INVALID), [1.0, 0.0, 1.0 + 2.0 + 3.0 + 4.0])
+    assert counts.validations == 1
 
 
-def test_it_gets_what_the_caller_wrote_and_the_defaults(counts: Counts) -> None:
-    seen: list[Mapping[str, Any]] = []
-    registry = registry_of(attrs.evolve(SUMS, validate=seen.append), counts)
+def test_the_check_gets_the_callers_arguments_and_the_defaults(counts: Counts) -> None:
+    argument_dicts: list[Mapping[str, Any]] = []
+    registry = registry_of(attrs.evolve(SUMS, validate=argument_dicts.append), counts)
     lengths = np.array([2**32 + 1, 0, 4])  # in JAX's 32 bits, the first is 1
     np.testing.assert_array_equal(registry.call("sums", X, lengths=lengths, validate=True), [0.0, 0.0, 10.0])
-    (arguments,) = seen
+    (arguments,) = argument_dicts
     assert list(arguments) == ["x", "lengths", "scale"]
     assert arguments["x"] is X
     assert arguments["lengths"] is lengths
@@ -125,31 +125,31 @@ def test_it_gets_what_the_caller_wrote_and_the_defaults(counts: Counts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("arguments", "error", "message"),
     [
         ({"lengths": np.array([[-1]])}, ValueError, r"lengths: takes one axis; got shape \(1, 1\)"),
         ({"lengths": [-1]}, TypeError, r"sums: lengths takes an array; got list \[-1\]"),
         ({"lengths": 2**70}, ValueError, r"sums: lengths takes an int from -2\*\*31"),
         ({"scale": jnp.ones(3)}, TypeError, r"sums: scale is a static option .* got an array of shape \(3,\)"),
-        ({"lenghts": WRONG}, TypeError, "sums: .*did you mean 'lengths'"),
+        ({"lenghts": INVALID}, TypeError, "sums: .*did you mean 'lengths'"),
     ],
 )
-def test_what_is_wrong_without_values_is_told_first(
-    registry: Registry, counts: Counts, given: Any, error: Any, message: str
+def test_invalid_arguments_are_refused_before_values_are_checked(
+    registry: Registry, counts: Counts, arguments: Any, error: Any, message: str
 ) -> None:
     for validate in (False, True):
         with pytest.raises(error, match=message):
-            registry.call("sums", x=X, validate=validate, **{"lengths": WRONG, **given})
-    assert counts.looks == 0
+            registry.call("sums", x=X, validate=validate, **{"lengths": INVALID, **arguments})
+    assert counts.validations == 0
 
 
-def test_its_own_error_is_kept_as_the_cause(registry: Registry) -> None:
+def test_the_error_of_the_check_is_the_cause(registry: Registry) -> None:
     with pytest.raises(ValueError, match="sums: ") as fault:
-        registry.call("sums", X, WRONG, validate=True)
+        registry.call("sums", X, INVALID, validate=True)
     assert str(fault.value.__cause__) == "lengths[1] takes at least 0; got -1"
 
 
-TRACED = {
+TRANSFORMS = {
     "jit": lambda call: jax.jit(call)(X, LENGTHS),
     "jit of one array": lambda call: jax.jit(lambda lengths: call(X, lengths))(LENGTHS),
     "grad": lambda call: jax.grad(lambda x: call(x, LENGTHS).sum())(X),
@@ -162,33 +162,33 @@ TRACED = {
 }
 
 
-@pytest.mark.parametrize("name", TRACED)
-def test_what_is_traced_has_no_values(registry: Registry, counts: Counts, name: str) -> None:
-    which = "x" if name in ("jit", "grad", "jvp", "vmap", "checkpoint", "eval_shape") else "lengths"
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_validate_refuses_traced_arrays(registry: Registry, counts: Counts, name: str) -> None:
+    array = "x" if name in ("jit", "grad", "jvp", "vmap", "checkpoint", "eval_shape") else "lengths"
     with pytest.raises(TypeError) as fault:
-        TRACED[name](lambda x, lengths: registry.call("sums", x, lengths, validate=True))
+        TRANSFORMS[name](lambda x, lengths: registry.call("sums", x, lengths, validate=True))
     assert str(fault.value) == (
-        f"sums: validate=True looks at values, and {which} has none while it is traced (jit, grad, vmap, scan): leave it "
+        f"sums: validate=True looks at values, and {array} has none while it is traced (jit, grad, vmap, scan): leave it "
         "out there, and make such a call once with it outside"
     )
-    assert counts == Counts(traces=0, looks=0)
+    assert counts == Counts(traces=0, validations=0)
 
 
-def test_where_nothing_is_jitted_there_are_values(registry: Registry) -> None:
+def test_validate_works_with_disabled_jit(registry: Registry) -> None:
     with jax.disable_jit():
         np.testing.assert_array_equal(registry.call("sums", X, LENGTHS, validate=True), [1.0, 0.0, 14.0])
         with pytest.raises(ValueError, match=r"lengths\[1\]"):
-            registry.call("sums", X, WRONG, validate=True)
+            registry.call("sums", X, INVALID, validate=True)
 
 
-def test_constants_of_a_traced_function_have_values(registry: Registry) -> None:
-    found = jax.jit(lambda: registry.call("sums", X, LENGTHS, validate=True))()
-    np.testing.assert_array_equal(found, [1.0, 0.0, 14.0])
+def test_validate_checks_constants_of_a_traced_function(registry: Registry) -> None:
+    result = jax.jit(lambda: registry.call("sums", X, LENGTHS, validate=True))()
+    np.testing.assert_array_equal(result, [1.0, 0.0, 14.0])
     with pytest.raises(ValueError, match=r"sums: lengths\[1\]"):
-        jax.jit(lambda: registry.call("sums", X, WRONG, validate=True))()
+        jax.jit(lambda: registry.call("sums", X, INVALID, validate=True))()
 
 
-def test_an_operation_that_says_nothing_of_values_cannot_check_any(counts: Counts) -> None:
+def test_validate_is_refused_for_an_operation_without_a_check(counts: Counts) -> None:
     registry = registry_of(attrs.evolve(SUMS, validate=None), counts)
     np.testing.assert_array_equal(registry.call("sums", X, LENGTHS, validate=False), [1.0, 0.0, 14.0])
     with pytest.raises(
@@ -197,28 +197,28 @@ def test_an_operation_that_says_nothing_of_values_cannot_check_any(counts: Count
         registry.call("sums", X, LENGTHS, validate=True)
 
 
-@pytest.mark.parametrize("wrong", [1, 0, None, "yes", LENGTHS])
-def test_it_takes_true_or_false(registry: Registry, wrong: Any) -> None:
-    with pytest.raises(TypeError, match=f"sums: validate takes True or False; got {type(wrong).__name__}"):
-        registry.call("sums", X, LENGTHS, validate=wrong)
+@pytest.mark.parametrize("value", [1, 0, None, "yes", LENGTHS])
+def test_validate_takes_true_or_false(registry: Registry, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"sums: validate takes True or False; got {type(value).__name__}"):
+        registry.call("sums", X, LENGTHS, validate=value)
 
 
-def test_it_takes_those_of_numpy(registry: Registry, counts: Counts) -> None:
+def test_validate_takes_numpy_booleans(registry: Registry, counts: Counts) -> None:
     for validate in (np.True_, np.False_):
         registry.call("sums", X, LENGTHS, validate=validate)
-    assert counts.looks == 1
+    assert counts.validations == 1
 
 
-@pytest.mark.parametrize("question", ["plan", "explain", "invocation"])
+@pytest.mark.parametrize("method", ["plan", "explain", "invocation"])
 @pytest.mark.parametrize("validate", [True, False])
-def test_what_is_made_of_shapes_takes_none(registry: Registry, question: str, validate: bool) -> None:
+def test_methods_that_take_shapes_refuse_validate(registry: Registry, method: str, validate: bool) -> None:
     with pytest.raises(
-        TypeError, match="sums: validate looks at values, and this at shapes alone: give it to call, or"
+        TypeError, match="sums: validate checks values, but only shapes are used here: pass it to call or"
     ):
-        getattr(registry, question)("sums", X, LENGTHS, validate=validate)
+        getattr(registry, method)("sums", X, LENGTHS, validate=validate)
 
 
-def test_the_backward_operation_looks_at_the_same() -> None:
+def test_the_backward_operation_has_the_same_check() -> None:
     axes = Axes({"x": "rows"}, {"out": "rows"}, independent="rows", whole="", counts="rows")
     forward = Operation(name="f", signature=lambda x: None, axes=axes, backward="f_bwd", validate=check_lengths)
     assert forward.gradients().validate is check_lengths

@@ -1,0 +1,70 @@
+"""The operation of docs/writing-an-operation.md is installed from the page's code, and used."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+
+from ejkernel_core import Example, Operation
+
+PAGE = Path(__file__).parents[1] / "docs/writing-an-operation.md"
+FILES = re.findall(r"^```(?:python|toml)\n# (\S+\.(?:py|toml))\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH in which the distribution is installed."""
+    source, target = tmp_path_factory.mktemp("my-norm"), tmp_path_factory.mktemp("installed")
+    (source / "my_norm").mkdir()
+    for name, content in FILES:
+        (source / name).write_text(content)
+        if "/" not in name:
+            (target / name).write_text(content)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--no-deps", "--target", target, source], check=True)
+    return target
+
+
+def run_python(folder: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(folder), "EJKERNEL_CACHE_DIR": str(folder / "cache")}
+    environment.pop("EJKERNEL_PLUGINS", None)
+    process = subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, f"{process.stdout}\n{process.stderr}"
+    return process.stdout
+
+
+def test_the_listing_has_the_kernels_of_the_page(folder: Path) -> None:
+    listing = run_python(folder, "-m", "ejkernel_core")
+    for kernel in ("my_rms_norm.reference", "my_rms_norm_bwd.reference", "my_rms_norm.rows"):
+        assert re.search(rf"{re.escape(kernel)} +my-norm 1\.0$", listing, re.MULTILINE)
+    assert "broken" not in listing
+
+
+def test_the_operation_of_the_page_prints_what_the_page_shows(folder: Path) -> None:
+    expected = PAGE.read_text().partition("# use_my_norm.py")[2].partition("```text\n")[2].partition("```")[0]
+    assert run_python(folder, "use_my_norm.py") == expected
+
+
+def test_the_kernels_of_the_page_pass_their_proofs(folder: Path) -> None:
+    output = run_python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", "test_my_norm.py",
+                   "-W", "ignore::pytest.PytestUnknownMarkWarning", "-k", "not programs")  # fmt: skip
+    assert re.search(r"^\d+ passed", output, re.MULTILINE)
+    assert "failed" not in output
+
+
+def test_the_kernel_of_the_page_is_tuned(folder: Path) -> None:
+    assert re.search(r"rows .*Config\(rows=\d+\)", run_python(folder, "tune_my_norm.py"))
+
+
+@pytest.mark.parametrize("kind", [Operation, Example], ids=lambda kind: kind.__name__)
+def test_the_page_lists_every_field(kind: type) -> None:
+    section = PAGE.read_text().partition(f"## All fields of an {kind.__name__.lower()}")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == [field.name for field in attrs.fields(kind)]
