@@ -1,7 +1,7 @@
-"""What a block of threads on a GPU can hold: shared memory, warps and pipeline stages of an attention kernel.
+"""The resources of a block of threads on a GPU: shared memory, warps and pipeline stages of an attention kernel.
 
-For the heuristics and the configuration spaces of backends. All of it is arithmetic on block sizes; nothing is
-compiled, and no GPU has to be there.
+For the heuristics and configuration spaces of backends. All results follow from block sizes: nothing is compiled, and
+no GPU is needed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ejkernel_core import _devices
 
 __all__ = ["estimate_shared_memory_bytes", "get_shared_memory_limit", "select_num_stages", "select_num_warps"]
 
-#: Says the limit of shared memory in bytes, whatever the device is.
+#: The environment variable with the limit of shared memory in bytes, for any device.
 VARIABLE = "EJKERNEL_TRITON_SMEM_LIMIT"
 KIB = 1024
-#: What every CUDA device gives to a block that asks for nothing special.
+#: The shared memory of a block on every CUDA device, without an opt-in.
 DEFAULT_KIB = 48
-#: The most that a block can ask for, by compute capability. The A100's 164 are those of the multiprocessor, as its
-#: data sheet and this project's sources say it; CUDA keeps one of them for itself.
+#: The largest shared memory that a block can opt in to, by compute capability. The 164 KiB of the A100 are those of the
+#: whole multiprocessor, as in the data sheet; CUDA reserves 1 KiB of them.
 LIMIT_KIB = {(7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227}
-#: Where all devices of a major version are alike.
+#: By major version, where it is the same for all of its devices.
 LIMIT_KIB_OF_MAJOR = {10: 227, 12: 99}
 
 ALIGNMENT = 128
@@ -33,7 +33,7 @@ WARPS = (4, 8, 16)
 STAGES = 3
 THREADS_OF_WARP = 32
 REGISTER_BYTES = 4
-#: Of the 255 registers of a thread, so many for tiles; the rest is for addresses, statistics and operands in flight.
+#: The registers of a thread that tiles may use, of 255. The others hold addresses, statistics and operands in flight.
 TILE_REGISTERS = 160
 
 
@@ -42,8 +42,8 @@ def estimate_shared_memory_bytes(
 ) -> int:
     """The shared memory of one stage of an attention kernel, in bytes, a multiple of 128.
 
-    That is a tile of queries, one of keys and one of values in ``dtype``; with ``include_softmax``, two float32
-    numbers beside each query: its maximum and its sum.
+    It holds a tile of queries, one of keys and one of values in ``dtype``, and with ``include_softmax`` two float32
+    numbers for each query: its maximum and its sum.
 
     >>> estimate_shared_memory_bytes(128, 256, 64)
     82944
@@ -57,14 +57,14 @@ def estimate_shared_memory_bytes(
 
 
 def get_shared_memory_limit(device: Any = None, *, compute_capability: tuple[int, int] | None = None) -> int:
-    """The most shared memory that a block of threads can ask for, in bytes.
+    """The most shared memory that a block of threads can use, in bytes.
 
-    Whatever the device is, the environment variable EJKERNEL_TRITON_SMEM_LIMIT goes first: a whole number of bytes
-    above 0; empty is as good as not set. Then the compute capability decides, which is that of ``device``, by default
-    of JAX's first, unless it is given: a backend compiles for devices that are not there, too. What has none, as a
-    CPU, and what is not known have 48 KiB.
+    The environment variable EJKERNEL_TRITON_SMEM_LIMIT comes first, for any device: a whole number of bytes above 0, or
+    empty for no limit of its own. Then the compute capability decides: the argument, for a device that is not present,
+    or that of ``device``, by default the first of JAX. Unknown devices, and those without one such as a CPU, have
+    a limit of 48 KiB.
 
-    >>> [get_shared_memory_limit(compute_capability=known) // 1024 for known in ((7, 5), (8, 0), (9, 0), (12, 0))]
+    >>> [get_shared_memory_limit(compute_capability=version) // 1024 for version in ((7, 5), (8, 0), (9, 0), (12, 0))]
     [64, 164, 227, 99]
     >>> import jax
     >>> get_shared_memory_limit(jax.devices("cpu")[0])
@@ -73,40 +73,40 @@ def get_shared_memory_limit(device: Any = None, *, compute_capability: tuple[int
     if device is not None and compute_capability is not None:
         raise TypeError("get_shared_memory_limit: takes a device or a compute capability, not both")
     if device is not None:
-        _devices._given(device)
+        _devices._device_or_default(device)
     if compute_capability is not None:
         _check_capability(compute_capability)
-    if (limit := _limit_by_environment()) is not None:
+    if (limit := _limit_from_environment()) is not None:
         return limit
-    known = compute_capability or _devices._capability(_devices._given(device))
-    if known is None:
+    capability = compute_capability or _devices._capability(_devices._device_or_default(device))
+    if capability is None:
         return DEFAULT_KIB * KIB
-    return LIMIT_KIB.get(known, LIMIT_KIB_OF_MAJOR.get(known[0], DEFAULT_KIB)) * KIB
+    return LIMIT_KIB.get(capability, LIMIT_KIB_OF_MAJOR.get(capability[0], DEFAULT_KIB)) * KIB
 
 
 def select_num_warps(q_block: int, kv_block: int, head_dim: int, dtype: Any = jnp.float16) -> int:
-    """The fewest of 4, 8 and 16 warps that hold the tiles of an attention kernel in registers; 16 where none do.
+    """The fewest of 4, 8 and 16 warps that hold the tiles of an attention kernel in registers, or 16.
 
     The tiles are the scores, (q_block, kv_block), and the output, (q_block, head_dim), both in float32 (float64 for
-    float64), and the weights, which are the scores once more, in ``dtype``. A warp holds 20 KiB of them: 160 registers
-    of four bytes in each of its 32 threads.
+    float64), and the weights, which have the shape of the scores, in ``dtype``. A warp holds 20 KiB of them: 160
+    registers of four bytes in each of its 32 threads.
 
     >>> select_num_warps(64, 64, 64), select_num_warps(128, 128, 128), select_num_warps(256, 128, 128)
     (4, 8, 16)
     """
     q_block, kv_block, head_dim = _sizes(q_block=q_block, kv_block=kv_block, head_dim=head_dim)
     size = _itemsize(dtype)
-    wide = max(size, 4)
-    held = q_block * (kv_block * (wide + size) + head_dim * wide)
-    of_warp = THREADS_OF_WARP * TILE_REGISTERS * REGISTER_BYTES
-    return next((warps for warps in WARPS if held <= warps * of_warp), WARPS[-1])
+    accumulator_size = max(size, 4)
+    tile_bytes = q_block * (kv_block * (accumulator_size + size) + head_dim * accumulator_size)
+    warp_bytes = THREADS_OF_WARP * TILE_REGISTERS * REGISTER_BYTES
+    return next((warps for warps in WARPS if tile_bytes <= warps * warp_bytes), WARPS[-1])
 
 
 def select_num_stages(smem_bytes: int, limit: int | None = None) -> int:
     """How many pipeline stages of ``smem_bytes`` each fit into the limit of shared memory: 1, 2, or 3 for more.
 
-    ``limit`` is in bytes, by default ``get_shared_memory_limit()``. Where not even one stage fits, it is 1 all the
-    same: that such blocks are too large is for the caller to see, by ``smem_bytes > limit``.
+    ``limit`` is in bytes, by default ``get_shared_memory_limit()``. The result is 1 even if no stage fits:
+    callers compare ``smem_bytes > limit`` to find blocks that are too large.
 
     >>> [select_num_stages(smem, limit=227 * 1024) for smem in (64 * 1024, 82944, 128 * 1024)]
     [3, 2, 1]
@@ -116,7 +116,7 @@ def select_num_stages(smem_bytes: int, limit: int | None = None) -> int:
     return min(max(limit // smem_bytes, 1), STAGES)
 
 
-def _limit_by_environment() -> int | None:
+def _limit_from_environment() -> int | None:
     text = os.environ.get(VARIABLE)
     if not text:
         return None
@@ -125,17 +125,17 @@ def _limit_by_environment() -> int | None:
     return int(text)
 
 
-def _check_capability(given: Any) -> None:
-    wanted = "compute_capability: takes two whole numbers, as (9, 0)"
-    if not isinstance(given, tuple) or not all(isinstance(n, int) and not isinstance(n, bool) for n in given):
-        raise TypeError(f"{wanted}; got {given!r}")
-    if len(given) != 2 or min(given) < 0:
-        raise ValueError(f"{wanted}; got {given!r}")
+def _check_capability(value: Any) -> None:
+    requirement = "compute_capability: takes two whole numbers, as (9, 0)"
+    if not isinstance(value, tuple) or not all(isinstance(n, int) and not isinstance(n, bool) for n in value):
+        raise TypeError(f"{requirement}; got {value!r}")
+    if len(value) != 2 or min(value) < 0:
+        raise ValueError(f"{requirement}; got {value!r}")
 
 
-def _sizes(**given: Any) -> list[int]:
-    """Whole numbers from 1."""
-    return [_size(name, value) for name, value in given.items()]
+def _sizes(**values: Any) -> list[int]:
+    """The values, if they are whole numbers of at least 1."""
+    return [_size(name, value) for name, value in values.items()]
 
 
 def _size(name: str, value: Any) -> int:
@@ -146,15 +146,15 @@ def _size(name: str, value: Any) -> int:
     if size is None or isinstance(value, bool):
         raise TypeError(f"{name}: takes a whole number; got {value!r}")
     if size < 1:
-        raise ValueError(f"{name}: is at least 1; got {size}")
+        raise ValueError(f"{name}: must be at least 1; got {size}")
     return size
 
 
 def _itemsize(dtype: Any) -> int:
     try:
-        kind = None if dtype is None else np.dtype(dtype)  # None would be float64
+        np_dtype = None if dtype is None else np.dtype(dtype)  # None would be float64
     except TypeError:
-        kind = None
-    if kind is None or not jnp.issubdtype(kind, jnp.number):
-        raise TypeError(f"dtype: takes a dtype of numbers; got {dtype!r}")
-    return int(kind.itemsize)
+        np_dtype = None
+    if np_dtype is None or not jnp.issubdtype(np_dtype, jnp.number):
+        raise TypeError(f"dtype: takes a numeric dtype; got {dtype!r}")
+    return int(np_dtype.itemsize)

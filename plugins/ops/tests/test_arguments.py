@@ -1,4 +1,4 @@
-"""What a call gives wrongly is told by name, with what was given and what is taken, before anything is compiled."""
+"""Wrong arguments are refused by name, with the value and what the argument takes, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ejkernel_ops.flash_attention.arguments import prepare
 from ejkernel_ops.flash_attention.operation import backward, forward
 
 
-class NeverAsked:
-    """A kernel that fails the test when a call gets as far as a choice."""
+class UncalledKernel:
+    """A kernel that fails the test if a call reaches the choice of a kernel."""
 
     @staticmethod
     @hookimpl
     def heuristic_cfg(inv: Any) -> None:
-        raise AssertionError("a kernel was asked")
+        raise AssertionError("the call reached a kernel")
 
     @staticmethod
     @hookimpl
@@ -35,7 +35,7 @@ def call() -> Any:
     registry = Registry(plugins="")
     registry.register(forward)
     registry.register(backward)
-    registry.register(NeverAsked, "flash_attention.never")
+    registry.register(UncalledKernel, "flash_attention.never")
     return lambda *args, **kwargs: registry.call("flash_attention", *args, **kwargs)
 
 
@@ -91,7 +91,7 @@ WRONG = {
     "padded and packed": (
         {"cum_seqlens_q": CU_Q, "cum_seqlens_k": CU_K},
         ValueError,
-        "query: takes (total, heads, head_dim) when cum_seqlens are given; got shape (2, 6, 4, 8)",
+        "query: takes (total, heads, head_dim) with cum_seqlens; got shape (2, 6, 4, 8)",
     ),
     "float cum_seqlens": (
         {**PACKED, "cum_seqlens_q": CU_Q.astype(np.float32), "cum_seqlens_k": CU_K},
@@ -144,15 +144,19 @@ WRONG = {
     "bias of kv heads": (
         {"bias": array(2, 2, 6, 9)},
         ValueError,
-        "bias: takes what broadcasts to (batch, heads, q_len, kv_len) = (2, 4, 6, 9); got (2, 2, 6, 9)",
+        "bias: must broadcast to (batch, heads, q_len, kv_len) = (2, 4, 6, 9); got (2, 2, 6, 9)",
     ),
-    "bias of rank 5": ({"bias": array(1, 2, 4, 6, 9)}, ValueError, "bias: takes what broadcasts"),
+    "bias of rank 5": ({"bias": array(1, 2, 4, 6, 9)}, ValueError, "bias: must broadcast"),
     "mask shape": (
         {"attention_mask": array(6, 8, dtype=np.bool_)},
         ValueError,
-        "attention_mask: takes what broadcasts",
+        "attention_mask: must broadcast",
     ),
-    "one segment ids": ({"q_segment_ids": IDS_Q}, ValueError, "kv_segment_ids: q_segment_ids and kv_segment_ids are"),
+    "one segment ids": (
+        {"q_segment_ids": IDS_Q},
+        ValueError,
+        "kv_segment_ids: q_segment_ids and kv_segment_ids must be",
+    ),
     "segment shape": (
         {"q_segment_ids": IDS_Q, "kv_segment_ids": IDS_Q},
         ValueError,
@@ -254,51 +258,51 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_input_is_named_before_anything_is_chosen(call: Any, what: str) -> None:
-    given, error, message = WRONG[what]
-    arguments = {"query": Q, "key": K, "value": V, **given}
+def test_wrong_arguments_are_refused_before_a_kernel_is_chosen(call: Any, what: str) -> None:
+    changes, error, message = WRONG[what]
+    arguments = {"query": Q, "key": K, "value": V, **changes}
     with pytest.raises(error, match=re.escape(message)):
         call(**arguments)
 
 
-def test_the_front_door_tells_the_same() -> None:
+def test_the_front_door_raises_the_same_error() -> None:
     with pytest.raises(ValueError, match="key: batch must be 2, as in query; got 3"):
         flash_attention(Q, array(3, 9, 2, 8), array(3, 9, 2, 5))
 
 
-def test_none_is_no_option_of_the_front_door_either() -> None:
+def test_the_front_door_refuses_none_for_causal() -> None:
     with pytest.raises(TypeError, match="causal: takes True or False; got NoneType None"):
         flash_attention(Q, K, V, causal=None)  # type: ignore[arg-type]
 
 
-def test_traced_options_are_told_to_be_static(call: Any) -> None:
+def test_traced_options_are_refused(call: Any) -> None:
     with pytest.raises(TypeError, match="softmax_scale is a static option.*a traced array"):
         jax.jit(lambda q, s: call(q, K, V, softmax_scale=s))(Q, 0.5)
 
 
 @pytest.mark.parametrize("name", ["softmax_scale", "logits_soft_cap", "dropout_prob"])
-def test_a_fraction_is_the_float_that_it_is(name: str) -> None:
+def test_fractions_are_converted_to_floats(name: str) -> None:
     query = np.random.default_rng(0).standard_normal((1, 5, 2, 8), np.float32)
     seed = {"dropout_seed": np.uint32(2**32 - 1)}
-    got, wanted = (
+    result, expected = (
         flash_attention(query, query, query, **{name: number}, **seed, backend="reference")
         for number in (Fraction(1, 8), 0.125)
     )
-    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(result, expected)
 
 
-def test_a_window_of_any_size_is_all_there_is() -> None:
+def test_a_huge_window_shows_all_keys() -> None:
     query = np.random.default_rng(0).standard_normal((1, 5, 2, 8), np.float32)
-    got, wanted = (
+    result, expected = (
         flash_attention(query, query, query, sliding_window=window, backend="reference")
         for window in ((2**70, 10**5000), None)
     )
-    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(result, expected)
 
 
-def complete(**given: Any) -> dict[str, Any]:
-    arrays = {name: jnp.asarray(v) for name, v in {"query": Q, "key": K, "value": V}.items() if name not in given}
-    return forward.complete({**arrays, **given})
+def complete(**changes: Any) -> dict[str, Any]:
+    arrays = {name: jnp.asarray(v) for name, v in {"query": Q, "key": K, "value": V}.items() if name not in changes}
+    return forward.complete({**arrays, **changes})
 
 
 def test_prepared_arguments_are_canonical() -> None:
@@ -351,12 +355,12 @@ def test_boundaries_of_any_integers_count_all_tokens(dtype: Any) -> None:
     np.testing.assert_array_equal(attend(bounds.astype(dtype)), attend(bounds))
 
 
-def test_a_window_wider_than_everything_is_cut() -> None:
+def test_a_window_is_no_wider_than_all_tokens() -> None:
     wide, _ = prepare(complete(sliding_window=(2**40, 3)))
     assert wide["sliding_window"] == (15, 3)
 
 
-def test_preparing_twice_changes_nothing() -> None:
+def test_preparing_canonical_arguments_changes_nothing() -> None:
     once, _ = prepare(complete(bias=jnp.zeros((6, 9)), sliding_window=2, softmax_aux=jnp.zeros((4, 3))))
     twice, _ = prepare(dict(once))
     assert {name: getattr(v, "shape", v) for name, v in once.items()} == {

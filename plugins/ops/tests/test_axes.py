@@ -1,4 +1,4 @@
-"""What follows from the axes of attention, beyond what its calls show: how it may be cut over devices, and what counts."""
+"""The axes of attention: how a call may be sharded, and which sizes count things."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def arguments(kv_heads: int = 2) -> dict[str, Any]:
     }
 
 
-# The factors of query heads and of key heads, and over which of them the gradient of a key is a sum.
+# The factors of query heads and of key heads, and those that the gradient of a key is summed over.
 GROUPS = {
     4: (("kv_heads",), ("kv_heads",), ()),
     2: (("kv_heads", "heads/kv_heads"), ("kv_heads",), ("heads/kv_heads",)),
@@ -41,7 +41,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("kv_heads", GROUPS)
-def test_batch_and_heads_may_be_cut(kv_heads: int) -> None:
+def test_batch_and_heads_may_be_sharded(kv_heads: int) -> None:
     heads, keys, sums = GROUPS[kv_heads]
     batch, q_len, kv_len = ("batch",), ("q_len",), ("kv_len",)
     rule = AXES.partitioning(arguments(kv_heads))
@@ -66,67 +66,68 @@ def test_batch_and_heads_may_be_cut(kv_heads: int) -> None:
     assert gradients.results == {name: gradients.arrays[name] for name in arguments()["wrt"]}
 
 
-def part(rule: Any, dimensions: Any, array: Any, factor: str, index: int) -> Any:
-    """Half of the array, along one factor of its dimensions; all of it, where none of them has it."""
-    flat = [name for own in dimensions for name in own]
+def half_of(rule: Any, dimensions: Any, array: Any, factor: str, index: int) -> Any:
+    """Half of the array, along one factor of its dimensions; the whole array, if it does not have the factor."""
+    flat = [name for names in dimensions for name in names]
     if factor not in flat:
         return array
     split = array.reshape([rule.sizes[name] for name in flat])
-    place = flat.index(factor)
-    half = np.split(np.asarray(split), 2, place)[index]
-    sizes = [[rule.sizes[name] // (2 if name == factor else 1) for name in own] for own in dimensions]
-    return jnp.asarray(half.reshape([int(np.prod(own)) for own in sizes]))
+    piece = np.split(np.asarray(split), 2, flat.index(factor))[index]
+    sizes = [[rule.sizes[name] // (2 if name == factor else 1) for name in names] for names in dimensions]
+    return jnp.asarray(piece.reshape([int(np.prod(dimension)) for dimension in sizes]))
 
 
-def joined(rule: Any, name: str, parts: Any, factor: str) -> Any:
+def join(rule: Any, name: str, halves: Any, factor: str) -> Any:
     dimensions = rule.results[name]
     if factor in rule.sums.get(name, ()):
-        return sum(parts)
-    flat = [each for own in dimensions for each in own]
-    sizes = [rule.sizes[each] // (2 if each == factor else 1) for each in flat]
-    whole = np.concatenate([np.asarray(each).reshape(sizes) for each in parts], flat.index(factor))
-    return whole.reshape([int(np.prod([rule.sizes[each] for each in own])) for own in dimensions])
+        return sum(halves)
+    flat = [name for names in dimensions for name in names]
+    sizes = [rule.sizes[axis] // (2 if axis == factor else 1) for axis in flat]
+    whole = np.concatenate([np.asarray(half).reshape(sizes) for half in halves], flat.index(factor))
+    return whole.reshape([int(np.prod([rule.sizes[axis] for axis in axes])) for axes in dimensions])
 
 
 @pytest.mark.parametrize("kv_heads", GROUPS)
-def test_halves_along_every_factor_that_may_be_cut_give_the_whole(kv_heads: int) -> None:
-    shapes = {name: like for name, like in arguments(kv_heads).items() if name not in ("out", "lse", "wrt")}
+def test_halves_along_every_factor_that_may_be_sharded_give_the_whole(kv_heads: int) -> None:
+    shapes = {name: shape for name, shape in arguments(kv_heads).items() if name not in ("out", "lse", "wrt")}
     arrays = AXES.samples(shapes, jax.random.key(0))
     ids = np.random.default_rng(0).integers(1, 3, (2, 9)).astype(np.int32)
     arrays |= {"q_segment_ids": jnp.asarray(ids[:, :6]), "kv_segment_ids": jnp.asarray(ids)}
     wrt = ("query", "key", "value", "bias", "softmax_aux")
 
-    def forward(given: Any) -> dict[str, Any]:
-        out, lse = registry.call("flash_attention", **given, return_lse=True, softmax_scale=0.3, backend="reference")
+    def forward(arguments: Any) -> dict[str, Any]:
+        out, lse = registry.call(
+            "flash_attention", **arguments, return_lse=True, softmax_scale=0.3, backend="reference"
+        )
         return {"out": out, "lse": lse}
 
-    def backward(given: Any) -> dict[str, Any]:
-        gradients = registry.call("flash_attention_bwd", **given, softmax_scale=0.3, wrt=wrt, backend="reference")
+    def backward(arguments: Any) -> dict[str, Any]:
+        gradients = registry.call("flash_attention_bwd", **arguments, softmax_scale=0.3, wrt=wrt, backend="reference")
         return dict(zip(wrt, gradients, strict=True))
 
     results = forward(arrays)
-    saved = {**arrays, **results, "d_out": results["out"] + 1, "d_lse": results["lse"] - 1}
-    for run, axes, given in ((forward, AXES, arrays), (backward, BACKWARD, {**saved, "wrt": wrt})):
-        rule = axes.partitioning(given)
-        given = {name: value for name, value in given.items() if name != "wrt"}
-        free = [name for name, size in rule.sizes.items() if name not in rule.whole and size > 1]
-        assert "batch" in free
-        for factor in free:
+    residuals = {**arrays, **results, "d_out": results["out"] + 1, "d_lse": results["lse"] - 1}
+    for run, axes, call in ((forward, AXES, arrays), (backward, BACKWARD, {**residuals, "wrt": wrt})):
+        rule = axes.partitioning(call)
+        call = {name: value for name, value in call.items() if name != "wrt"}
+        shardable = [name for name, size in rule.sizes.items() if name not in rule.whole and size > 1]
+        assert "batch" in shardable
+        for factor in shardable:
             halves = [
-                run({name: part(rule, rule.arrays[name], value, factor, i) for name, value in given.items()})
+                run({name: half_of(rule, rule.arrays[name], value, factor, i) for name, value in call.items()})
                 for i in range(2)
             ]
-            for name, wanted in run(given).items():
-                got = joined(rule, name, [half[name] for half in halves], factor)
-                np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5, err_msg=f"{factor} {name}")
+            for name, expected in run(call).items():
+                actual = join(rule, name, [half[name] for half in halves], factor)
+                np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5, err_msg=f"{factor} {name}")
 
 
-def test_what_counts() -> None:
+def test_sizes_that_count_things() -> None:
     assert AXES.counted(arguments()) == {
         "query": ("batch", "q_len", "heads", None),
         "key": ("batch", "kv_len", "kv_heads", None),
         "value": ("batch", "kv_len", "kv_heads", None),
-        "bias": (None, "heads", "q_len", "kv_len"),  # one for all of the batch
+        "bias": (None, "heads", "q_len", "kv_len"),  # the batch shares it
         "q_segment_ids": ("batch", "q_len"),
         "kv_segment_ids": ("batch", "kv_len"),
         "softmax_aux": ("heads", None),

@@ -1,4 +1,4 @@
-"""What a call of the backward operation gives wrongly is named, with what was given and what is taken."""
+"""Wrong arguments of the backward operation are named, with the value and what the argument takes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 from ejkernel_core import Registry
 
-CALLS = Registry(plugins="ejkernel-ops")
+REGISTRY = Registry(plugins="ejkernel-ops")
 
 
 def arguments(dtype: Any = jnp.float32) -> dict[str, Any]:
     query = jnp.ones((2, 6, 4, 8), dtype)
-    out, lse = CALLS.call("flash_attention", query, query, query, return_lse=True)
-    saved = {"out": out, "lse": lse, "d_out": out, "d_lse": lse}
-    return {"query": query, "key": query, "value": query, **saved, "wrt": ("query", "key")}
+    out, lse = REGISTRY.call("flash_attention", query, query, query, return_lse=True)
+    residuals = {"out": out, "lse": lse, "d_out": out, "d_lse": lse}
+    return {"query": query, "key": query, "value": query, **residuals, "wrt": ("query", "key")}
 
 
 WRONG = {
@@ -31,17 +31,18 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_named(name: str) -> None:
+def test_wrong_arguments_are_named(name: str) -> None:
     dtype, error, message, change = WRONG[name]
-    given = arguments(dtype)
+    call = arguments(dtype)
     with pytest.raises(error, match=re.escape(message)):
-        CALLS.call("flash_attention_bwd", **given | {name: change(given[name])})
+        REGISTRY.call("flash_attention_bwd", **call | {name: change(call[name])})
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_what_the_forward_returned_is_taken(dtype: Any) -> None:
-    d_query, d_key = CALLS.call("flash_attention_bwd", **arguments(dtype))
+def test_the_results_of_the_forward_are_taken(dtype: Any) -> None:
+    d_query, d_key = REGISTRY.call("flash_attention_bwd", **arguments(dtype))
     assert d_query.dtype == d_key.dtype == dtype
-    # Keys are alike: moving the queries moves no weight, and of the keys it moves each log-sum-exp as much.
-    wanted = np.full((2, 6, 4, 8), float(arguments()["lse"][0, 0, 0]) * 8**-0.5)
-    np.testing.assert_allclose(np.asarray(d_query, np.float32), wanted, rtol=2e-2)
+    # All keys and all values are equal, so out does not depend on them. The gradient is that of lse, whose cotangent is
+    # lse.
+    expected = np.full((2, 6, 4, 8), float(arguments()["lse"][0, 0, 0]) * 8**-0.5)
+    np.testing.assert_allclose(np.asarray(d_query, np.float32), expected, rtol=2e-2)

@@ -1,7 +1,8 @@
-"""The reference on meshes with explicit axes, where shardings are part of types: by value, against one device."""
+"""The reference on meshes with explicit axes, where shardings are part of types: values against one device."""
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -34,8 +35,8 @@ def inputs(kv_heads: int, bias: str) -> dict[str, jax.Array]:
         "bias": BIASES[bias],
     }
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    made = zip(keys, shapes.items(), strict=True)
-    return {name: jax.random.normal(key, shape) for key, (name, shape) in made if shape is not None}
+    named_shapes = zip(keys, shapes.items(), strict=True)
+    return {name: jax.random.normal(key, shape) for key, (name, shape) in named_shapes if shape is not None}
 
 
 def loss(call: Any) -> Any:
@@ -46,7 +47,7 @@ def loss(call: Any) -> Any:
     return total
 
 
-def cut(array: jax.Array, name: str, where: str, mesh: Any) -> jax.Array:
+def shard(array: jax.Array, name: str, where: str, mesh: Any) -> jax.Array:
     """Sharded along the axis of that name, if it has one that two devices can share."""
     axes = {"bias": {"batch": 0, "heads": 1, "length": 2}, "softmax_aux": {"heads": 0}}
     axis = axes.get(name, {"batch": 0, "length": 1, "heads": 2}).get(where)
@@ -54,22 +55,28 @@ def cut(array: jax.Array, name: str, where: str, mesh: Any) -> jax.Array:
     return jax.device_put(array, NamedSharding(mesh, spec))
 
 
-def close(got: Any, wanted: Any) -> None:
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5), got, wanted)
+def close(result: Any, expected: Any) -> None:
+    jax.tree.map(lambda r, e: np.testing.assert_allclose(r, e, rtol=1e-5, atol=1e-5), result, expected)
 
 
-@pytest.mark.parametrize("bias", BIASES)
-@pytest.mark.parametrize("where", ["batch", "length", "heads"])
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+#: Quick for one number of heads for each sharding and bias. The long sweep has all.
+PLACES, KV_HEADS = ("batch", "length", "heads"), (4, 2, 1)
+COMBINATIONS = [
+    pytest.param(kv_heads, where, bias, marks=() if (h + w + b) % 3 == 0 else pytest.mark.long)
+    for (h, kv_heads), (w, where), (b, bias) in itertools.product(*map(enumerate, (KV_HEADS, PLACES, BIASES)))
+]
+
+
+@pytest.mark.parametrize(("kv_heads", "where", "bias"), COMBINATIONS)
 def test_values_and_gradients(call: Any, kv_heads: int, where: str, bias: str) -> None:
     arrays = inputs(kv_heads, bias)
-    wanted = call(arrays), jax.grad(loss(call))(arrays)
+    expected = call(arrays), jax.grad(loss(call))(arrays)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        sharded = {name: cut(array, name, where, mesh) for name, array in arrays.items()}
+        sharded = {name: shard(array, name, where, mesh) for name, array in arrays.items()}
         for transform in (lambda f: f, jax.jit):
             results, gradients = transform(call)(sharded), transform(jax.grad(loss(call)))(sharded)
-            close((results, gradients), wanted)
+            close((results, gradients), expected)
             spec = (*SPECS[where], *(None,) * 4)
             assert jax.typeof(results[0]).sharding.spec == P(*spec[:4])
             assert jax.typeof(results[1]).sharding.spec == P(spec[0], spec[2], spec[1])
@@ -83,17 +90,17 @@ def test_second_derivatives_and_forward_mode(call: Any) -> None:
     def hessian(arrays: Any) -> Any:
         return jax.hessian(lambda query: loss(call)(arrays | {"query": query}))(arrays["query"])
 
-    wanted = hessian(arrays)
+    expected = hessian(arrays)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        got = hessian({name: cut(array, name, "heads", mesh) for name, array in arrays.items()})
-    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+        result = hessian({name: shard(array, name, "heads", mesh) for name, array in arrays.items()})
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_without_a_mesh_that_is_set(call: Any) -> None:
+def test_sharded_arrays_without_set_mesh(call: Any) -> None:
     arrays = inputs(2, "none")
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
-    sharded = {name: cut(array, name, "heads", mesh) for name, array in arrays.items()}
+    sharded = {name: shard(array, name, "heads", mesh) for name, array in arrays.items()}
     close(jax.jit(jax.grad(loss(call)))(sharded), jax.grad(loss(call))(arrays))
 
 

@@ -1,4 +1,4 @@
-"""``jax.vmap`` of attention: one larger call wherever that gives what a loop gives, and a loop elsewhere."""
+"""``jax.vmap`` of attention: one larger call if its results are those of a loop, and a loop otherwise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE, BATCH, TQ, TK = 3, 2, 5, 7
 
 
 class Recorder:
-    """The reference, noting how it was called."""
+    """The reference, with a record of the query shapes of its calls."""
 
     PLATFORMS = {"cpu": 50, "gpu": 50}
 
@@ -34,7 +34,7 @@ class Recorder:
         return self.module.run_backend(inv, cfg)
 
 
-def make() -> tuple[Any, Recorder, Recorder]:
+def registry_with_recorders() -> tuple[Any, Recorder, Recorder]:
     registry = Registry(plugins="ejkernel-ops")
     kernels = Recorder(reference), Recorder(reference_bwd)
     registry.register(kernels[0], "flash_attention.recorder")
@@ -46,7 +46,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-def whole() -> dict[str, jax.Array]:
+def arguments() -> dict[str, jax.Array]:
     ids = jax.random.randint(jax.random.key(9), (SIZE, BATCH, TK), 0, 3)
     return {
         "query": normal(0, SIZE, BATCH, TQ, 4, 8),
@@ -92,47 +92,47 @@ def run(registry: Registry, names: tuple[str, ...], arrays: Any, backend: str | 
 
 
 def gradient(registry: Registry, names: tuple[str, ...], backend: str | None, options: Any) -> Any:
-    moving = tuple(i for i, name in enumerate(names) if name in DIFFERENTIABLE)
+    argnums = tuple(i for i, name in enumerate(names) if name in DIFFERENTIABLE)
 
     def loss(*arrays: Any) -> Any:
         out, lse = run(registry, names, arrays, backend, options)
         return (out**2).sum() + jnp.where(lse > -jnp.inf, lse, 0).sum()
 
-    return jax.grad(loss, argnums=moving)
+    return jax.grad(loss, argnums=argnums)
 
 
-def close(found: Any, wanted: Any) -> None:
-    jax.tree.map(lambda f, w: np.testing.assert_allclose(f, w, rtol=2e-5, atol=2e-5), found, wanted)
+def close(results: Any, expected: Any) -> None:
+    jax.tree.map(lambda r, e: np.testing.assert_allclose(r, e, rtol=2e-5, atol=2e-5), results, expected)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("position", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_vmap_gives_what_a_loop_gives(name: str, position: int) -> None:
+def test_vmap_against_a_loop(name: str, position: int) -> None:
     mapped, shared, options, forward_shape, backward_shape = CASES[name]
-    registry, seen, seen_bwd = make()
+    registry, forward, backward = registry_with_recorders()
     names = mapped + shared
-    rows = [whole()[n] for n in mapped]
-    rest = [whole()[n][1] for n in shared]
+    rows = [arguments()[n] for n in mapped]
+    unmapped = [arguments()[n][1] for n in shared]
     axes = (position,) * len(mapped) + (None,) * len(shared)
-    arrays = [jnp.moveaxis(row, 0, position) for row in rows] + rest
+    arrays = [jnp.moveaxis(row, 0, position) for row in rows] + unmapped
 
     def loop(f: Any) -> Any:
-        one = jax.jit(f)
-        parts = [one(*(row[i] for row in rows), *rest) for i in range(SIZE)]
+        jitted = jax.jit(f)
+        parts = [jitted(*(row[i] for row in rows), *unmapped) for i in range(SIZE)]
         return jax.tree.map(lambda *p: jnp.stack(p), *parts)
 
-    found = jax.vmap(lambda *a: run(registry, names, a, None, options), axes)(*arrays)
-    close(found, loop(lambda *a: run(registry, names, a, "reference", options)))
-    assert seen.shapes == [forward_shape]
+    results = jax.vmap(lambda *a: run(registry, names, a, None, options), axes)(*arrays)
+    close(results, loop(lambda *a: run(registry, names, a, "reference", options)))
+    assert forward.shapes == [forward_shape]
 
-    found = jax.jit(jax.vmap(gradient(registry, names, None, options), axes))(*arrays)
-    close(found, loop(gradient(registry, names, "reference", options)))
-    assert seen_bwd.shapes == [backward_shape]
+    results = jax.jit(jax.vmap(gradient(registry, names, None, options), axes))(*arrays)
+    close(results, loop(gradient(registry, names, "reference", options)))
+    assert backward.shapes == [backward_shape]
 
 
 @pytest.mark.parametrize("mapped_bounds", [pytest.param(True, marks=pytest.mark.long), False])
 def test_packed_rows_become_one_long_row(mapped_bounds: bool) -> None:
-    registry, seen, seen_bwd = make()
+    registry, forward, backward = registry_with_recorders()
     arrays = [normal(0, SIZE, 9, 4, 8), normal(1, SIZE, 9, 2, 8), normal(2, SIZE, 9, 2, 6)]
     # With padding at the end of some rows, on one side or both, and sequences without queries or keys.
     q_bounds = jnp.asarray([[0, 3, 3, 7], [0, 1, 5, 9], [0, 0, 0, 4]])
@@ -140,31 +140,31 @@ def test_packed_rows_become_one_long_row(mapped_bounds: bool) -> None:
     bounds = (q_bounds, k_bounds) if mapped_bounds else (q_bounds[0], k_bounds[0])
     axes = (0, 0, 0, *((0, 0) if mapped_bounds else (None, None)))
     names = ("query", "key", "value", "cum_seqlens_q", "cum_seqlens_k")
-    found = jax.vmap(lambda *a: run(registry, names, a, None, {}), axes)(*arrays, *bounds)
+    results = jax.vmap(lambda *a: run(registry, names, a, None, {}), axes)(*arrays, *bounds)
 
     def rows(i: int) -> list[jax.Array]:
         return [array[i] for array in arrays] + [b[i] if mapped_bounds else b for b in bounds]
 
     def loop(f: Any) -> Any:
-        one = jax.jit(f)
-        return jax.tree.map(lambda *p: jnp.stack(p), *(one(*rows(i)) for i in range(SIZE)))
+        jitted = jax.jit(f)
+        return jax.tree.map(lambda *p: jnp.stack(p), *(jitted(*rows(i)) for i in range(SIZE)))
 
-    close(found, loop(lambda *a: run(registry, names, a, "reference", {})))
-    assert seen.shapes == [(1, SIZE * 9, 4, 8)]
-    found = jax.vmap(gradient(registry, names, None, {}), axes)(*arrays, *bounds)
-    close(found, loop(gradient(registry, names, "reference", {})))
-    assert seen_bwd.shapes == [(1, SIZE * 9, 4, 8)]
+    close(results, loop(lambda *a: run(registry, names, a, "reference", {})))
+    assert forward.shapes == [(1, SIZE * 9, 4, 8)]
+    results = jax.vmap(gradient(registry, names, None, {}), axes)(*arrays, *bounds)
+    close(results, loop(gradient(registry, names, "reference", {})))
+    assert backward.shapes == [(1, SIZE * 9, 4, 8)]
 
 
 def test_vmap_of_vmap() -> None:
-    registry, seen, _ = make()
+    registry, forward, _ = registry_with_recorders()
     query = normal(0, 2, SIZE, BATCH, TQ, 4, 8)
-    key, value = whole()["key"], whole()["value"]
+    key, value = arguments()["key"], arguments()["value"]
     names = ("query", "key", "value")
     inner = jax.vmap(lambda *a: run(registry, names, a, None, {}))
-    found = jax.vmap(inner, (0, None, None))(query, key, value)
+    results = jax.vmap(inner, (0, None, None))(query, key, value)
     for i in range(2):
         for j in range(SIZE):
-            wanted = run(registry, names, (query[i, j], key[j], value[j]), "reference", {})
-            close(jax.tree.map(lambda x: x[i, j], found), wanted)  # noqa: B023
-    assert seen.shapes == [(2 * SIZE * BATCH, TQ, 4, 8)]
+            expected = run(registry, names, (query[i, j], key[j], value[j]), "reference", {})
+            close(jax.tree.map(lambda x: x[i, j], results), expected)  # noqa: B023
+    assert forward.shapes == [(2 * SIZE * BATCH, TQ, 4, 8)]

@@ -1,4 +1,4 @@
-"""The reference against attention written once more, slowly, in loops over Python numbers."""
+"""The reference against attention in slow loops over Python numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORD = 2**32
 Arguments = Mapping[str, Any]
 
 
-def mixed(x: int) -> int:
+def mix(x: int) -> int:
     x ^= x >> 16
     x = x * 0x7FEB352D % WORD
     x ^= x >> 15
@@ -26,15 +26,15 @@ def mixed(x: int) -> int:
     return x ^ (x >> 16)
 
 
-def kept(seed: int, probability: float, row: int, query: int, key: int) -> bool:
-    """The dropout formula of the documentation, in whole numbers."""
-    state = mixed((seed + 0x9E3779B9) % WORD)
-    state = mixed(mixed(state ^ row) ^ query)
-    return mixed((state + key * 0x9E3779B9) % WORD) >= round(probability * WORD)
+def survives(seed: int, probability: float, row: int, query: int, key: int) -> bool:
+    """The dropout formula of the documentation, in Python integers."""
+    state = mix((seed + 0x9E3779B9) % WORD)
+    state = mix(mix(state ^ row) ^ query)
+    return mix((state + key * 0x9E3779B9) % WORD) >= round(probability * WORD)
 
 
-def looped(a: Arguments) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of a call as the user writes it; packed ones are cut into their sequences."""
+def by_loops(a: Arguments) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of a call, packed or not, in the caller's layout."""
     if a.get("cum_seqlens_q") is None:
         return over_batch(a, lambda b, i, j: True, lambda b, i: a["key"].shape[1] - a["query"].shape[1])
     ends_q, ends_k = a["cum_seqlens_q"].tolist(), a["cum_seqlens_k"].tolist()
@@ -42,40 +42,42 @@ def looped(a: Arguments) -> tuple[np.ndarray, np.ndarray]:
     def sequence(ends: list[int], token: int) -> int | None:
         return next((s for s in range(len(ends) - 1) if ends[s] <= token < ends[s + 1]), None)
 
-    def together(b: int, i: int, j: int) -> bool:
+    def is_same_sequence(b: int, i: int, j: int) -> bool:
         return sequence(ends_q, i) is not None and sequence(ends_q, i) == sequence(ends_k, j)
 
-    def shift(b: int, i: int) -> int:
+    def offset(b: int, i: int) -> int:
         s = sequence(ends_q, i)
         return 0 if s is None else ends_k[s + 1] - ends_q[s + 1]
 
     whole = {
         n: v[None] if n in ("query", "key", "value", "q_segment_ids", "kv_segment_ids") else v for n, v in a.items()
     }
-    out, lse = over_batch(whole, together, shift)
+    out, lse = over_batch(whole, is_same_sequence, offset)
     return out[0], lse[0]
 
 
 def over_batch(
-    a: Arguments, together: Callable[[int, int, int], bool], shift: Callable[[int, int], int]
+    a: Arguments, is_same_sequence: Callable[[int, int, int], bool], offset: Callable[[int, int], int]
 ) -> tuple[np.ndarray, np.ndarray]:
     batch, q_length, heads, _ = a["query"].shape
     out, lse = np.zeros((batch, q_length, heads, a["value"].shape[3])), np.zeros((batch, heads, q_length))
     for b in range(batch):
         for h in range(heads):
             for i in range(q_length):
-                out[b, i, h], lse[b, h, i] = row(a, b, h, i, lambda j, b=b, i=i: together(b, i, j), i + shift(b, i))
+                out[b, i, h], lse[b, h, i] = row(
+                    a, b, h, i, lambda j, b=b, i=i: is_same_sequence(b, i, j), i + offset(b, i)
+                )
     return out, lse
 
 
-def row(a: Arguments, b: int, h: int, i: int, together: Callable[[int], bool], own: int) -> tuple[Any, float]:
-    """One query of one head: ``own`` is the key that stands where it does."""
+def row(a: Arguments, b: int, h: int, i: int, is_same_sequence: Callable[[int], bool], own: int) -> tuple[Any, float]:
+    """One query of one head; ``own`` is the index of its own key."""
     keys, values = a["key"][b], a["value"][b]
     group = a["query"].shape[2] // keys.shape[1]
     logits = {
         j: logit(a, b, h, i, keys[j, h // group], j)
         for j in range(len(keys))
-        if together(j) and sees(a, b, h, i, j, own)
+        if is_same_sequence(j) and sees(a, b, h, i, j, own)
     }
     sinks = [] if a.get("softmax_aux") is None else np.ravel(a["softmax_aux"][h]).tolist()
     total = math.fsum(math.exp(x) for x in [*logits.values(), *sinks])
@@ -83,8 +85,8 @@ def row(a: Arguments, b: int, h: int, i: int, together: Callable[[int], bool], o
     for j, x in logits.items():
         weight = math.exp(x) / total if total else 0.0
         if a.get("dropout_prob"):
-            dropped = not kept(int(a["dropout_seed"]), a["dropout_prob"], b * a["query"].shape[2] + h, i, j)
-            weight = 0.0 if dropped else weight / (1 - a["dropout_prob"])
+            is_dropped = not survives(int(a["dropout_seed"]), a["dropout_prob"], b * a["query"].shape[2] + h, i, j)
+            weight = 0.0 if is_dropped else weight / (1 - a["dropout_prob"])
         result += weight * values[j, h // group]
     return result, math.log(total) if total else -math.inf
 
@@ -117,7 +119,7 @@ def at(array: np.ndarray, a: Arguments, b: int, h: int, i: int, j: int) -> Any:
     return np.broadcast_to(array, full)[b, h, i, j]
 
 
-#: The grid's factors, at sizes that loops can do.
+#: The grid's factors, with sizes that are small enough for loops.
 SMALL = {
     **examples.FACTORS,
     "q_length": (1, 5, 7),
@@ -125,10 +127,10 @@ SMALL = {
     "group": (1, 2, 4),
     "window": (None, 2, (3, 1), (0, 0)),
 }
-ROWS = pairwise(SMALL, examples.possible)
+ROWS = pairwise(SMALL, examples.is_possible)
 
 
-def named(row: Mapping[str, Any]) -> str:
+def label(row: Mapping[str, Any]) -> str:
     return "-".join(map(str, row.values()))
 
 
@@ -137,46 +139,46 @@ def few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(examples.K_LENGTH, "more", lambda n: n + 3)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=named)
+@pytest.mark.parametrize("row", ROWS, ids=label)
 def test_values(row: Mapping[str, Any]) -> None:
     arguments = {**examples.grid_arguments(row, 0), "return_lse": True}
-    wanted = looped(arguments)
+    expected = by_loops(arguments)
     with jax.enable_x64(True):
-        got = ejkernel_core.call("flash_attention", **arguments, backend="reference")
-    for mine, theirs in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-10, atol=1e-12)
+        results = ejkernel_core.call("flash_attention", **arguments, backend="reference")
+    for result, right in zip(results, expected, strict=True):
+        np.testing.assert_allclose(result, right, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("row", ROWS[::4], ids=named)
+@pytest.mark.parametrize("row", ROWS[::4], ids=label)
 def test_gradients(row: Mapping[str, Any]) -> None:
     """Along a random direction, against central differences of the loops."""
-    given = {**examples.grid_arguments(row, 0), "return_lse": True}
-    moving = {name: given[name] for name in examples.DIFFERENTIABLE if given.get(name) is not None}
-    step = {name: 1e-5 * examples.normal(name, 9, array.shape) for name, array in moving.items()}
-    finite = np.isfinite(looped(given)[1])
+    arguments = {**examples.grid_arguments(row, 0), "return_lse": True}
+    primals = {name: arguments[name] for name in examples.DIFFERENTIABLE if arguments.get(name) is not None}
+    step = {name: 1e-5 * examples.normal(name, 9, array.shape) for name, array in primals.items()}
+    is_finite = np.isfinite(by_loops(arguments)[1])
 
     def loss(out: Any, lse: Any, numpy: Any) -> Any:
         return (out * examples.normal("d_out", 0, out.shape)).sum() + numpy.where(
-            finite, lse * examples.normal("d_lse", 0, lse.shape), 0
+            is_finite, lse * examples.normal("d_lse", 0, lse.shape), 0
         ).sum()
 
-    def called(moved: Mapping[str, Any]) -> Any:
-        out, lse = ejkernel_core.call("flash_attention", **{**given, **moved}, backend="reference")
-        return loss(out, jax.numpy.where(finite, lse, 0), jax.numpy)
+    def loss_of_reference(primals: Mapping[str, Any]) -> Any:
+        out, lse = ejkernel_core.call("flash_attention", **{**arguments, **primals}, backend="reference")
+        return loss(out, jax.numpy.where(is_finite, lse, 0), jax.numpy)
 
-    def moved(sign: int) -> float:
-        out, lse = looped({**given, **{name: moving[name] + sign * step[name] for name in moving}})
-        return float(loss(out, np.where(finite, lse, 0), np))
+    def loss_of_loops(sign: int) -> float:
+        out, lse = by_loops({**arguments, **{name: primals[name] + sign * step[name] for name in primals}})
+        return float(loss(out, np.where(is_finite, lse, 0), np))
 
     with jax.enable_x64(True):
-        gradients = jax.tree.map(np.asarray, jax.jit(jax.grad(called))(moving))
-    for name in moving:
+        gradients = jax.tree.map(np.asarray, jax.jit(jax.grad(loss_of_reference))(primals))
+    for name in primals:
         assert np.isfinite(gradients[name]).all(), name
-    slope = sum(float(np.sum(gradients[name] * step[name])) for name in moving)
-    assert slope == pytest.approx((moved(1) - moved(-1)) / 2, rel=1e-6, abs=1e-12)
+    slope = sum(float(np.sum(gradients[name] * step[name])) for name in primals)
+    assert slope == pytest.approx((loss_of_loops(1) - loss_of_loops(-1)) / 2, rel=1e-6, abs=1e-12)
 
 
-def test_no_mask_of_all_pairs_is_a_constant_of_the_program() -> None:
+def test_the_program_has_no_mask_as_a_constant() -> None:
     array = jax.ShapeDtypeStruct((1, 2048, 1, 8), "float32")
 
     def attention(query: Any, key: Any, value: Any) -> Any:

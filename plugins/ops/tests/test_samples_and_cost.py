@@ -1,4 +1,4 @@
-"""Made inputs are valid ones; costs are those counted by hand."""
+"""Sampled inputs are valid, and costs are those counted by hand."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def abstract(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def invocation(op: str = "flash_attention", **given: Any) -> dict[str, Any]:
-    arrays = {"query": abstract(2, 6, 4, 8), "key": abstract(2, 9, 2, 8), "value": abstract(2, 9, 2, 5), **given}
+def invocation(op: str = "flash_attention", **arguments: Any) -> dict[str, Any]:
+    arrays = {"query": abstract(2, 6, 4, 8), "key": abstract(2, 9, 2, 8), "value": abstract(2, 9, 2, 5), **arguments}
     return dict(registry.plan(op, **arrays).invocation)
 
 
-def test_samples_are_valid_and_drawn_apart() -> None:
+def test_samples_are_valid_and_independent() -> None:
     arguments = invocation(
         attention_mask=abstract(2, 1, 6, 9, dtype=jnp.bool_),
         q_segment_ids=abstract(2, 6, dtype=jnp.int32),
@@ -36,23 +36,23 @@ def test_samples_are_valid_and_drawn_apart() -> None:
     )
     operation = registry.operation("flash_attention")
     assert operation.samples is not None
-    made = operation.samples(arguments, jax.random.key(0))
+    samples = operation.samples(arguments, jax.random.key(0))
     for name, like in arguments.items():
         if isinstance(like, jax.ShapeDtypeStruct):
-            assert (made[name].shape, made[name].dtype) == (like.shape, like.dtype), name
+            assert (samples[name].shape, samples[name].dtype) == (like.shape, like.dtype), name
         else:
-            assert made[name] is like
-    assert 0.5 < np.mean(made["attention_mask"]) < 1
-    assert set(np.unique(made["kv_segment_ids"])) == {1, 2, 3, 4}
-    assert (np.diff(made["q_segment_ids"]) >= 0).all()
-    assert abs(float(made["query"].std()) - 1) < 0.1
-    assert not np.allclose(made["key"].ravel()[:50], made["query"].ravel()[:50])
+            assert samples[name] is like
+    assert 0.5 < np.mean(samples["attention_mask"]) < 1
+    assert set(np.unique(samples["kv_segment_ids"])) == {1, 2, 3, 4}
+    assert (np.diff(samples["q_segment_ids"]) >= 0).all()
+    assert abs(float(samples["query"].std()) - 1) < 0.1
+    assert not np.allclose(samples["key"].ravel()[:50], samples["query"].ravel()[:50])
     again = operation.samples(arguments, jax.random.key(0))
-    np.testing.assert_array_equal(again["key"], made["key"])
+    np.testing.assert_array_equal(again["key"], samples["key"])
 
 
 @pytest.mark.parametrize(("total_q", "total_k", "count"), [(10, 13, 3), (2, 1, 4), (8, 8, 1)])
-def test_sampled_boundaries_are_boundaries(total_q: int, total_k: int, count: int) -> None:
+def test_sampled_boundaries_are_valid(total_q: int, total_k: int, count: int) -> None:
     arguments = invocation(
         query=abstract(total_q, 4, 8),
         key=abstract(total_k, 2, 8),
@@ -62,9 +62,9 @@ def test_sampled_boundaries_are_boundaries(total_q: int, total_k: int, count: in
     )
     operation = registry.operation("flash_attention")
     assert operation.samples is not None
-    made = operation.samples(arguments, jax.random.key(0))
+    samples = operation.samples(arguments, jax.random.key(0))
     for name, total in (("cum_seqlens_q", total_q), ("cum_seqlens_k", total_k)):
-        bounds = np.asarray(made[name])
+        bounds = np.asarray(samples[name])
         assert bounds[0] == 0
         assert bounds[-1] == total
         assert (np.diff(bounds) >= 0).all()
@@ -74,7 +74,7 @@ def test_sampled_boundaries_are_boundaries(total_q: int, total_k: int, count: in
     "options", [{}, {"causal": True}, {"sliding_window": (2, 1)}, {"causal": True, "sliding_window": 3}]
 )
 @pytest.mark.parametrize(("q_length", "k_length"), [(6, 9), (9, 6), (7, 7), (1, 4)])
-def test_pairs_are_counted(options: dict[str, Any], q_length: int, k_length: int) -> None:
+def test_visible_pairs(options: dict[str, Any], q_length: int, k_length: int) -> None:
     arguments = invocation(
         query=abstract(2, q_length, 4, 8), key=abstract(2, k_length, 2, 8), value=abstract(2, k_length, 2, 5), **options
     )
@@ -82,8 +82,8 @@ def test_pairs_are_counted(options: dict[str, Any], q_length: int, k_length: int
     left, right = window if isinstance(window, tuple) else (window, window)
     if options.get("causal"):
         right = 0
-    shift = k_length - q_length
-    counted = sum(-left <= j - (i + shift) <= right for i in range(q_length) for j in range(k_length))
+    offset = k_length - q_length
+    counted = sum(-left <= j - (i + offset) <= right for i in range(q_length) for j in range(k_length))
     assert pairs(arguments) == 2 * counted
 
 
@@ -91,13 +91,13 @@ def test_costs_of_both_passes() -> None:
     arguments = invocation()
     cost = registry.operation("flash_attention").cost
     assert cost is not None
-    found = cost(arguments)
+    cost_of_pass = cost(arguments)
     q, k, v, out, lse = 2 * 6 * 4 * 8, 2 * 9 * 2 * 8, 2 * 9 * 2 * 5, 2 * 6 * 4 * 5, 2 * 4 * 6
-    assert found.flops == 2 * 2 * 6 * 9 * 4 * (8 + 5)
-    assert found.bytes == 4 * (q + k + v + out + lse)
+    assert cost_of_pass.flops == 2 * 2 * 6 * 9 * 4 * (8 + 5)
+    assert cost_of_pass.bytes == 4 * (q + k + v + out + lse)
     backward = registry.operation("flash_attention_bwd").cost
     assert backward is not None
     saved = {"out": abstract(2, 6, 4, 5), "lse": abstract(2, 4, 6), "d_out": abstract(2, 6, 4, 5)}
-    found = backward({**arguments, **saved, "d_lse": None, "wrt": ("query", "value")})
-    assert found.flops == 2 * 2 * 6 * 9 * 4 * (3 * 8 + 2 * 5)
-    assert found.bytes == 4 * (q + k + v + out + lse + out + q + v)
+    cost_of_pass = backward({**arguments, **saved, "d_lse": None, "wrt": ("query", "value")})
+    assert cost_of_pass.flops == 2 * 2 * 6 * 9 * 4 * (3 * 8 + 2 * 5)
+    assert cost_of_pass.bytes == 4 * (q + k + v + out + lse + out + q + v)

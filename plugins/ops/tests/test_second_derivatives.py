@@ -1,4 +1,4 @@
-"""Second derivatives of the reference, by value: against central differences of first ones, and a written-out softmax."""
+"""Second derivatives of the reference, against central differences of gradients and against a plain softmax."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES = {
     "bias": (1, 2, 4, 3),
     "softmax_aux": (2, 2),
 }
-#: Of four queries the first sees nothing where it is causal; another nothing by the mask or by -inf.
+#: The first of four queries sees no key if the call is causal. Another one sees none by the mask or by -inf.
 HOLES = np.where(np.array([[0, 0, 1], [1, 1, 1], [1, 0, 0], [0, 0, 0]]), -np.inf, 0.0)
 MASK = np.array([[1, 1, 0], [0, 0, 0], [1, 0, 1], [1, 1, 1]], bool)
 CALLS: dict[str, dict[str, Any]] = {
@@ -50,41 +50,41 @@ def weighted(out: Any, lse: Any) -> Any:
     return (out**3).sum() + jnp.where(lse > -1e20, lse**2, 0).sum()
 
 
-def called(moving: Any, bias: Any = None, sinks: bool = False, **options: Any) -> Any:
-    given = {name: moving[name] for name in ("query", "key", "value")}
-    given |= {} if bias is None else {"bias": moving["bias"] + bias}
-    given |= {"softmax_aux": moving["softmax_aux"]} if sinks else {}
-    out, lse = ejkernel_core.call("flash_attention", **given, **options, return_lse=True, backend="reference")
+def loss(primals: Any, bias: Any = None, sinks: bool = False, **options: Any) -> Any:
+    arguments = {name: primals[name] for name in ("query", "key", "value")}
+    arguments |= {} if bias is None else {"bias": primals["bias"] + bias}
+    arguments |= {"softmax_aux": primals["softmax_aux"]} if sinks else {}
+    out, lse = ejkernel_core.call("flash_attention", **arguments, **options, return_lse=True, backend="reference")
     return weighted(out, jnp.where(lse == -jnp.inf, 0, lse))
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_they_are_those_of_the_first(name: str) -> None:
-    point, restored = ravel_pytree(arrays())
-    gradient = jax.jit(lambda x: ravel_pytree(jax.grad(lambda m: called(m, **CALLS[name]))(restored(x)))[0])
+def test_second_derivatives_are_those_of_the_gradients(name: str) -> None:
+    point, unravel = ravel_pytree(arrays())
+    gradient = jax.jit(lambda x: ravel_pytree(jax.grad(lambda m: loss(m, **CALLS[name]))(unravel(x)))[0])
     step = 1e-5 * np.eye(point.size)
-    wanted = np.stack([(gradient(point + s) - gradient(point - s)) / 2e-5 for s in step])
-    np.testing.assert_allclose(jax.jacrev(gradient)(point), wanted, rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(jax.jacfwd(gradient)(point), wanted, rtol=1e-6, atol=1e-7)
+    expected = np.stack([(gradient(point + s) - gradient(point - s)) / 2e-5 for s in step])
+    np.testing.assert_allclose(jax.jacrev(gradient)(point), expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(jax.jacfwd(gradient)(point), expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("number", [-1e9, -1e30, float(np.finfo(np.float64).min)])
-def test_of_rows_that_a_finite_bias_hides(number: float) -> None:
+def test_second_derivatives_of_rows_that_a_finite_bias_hides(number: float) -> None:
     hidden = np.where(np.array([[1, 1, 1], [0, 0, 0], [1, 0, 1], [1, 1, 1]]), number, 0.0)
 
-    def written_out(moving: Any) -> Any:
-        logits = jnp.einsum("bqhd,bkhd->bhqk", moving["query"], moving["key"]) / np.sqrt(2) + moving["bias"] + hidden
-        out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), moving["value"])
+    def plain_softmax(primals: Any) -> Any:
+        logits = jnp.einsum("bqhd,bkhd->bhqk", primals["query"], primals["key"]) / np.sqrt(2) + primals["bias"] + hidden
+        out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), primals["value"])
         return weighted(out, jnp.where(hidden.min(-1) < 0, 0, jax.nn.logsumexp(logits, axis=-1)))
 
-    def reference(moving: Any) -> Any:
+    def reference(primals: Any) -> Any:
         names = ("query", "key", "value")
-        given = {name: moving[name] for name in names} | {"bias": moving["bias"] + hidden}
-        out, lse = ejkernel_core.call("flash_attention", **given, return_lse=True, backend="reference")
+        arguments = {name: primals[name] for name in names} | {"bias": primals["bias"] + hidden}
+        out, lse = ejkernel_core.call("flash_attention", **arguments, return_lse=True, backend="reference")
         return weighted(out, jnp.where(hidden.min(-1) < 0, 0, lse))
 
-    given = arrays()
-    del given["softmax_aux"]
-    got, wanted = (jax.jacrev(jax.grad(function))(given) for function in (reference, written_out))
-    allowed = 1e-6 if number == -1e9 else 1e-9  # logits near -1e9 are rounded, in an order that is each program's own
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=allowed, atol=allowed), got, wanted)
+    arguments = arrays()
+    del arguments["softmax_aux"]
+    result, expected = (jax.jacrev(jax.grad(function))(arguments) for function in (reference, plain_softmax))
+    tolerance = 1e-6 if number == -1e9 else 1e-9  # logits near -1e9 are rounded in another order by each program
+    jax.tree.map(lambda r, e: np.testing.assert_allclose(r, e, rtol=tolerance, atol=tolerance), result, expected)

@@ -1,4 +1,4 @@
-"""Attention on several devices: what is sharded stays sharded, and results and gradients are those of one device."""
+"""Attention on several devices: shardings stay, and results and gradients are those of one device."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def gradients(call: Any) -> Any:
     return jax.grad(loss, argnums=(0, 1, 2))
 
 
-def close(found: Any, wanted: Any) -> None:
-    for f, w in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(f, w, rtol=1e-5, atol=1e-5)
+def close(actual: Any, expected: Any) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_vmap_of_what_is_sharded(call: Any, arrays: list[jax.Array], kind: AxisType) -> None:
+def test_vmap_of_sharded_arrays(call: Any, arrays: list[jax.Array], kind: AxisType) -> None:
     mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(kind, kind))
-    many = [jax.numpy.stack([array, 2 * array]) for array in arrays]
+    batches = [jax.numpy.stack([array, 2 * array]) for array in arrays]
     with jax.set_mesh(mesh):
-        sharded = [jax.device_put(array, NamedSharding(mesh, P(None, *SPEC))) for array in many]
-        found = jax.jit(jax.vmap(call))(*sharded)
+        sharded = [jax.device_put(array, NamedSharding(mesh, P(None, *SPEC))) for array in batches]
+        results = jax.jit(jax.vmap(call))(*sharded)
     for i in range(2):
-        close([result[i] for result in found], call(*(array[i] for array in many)))
+        close([result[i] for result in results], call(*(array[i] for array in batches)))
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -59,13 +59,13 @@ def test_batch_and_heads_sharded(call: Any, arrays: list[jax.Array], kind: AxisT
     with jax.set_mesh(mesh):
         sharded = [jax.device_put(array, NamedSharding(mesh, SPEC)) for array in arrays]
         out, lse = transform(call)(*sharded)
-        found = transform(gradients(call))(*sharded)
+        grads = transform(gradients(call))(*sharded)
         close((out, lse), call(*arrays))
         if kind is AxisType.Explicit:
             assert jax.typeof(out).sharding.spec == P("batch", None, "heads", None)
             assert jax.typeof(lse).sharding.spec == P("batch", "heads", None)
-            assert {str(jax.typeof(gradient).sharding.spec) for gradient in found} == {
+            assert {str(jax.typeof(gradient).sharding.spec) for gradient in grads} == {
                 str(P("batch", None, "heads", None))
             }
-        assert {len(array.sharding.device_set) for array in (out, lse, *found)} == {4}
-    close(found, gradients(call)(*arrays))
+        assert {len(array.sharding.device_set) for array in (out, lse, *grads)} == {4}
+    close(grads, gradients(call)(*arrays))

@@ -1,4 +1,4 @@
-"""Which values boundaries and ids may have: told where a call says ``validate=True``."""
+"""Checks of the values of boundaries and ids, with ``validate=True``."""
 
 from __future__ import annotations
 
@@ -20,28 +20,36 @@ ROWS = Q[None], K[None], V[None]
 attend = partial(flash_attention, Q, K, V, return_lse=True)
 
 WRONG_BOUNDARIES = {
-    "a start behind tokens": ([1, 2, 6], None, "cum_seqlens_q[0] takes 0, where the first sequence begins; got 1"),
-    "a start below 0": ([-1, 2, 6], None, "cum_seqlens_q[0] takes 0, where the first sequence begins; got -1"),
-    "an end that decreases": ([0, 4, 3], None, "cum_seqlens_q[2] takes at least 4, the boundary before it; got 3"),
-    "one that falls below 0": (None, [0, -2, 9], "cum_seqlens_k[1] takes at least 0, the boundary before it; got -2"),
-    "lengths for boundaries": (None, [0, 9, 2], "cum_seqlens_k[2] takes at least 9, the boundary before it; got 2"),
+    "a start behind tokens": ([1, 2, 6], None, "cum_seqlens_q[0] must be 0, where the first sequence begins; got 1"),
+    "a start below 0": ([-1, 2, 6], None, "cum_seqlens_q[0] must be 0, where the first sequence begins; got -1"),
+    "an end that decreases": ([0, 4, 3], None, "cum_seqlens_q[2] must be at least 4, the boundary before it; got 3"),
+    "one that falls below 0": (None, [0, -2, 9], "cum_seqlens_k[1] must be at least 0, the boundary before it; got -2"),
+    "lengths in place of boundaries": (
+        None,
+        [0, 9, 2],
+        "cum_seqlens_k[2] must be at least 9, the boundary before it; got 2",
+    ),
     "more than the queries": (
         [0, 2, 7],
         None,
-        "cum_seqlens_q[2] takes at most 6, the number of tokens of query; got 7",
+        "cum_seqlens_q[2] must be at most 6, the number of tokens of query; got 7",
     ),
-    "more than the keys": (None, [0, 10, 11], "cum_seqlens_k[1] takes at most 9, the number of tokens of key; got 10"),
-    "the keys' for the queries": (
+    "more than the keys": (
+        None,
+        [0, 10, 11],
+        "cum_seqlens_k[1] must be at most 9, the number of tokens of key; got 10",
+    ),
+    "boundaries of keys for queries": (
         [0, 4, 9],
         None,
-        "cum_seqlens_q[2] takes at most 6, the number of tokens of query; got 9",
+        "cum_seqlens_q[2] must be at most 6, the number of tokens of query; got 9",
     ),
-    "what 32 bits make right": (
+    "one that is right modulo 2 ** 32": (
         [0, 2**32 + 2, 2**32 + 6],
         None,
-        f"cum_seqlens_q[1] takes at most 6, the number of tokens of query; got {2**32 + 2}",
+        f"cum_seqlens_q[1] must be at most 6, the number of tokens of query; got {2**32 + 2}",
     ),
-    "both, the first first": ([1, 2, 6], [1, 2, 3], "cum_seqlens_q[0] takes 0"),
+    "both: the first is reported": ([1, 2, 6], [1, 2, 3], "cum_seqlens_q[0] must be 0"),
 }
 
 
@@ -53,11 +61,11 @@ def boundaries(of_q: Any, of_k: Any, dtype: Any = np.int64) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", WRONG_BOUNDARIES)
-def test_wrong_boundaries_are_told_with_their_place(name: str) -> None:
-    *given, message = WRONG_BOUNDARIES[name]
+def test_messages_name_the_index_of_a_wrong_boundary(name: str) -> None:
+    *bounds, message = WRONG_BOUNDARIES[name]
     with pytest.raises(ValueError, match="^flash_attention: " + re.escape(message)):
-        attend(**boundaries(*given), validate=True)
-    attend(**boundaries(*given))  # they are the caller's matter without it
+        attend(**boundaries(*bounds), validate=True)
+    attend(**boundaries(*bounds))  # without it, values are not checked
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int32, np.uint32, np.int64])
@@ -71,20 +79,22 @@ def test_wrong_boundaries_are_told_with_their_place(name: str) -> None:
     ],
 )
 def test_right_boundaries_give_the_same(of_q: Any, of_k: Any, dtype: Any) -> None:
-    given = boundaries(of_q, of_k, dtype)
-    for found, plain in zip(attend(**given, validate=True), attend(**given), strict=True):
-        np.testing.assert_array_equal(found, plain)
+    arguments = boundaries(of_q, of_k, dtype)
+    for result, plain in zip(attend(**arguments, validate=True), attend(**arguments), strict=True):
+        np.testing.assert_array_equal(result, plain)
 
 
 def test_boundaries_of_unsigned_numbers_may_decrease_too() -> None:
-    with pytest.raises(ValueError, match=re.escape("cum_seqlens_q[2] takes at least 4, the boundary before it; got 3")):
+    with pytest.raises(
+        ValueError, match=re.escape("cum_seqlens_q[2] must be at least 4, the boundary before it; got 3")
+    ):
         attend(**boundaries([0, 4, 3], None, np.uint8), validate=True)
 
 
-def test_boundaries_on_a_device_are_looked_at() -> None:
-    given = {name: jnp.asarray(value) for name, value in boundaries([0, 4, 3], None).items()}
-    with pytest.raises(ValueError, match=re.escape("cum_seqlens_q[2] takes at least 4")):
-        attend(**given, validate=True)
+def test_boundaries_on_a_device_are_checked() -> None:
+    arguments = {name: jnp.asarray(value) for name, value in boundaries([0, 4, 3], None).items()}
+    with pytest.raises(ValueError, match=re.escape("cum_seqlens_q[2] must be at least 4")):
+        attend(**arguments, validate=True)
 
 
 def ids(last: int, dtype: Any) -> dict[str, Any]:
@@ -97,18 +107,18 @@ def ids(last: int, dtype: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("last", "dtype"), [(2**31, np.uint32), (2**31, np.int64), (-(2**31) - 1, np.int64), (2**64 - 1, np.uint64)]
 )
-def test_ids_that_int32_does_not_hold_are_told(last: int, dtype: Any) -> None:
+def test_ids_that_int32_does_not_hold_are_refused(last: int, dtype: Any) -> None:
     with pytest.raises(ValueError) as fault:
         flash_attention(*ROWS, **ids(last, dtype), validate=True)
     assert str(fault.value) == (
-        f"flash_attention: kv_segment_ids[0, 8] takes an id from -2**31 to 2**31 - 1, as int32 does; got {last}"
+        f"flash_attention: kv_segment_ids[0, 8] must be from -2**31 to 2**31 - 1, as in int32; got {last}"
     )
     flash_attention(*ROWS, **ids(last, dtype))
 
 
-def test_the_place_in_a_packed_call_is_the_callers() -> None:
+def test_the_index_in_a_packed_call_is_that_of_the_caller() -> None:
     wrong = {name: value[0] for name, value in ids(2**31, np.uint32).items()}
-    with pytest.raises(ValueError, match=re.escape("kv_segment_ids[8] takes an id")):
+    with pytest.raises(ValueError, match=re.escape("kv_segment_ids[8] must be from")):
         attend(**boundaries(None, None), **wrong, validate=True)
 
 
@@ -116,20 +126,22 @@ def test_the_place_in_a_packed_call_is_the_callers() -> None:
     ("last", "dtype"),
     [(2**31 - 1, np.uint32), (2**31 - 1, np.int64), (-(2**31), np.int64), (-1, np.int8), (255, np.uint8)],
 )
-def test_ids_in_any_order_and_below_0_are_right(last: int, dtype: Any) -> None:
-    given = ids(last, dtype)
-    np.testing.assert_array_equal(flash_attention(*ROWS, **given, validate=True), flash_attention(*ROWS, **given))
+def test_ids_in_any_order_and_below_0_are_valid(last: int, dtype: Any) -> None:
+    arguments = ids(last, dtype)
+    np.testing.assert_array_equal(
+        flash_attention(*ROWS, **arguments, validate=True), flash_attention(*ROWS, **arguments)
+    )
 
 
-def test_nothing_else_depends_on_values() -> None:
-    strange = {
+def test_other_arrays_are_not_checked() -> None:
+    arrays = {
         "bias": np.array([np.nan, np.inf, -np.inf] * 3, np.float32),
         "attention_mask": np.zeros((6, 9), np.bool_),
         "softmax_aux": np.array([-np.inf, np.nan], np.float32),
         "dropout_prob": 0.5,
         "dropout_seed": -1,
     }
-    np.testing.assert_array_equal(flash_attention(*ROWS, **strange, validate=True), flash_attention(*ROWS, **strange))
+    np.testing.assert_array_equal(flash_attention(*ROWS, **arrays, validate=True), flash_attention(*ROWS, **arrays))
 
 
 @pytest.mark.parametrize(
@@ -137,30 +149,30 @@ def test_nothing_else_depends_on_values() -> None:
     [lambda f: jax.jit(f)(Q), lambda f: jax.grad(lambda q: f(q).sum())(Q), lambda f: jax.vmap(f)(Q[None])],
     ids=["jit", "grad", "vmap"],
 )
-def test_what_is_traced_is_refused(transform: Any) -> None:
-    given = boundaries(None, None)
+def test_traced_arrays_are_refused(transform: Any) -> None:
+    arguments = boundaries(None, None)
     with pytest.raises(
         TypeError, match="flash_attention: validate=True looks at values, and query has none while it is"
     ):
-        transform(lambda q: flash_attention(q, K, V, **given, validate=True))
-    transform(lambda q: flash_attention(q, K, V, **given))
+        transform(lambda q: flash_attention(q, K, V, **arguments, validate=True))
+    transform(lambda q: flash_attention(q, K, V, **arguments))
 
 
-def test_none_is_neither_true_nor_false() -> None:
+def test_validate_none_is_refused() -> None:
     with pytest.raises(TypeError, match="flash_attention: validate takes True or False; got NoneType"):
         attend(validate=None)
 
 
-def test_the_backward_operation_tells_the_same() -> None:
-    right = boundaries(None, None)
-    out, lse = attend(**right)
+def test_the_backward_operation_checks_the_same() -> None:
+    bounds = boundaries(None, None)
+    out, lse = attend(**bounds)
     call = partial(
         ejkernel_core.call, "flash_attention_bwd", query=Q, key=K, value=V, out=out, lse=lse, wrt=("query", "key")
     )
-    found = call(**right, d_out=jnp.ones_like(out), validate=True)
-    for gradient, plain in zip(found, call(**right, d_out=jnp.ones_like(out)), strict=True):
+    result = call(**bounds, d_out=jnp.ones_like(out), validate=True)
+    for gradient, plain in zip(result, call(**bounds, d_out=jnp.ones_like(out)), strict=True):
         np.testing.assert_array_equal(gradient, plain)
     with pytest.raises(
-        ValueError, match=re.escape("flash_attention_bwd: cum_seqlens_q[2] takes at most 6, the number")
+        ValueError, match=re.escape("flash_attention_bwd: cum_seqlens_q[2] must be at most 6, the number")
     ):
         call(**boundaries([0, 2, 7], None), d_out=jnp.ones_like(out), validate=True)

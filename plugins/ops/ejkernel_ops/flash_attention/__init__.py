@@ -2,7 +2,8 @@
 
 Beside it: ``operation`` (with ``axes``, ``arguments``, ``values``, ``cost``, ``samples`` and ``fold``), ``reference``,
 ``examples``, and the parts of the definition that kernels share: ``tokens`` says which queries see which keys,
-``dropout`` which weights are dropped, ``far`` what a log-sum-exp far from 0 cannot tell.
+``geometry`` which blocks see which blocks, ``statistics`` what a backward pass takes from whole rows, ``dropout`` which
+weights are dropped, ``far`` the gradients of rows whose lse is too far from 0 to compute weights from.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from jax.typing import ArrayLike
 
 import ejkernel_core
 
-#: Where None is no way of leaving an argument out, but a mistake to be told.
+#: Arguments that may not be None: an explicit None is passed on, and refused.
 NEVER_NONE = ("causal", "dropout_prob", "return_lse", "validate")
 
 
@@ -42,8 +43,8 @@ def flash_attention(
 ) -> Any:
     """Softmax attention, by the best installed kernel for the device at hand.
 
-    The logits of a head are ``softmax_scale * query @ key.T``; then, where given: capped, ``cap * tanh(logits / cap)``;
-    the bias added; what may not be seen taken out. The softmax runs over the keys and the sinks together. Statistics
+    The logits of a head are ``softmax_scale * query @ key.T``; then, if given: capped, ``cap * tanh(logits / cap)``;
+    the bias added; masked ones removed. The softmax runs over the keys and the sinks together. Statistics
     and sums are float32 or better, whatever the inputs are. A query that sees nothing gives 0.
 
     >>> import jax, jax.numpy as jnp
@@ -51,8 +52,8 @@ def flash_attention(
     >>> flash_attention(query, key, value, causal=True).shape
     (2, 128, 4, 64)
 
-    Grouped queries: eight query heads on two key heads. The last queries stand at the last keys, also when there are
-    fewer queries than keys, so that decoding is causal attention with a short query:
+    Grouped queries: eight query heads share two key heads. The last query is at the position of the last key, also when
+    there are fewer queries than keys, so that decoding is causal attention with a short query:
 
     >>> q, k, v = jnp.ones((1, 1, 8, 64)), jnp.ones((1, 100, 2, 64)), jnp.ones((1, 100, 2, 32))
     >>> flash_attention(q, k, v, causal=True, sliding_window=(31, 0)).shape
@@ -77,25 +78,25 @@ def flash_attention(
       q_segment_ids, kv_segment_ids: Integers (batch, length): tokens see each other where their ids are equal and
         above 0.
       cum_seqlens_q, cum_seqlens_k: The boundaries of packed sequences, n + 1 integers from 0 that do not decrease.
-        Each sequence sees itself alone; tokens after the last boundary are padding. The values are checked with
-        ``validate`` alone.
-      softmax_aux: Sink logits, (heads,) or (heads, n): they take part in every row's softmax, with no value.
+        Each sequence sees only itself; tokens after the last boundary are padding. The values are checked only with
+        ``validate``.
+      softmax_aux: Sink logits, (heads,) or (heads, n): each row's softmax includes them, without a value.
       softmax_scale: Default ``head_dim ** -0.5``.
       causal: A query sees no key after its own.
       sliding_window: (left, right): how many keys before and after its own a query sees; an int is both. (0, 0) is its
         own key alone.
       logits_soft_cap: Bound of the logits.
       dropout_prob: Probability in [0, 1) with which a weight is dropped; the others are divided by 1 - probability.
-      dropout_seed: Integer that decides which: the same on every backend, forward and backward.
+      dropout_seed: Integer that decides which weights are dropped: the same on every backend, forward and backward.
       return_lse: Also return the log-sum-exp of each row, (batch, heads, length), packed (heads, total), in float32
         (float64 for float64): differentiable, sinks included, before dropout, -inf where nothing is seen.
       backend: Use this kernel, or raise with the reason.
       cfg: Use this configuration (of the kernel whose ``Config`` it is).
-      validate: Look at the values of boundaries and ids before anything runs; a ValueError names the first that is
-        wrong. Not where an argument is traced (jit, grad, vmap): there it raises a TypeError.
+      validate: Check the values of boundaries and ids before anything runs; a ValueError names the first wrong one. If
+        an argument is traced (jit, grad, vmap), a TypeError is raised.
 
     Returns:
       (batch, length, heads, value's head_dim), in the inputs' dtype; with ``return_lse`` a pair.
     """
-    given = {name: argument for name, argument in locals().items() if argument is not None or name in NEVER_NONE}
-    return ejkernel_core.call("flash_attention", **given)
+    arguments = {name: argument for name, argument in locals().items() if argument is not None or name in NEVER_NONE}
+    return ejkernel_core.call("flash_attention", **arguments)

@@ -1,4 +1,4 @@
-"""What a flash attention call takes: checked here once, and brought into the one form that kernels see."""
+"""The arguments of a flash attention call: checked once, and brought into the canonical form that kernels see."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel_ops.symbolic import is_symbolic
+
 from .axes import AXES
-from .symbolic import is_symbolic
 
 Arguments = dict[str, Any]
 
@@ -20,36 +21,36 @@ DTYPES = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "f
 
 
 def prepare(arguments: Arguments) -> tuple[Arguments, Callable[[tuple[Any, ...]], Any]]:
-    """Check a call and make it canonical; and how to give the caller his layout back.
+    """The canonical arguments of a call, after checks, and a function that returns results in the layout of the caller.
 
-    Canonical is what ``AXES`` describes, a packed call being a batch of one; with segment ids and boundaries of int32;
-    a window as (left, right) or None; floats where floats belong; the scale given.
+    The canonical form is what ``AXES`` describes: a packed call is a batch of one, segment ids and boundaries are
+    int32, a window is (left, right) or None, numbers are floats, and there is a scale.
     """
-    packed = _is_packed(arguments)
+    is_packed = _is_packed(arguments)
     _check_dtypes(arguments)
     canonical = {**arguments, **_options(arguments)}
     canonical["dropout_seed"] = _seed(arguments, canonical["dropout_prob"])
-    if packed:
+    if is_packed:
         _check_packed_ranks(arguments)
         for name in ("query", "key", "value", "q_segment_ids", "kv_segment_ids"):
             if canonical[name] is not None:
                 canonical[name] = canonical[name][None]
     for name in ("cum_seqlens_q", "cum_seqlens_k", "q_segment_ids", "kv_segment_ids"):
-        if canonical[name] is not None:  # narrower integers could not count the tokens
+        if canonical[name] is not None:  # narrower integers may be too small for the number of tokens
             canonical[name] = canonical[name].astype(jnp.int32)
     if canonical["softmax_aux"] is not None and canonical["softmax_aux"].ndim == 1:
         canonical["softmax_aux"] = canonical["softmax_aux"][:, None]
     _check_symbolic(canonical)
     canonical = AXES.canonical(canonical)
-    canonical["sliding_window"] = _reaching(canonical)
+    canonical["sliding_window"] = _bounded_window(canonical)
     if canonical["softmax_scale"] is None:
         canonical["softmax_scale"] = canonical["query"].shape[-1] ** -0.5
-    return canonical, _restore(packed, canonical["return_lse"])
+    return canonical, _restore(is_packed, canonical["return_lse"])
 
 
-def _restore(packed: bool, return_lse: bool) -> Callable[[tuple[Any, ...]], Any]:
+def _restore(is_packed: bool, return_lse: bool) -> Callable[[tuple[Any, ...]], Any]:
     def restore(results: tuple[Any, ...]) -> Any:
-        out, lse = (result[0] for result in results) if packed else results
+        out, lse = (result[0] for result in results) if is_packed else results
         return (out, lse) if return_lse else out
 
     return restore
@@ -63,14 +64,14 @@ def _is_packed(a: Arguments) -> bool:
 def _check_together(a: Arguments, *names: str) -> None:
     missing = [name for name in names if a[name] is None]
     if missing and len(missing) < len(names):
-        raise ValueError(f"{missing[0]}: {' and '.join(names)} are given together or not at all")
+        raise ValueError(f"{missing[0]}: {' and '.join(names)} must be passed together")
 
 
 def _check_packed_ranks(a: Arguments) -> None:
     for name in ("query", "key", "value"):
         if a[name].ndim != 3:
-            told = "(total, heads, head_dim) when cum_seqlens are given"
-            raise ValueError(f"{name}: takes {told}; got shape {a[name].shape}")
+            shape = "(total, heads, head_dim) with cum_seqlens"
+            raise ValueError(f"{name}: takes {shape}; got shape {a[name].shape}")
 
 
 def _check_dtypes(a: Arguments) -> None:
@@ -84,9 +85,9 @@ def _check_dtypes(a: Arguments) -> None:
     for name in ("cum_seqlens_q", "cum_seqlens_k", "q_segment_ids", "kv_segment_ids"):
         if a[name] is not None:
             _check_integers(name, a[name])
-    for name, other in (("bias", " (a boolean mask is attention_mask)"), ("softmax_aux", "")):
+    for name, hint in (("bias", " (a boolean mask is attention_mask)"), ("softmax_aux", "")):
         if a[name] is not None and a[name].dtype not in DTYPES:
-            raise TypeError(f"{name}: takes floats; got {a[name].dtype}{other}")
+            raise TypeError(f"{name}: takes floats; got {a[name].dtype}{hint}")
     mask = a["attention_mask"]
     if mask is not None and mask.dtype != jnp.bool_:
         raise TypeError(f"attention_mask: takes booleans; got {mask.dtype} (numbers to add are bias)")
@@ -96,18 +97,18 @@ def _check_symbolic(a: Arguments) -> None:
     for name in ("query", "key", "value"):
         sizes = a[name].shape[-2:]
         if any(map(is_symbolic, sizes)):
-            told = " of ".join(map(str, sizes))
-            raise ValueError(f"{name}: takes symbolic sizes for batch and length alone; got heads {told}")
+            heads = " of ".join(map(str, sizes))
+            raise ValueError(f"{name}: only batch and length may be symbolic; got heads {heads}")
 
 
 def _options(a: Arguments) -> Arguments:
     for name in ("causal", "return_lse"):
         if not isinstance(a[name], (bool, np.bool_)):
-            raise TypeError(f"{name}: takes True or False; got {_shown(a[name])}")
+            raise TypeError(f"{name}: takes True or False; got {_type_and_value(a[name])}")
     return {
         "causal": bool(a["causal"]),
         "return_lse": bool(a["return_lse"]),
-        "softmax_scale": _held("softmax_scale", a["softmax_scale"], a["query"].dtype),
+        "softmax_scale": _finite("softmax_scale", a["softmax_scale"], a["query"].dtype),
         "logits_soft_cap": _soft_cap(a["logits_soft_cap"], a["query"].dtype),
         "sliding_window": _window(a["sliding_window"]),
         "dropout_prob": _probability(a["dropout_prob"]),
@@ -118,7 +119,7 @@ def _number(name: str, value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: takes a number, known while tracing; got {_shown(value)}")
+        raise TypeError(f"{name}: takes a number, known while tracing; got {_type_and_value(value)}")
     try:
         number = float(value)
     except OverflowError:
@@ -128,23 +129,23 @@ def _number(name: str, value: Any) -> float | None:
     return number
 
 
-def _held(name: str, value: Any, dtype: Any) -> float | None:
-    """A number that logits are computed with: finite in their dtype."""
+def _finite(name: str, value: Any, dtype: Any) -> float | None:
+    """The number, if in the dtype of logits it is finite and not rounded to 0."""
     number = _number(name, value)
-    wide = np.finfo(np.promote_types(dtype, np.float32))
-    smallest = math.ldexp(1.0, int(wide.minexp) - int(wide.nmant))  # with subnormals
-    if number is not None and (abs(number) > float(wide.max) or 0 < abs(number) < smallest):
-        raise ValueError(f"{name}: takes a number that {wide.dtype} holds; got {_brief(value)}")
+    limits = np.finfo(np.promote_types(dtype, np.float32))
+    smallest = math.ldexp(1.0, int(limits.minexp) - int(limits.nmant))  # with subnormals
+    if number is not None and (abs(number) > float(limits.max) or 0 < abs(number) < smallest):
+        raise ValueError(f"{name}: takes a number that {limits.dtype} holds; got {_brief(value)}")
     return number
 
 
 def _soft_cap(value: Any, dtype: Any) -> float | None:
-    cap = _held("logits_soft_cap", value, dtype)
+    cap = _finite("logits_soft_cap", value, dtype)
     if cap is not None and cap <= 0:
         raise ValueError(f"logits_soft_cap: takes a number above 0, or None; got {_brief(value)}")
-    wide = np.finfo(np.promote_types(dtype, np.float32))
-    if cap is not None and cap < float(wide.tiny):  # logits are divided by it, and it would be 0
-        raise ValueError(f"logits_soft_cap: takes a number that {wide.dtype} holds; got {_brief(value)}")
+    limits = np.finfo(np.promote_types(dtype, np.float32))
+    if cap is not None and cap < float(limits.tiny):  # logits are divided by it, and it would be 0
+        raise ValueError(f"logits_soft_cap: takes a number that {limits.dtype} holds; got {_brief(value)}")
     return cap
 
 
@@ -155,8 +156,8 @@ def _probability(value: Any) -> float:
     return probability
 
 
-#: How to write what -1 and None mean elsewhere.
-_OPEN_SIDE = " (a side that is open takes the length of the sequence)"
+#: For users of libraries in which -1 or None is a side without a limit.
+_OPEN_SIDE = " (for a side without a limit, pass the length of the sequence)"
 
 
 def _window(value: Any) -> tuple[int, int] | None:
@@ -165,7 +166,8 @@ def _window(value: Any) -> tuple[int, int] | None:
     sides = (value, value) if not isinstance(value, tuple) else value
     if len(sides) != 2 or any(isinstance(s, (bool, np.bool_)) or not isinstance(s, numbers.Integral) for s in sides):
         raise TypeError(
-            f"sliding_window: takes an int, a pair (left, right) of ints, or None; got {_shown(value)}{_OPEN_SIDE}"
+            "sliding_window: takes an int, a pair (left, right) of ints, or None; got "
+            f"{_type_and_value(value)}{_OPEN_SIDE}"
         )
     left, right = (int(side) for side in sides)
     if left < 0 or right < 0:
@@ -173,15 +175,15 @@ def _window(value: Any) -> tuple[int, int] | None:
     return left, right
 
 
-def _reaching(a: Arguments) -> tuple[int, int] | None:
-    """The window, no wider than all there is."""
+def _bounded_window(a: Arguments) -> tuple[int, int] | None:
+    """The window, with no side longer than all tokens together."""
     if a["sliding_window"] is None:
         return None
     left, right = a["sliding_window"]
-    farthest = a["query"].shape[1] + a["key"].shape[1]
-    if is_symbolic(farthest):
-        farthest = int(np.iinfo(np.int32).max)
-    return min(left, farthest), min(right, farthest)
+    widest = a["query"].shape[1] + a["key"].shape[1]
+    if is_symbolic(widest):
+        widest = int(np.iinfo(np.int32).max)
+    return min(left, widest), min(right, widest)
 
 
 def _seed(a: Arguments, probability: float) -> Any:
@@ -201,13 +203,13 @@ def _check_integers(name: str, value: Any) -> None:
         raise TypeError(f"{name}: takes integers; got {value.dtype}")
 
 
-def _shown(value: Any) -> str:
+def _type_and_value(value: Any) -> str:
     return f"{type(value).__name__} {_brief(value)}"
 
 
 def _brief(value: Any) -> str:
     try:
         text = repr(value)
-    except ValueError:  # Python writes no int of thousands of digits
+    except ValueError:  # Python refuses to print an int with thousands of digits
         return f"{type(value).__name__} of thousands of digits"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,5 +1,5 @@
-"""How attention is called, and what the axes of its arrays mean: of the canonical form, in which a packed call is a
-batch of one.
+"""The signature of attention, and the axes of its arrays in the canonical form, in which a packed call is a batch of
+one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import inspect
 from ejkernel_core import Axes
 
 
-def _call(  # type: ignore[no-untyped-def]  # a signature and nothing else: the typed one is ejkernel_ops.flash_attention
+def _call(  # type: ignore[no-untyped-def]  # only a signature: the typed function is ejkernel_ops.flash_attention
     query,
     key,
     value,

@@ -1,6 +1,6 @@
-"""What every kernel of ``flash_attention`` is proved on.
+"""The examples that every kernel of ``flash_attention`` is tested on.
 
-``grid`` crosses every argument with every other; ``faults`` has one case for each fault that attention kernels are
+``grid`` crosses every argument with every other; ``faults`` has one example for each fault that attention kernels are
 known to have had; ``subjects`` are small calls for JAX's transformations and for one argument at a time.
 """
 
@@ -14,7 +14,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from ejkernel_testing import TRANSFORMS, Case, pairwise
+from ejkernel_core import Example
+from ejkernel_testing import TRANSFORMS, pairwise
 
 Arguments = dict[str, Any]
 Row = Mapping[str, Any]
@@ -38,32 +39,35 @@ FACTORS: dict[str, Sequence[Any]] = {
     "lse": (True, False),
 }
 DIFFERENTIABLE = ("query", "key", "value", "bias", "softmax_aux")
-#: How many keys there are, by how many queries.
+#: The number of keys for a number of queries.
 K_LENGTH = {"equal": lambda n: n, "more": lambda n: n + 66, "fewer": lambda n: max(n - n // 3, 1)}
 
 
 @cache
-def forward_cases() -> tuple[Case, ...]:
+def examples() -> tuple[Example, ...]:
     return (*faults(), *subjects(), *accumulations(), *grid())
 
 
 # -- the grid ------------------------------------------------------------------------------------------------------
 
 
-def grid() -> Iterator[Case]:
-    """Every pair of choices in float32; every row in each other dtype. Some are not for the long sweep alone: every
-    third row in float32, and of the other dtypes each a sixth.
+def grid() -> Iterator[Example]:
+    """Rows that contain every pair of choices, each row in every dtype.
+
+    Not only the long sweep runs a third of them in float32, and a sixth in each other dtype.
     """
-    for number, row in enumerate(pairwise(FACTORS, possible)):
-        for place, dtype in enumerate(("float32", "bfloat16", "float16", "float64")):
-            long = number % 6 != 2 * (place - 1) if place else number % 3 != 1
-            yield case(f"grid{number:02}-{dtype}-{_label(row)}", partial(grid_arguments, row), dtype=dtype, long=long)
+    for number, row in enumerate(pairwise(FACTORS, is_possible)):
+        for dtype_index, dtype in enumerate(("float32", "bfloat16", "float16", "float64")):
+            long = number % 6 != 2 * (dtype_index - 1) if dtype_index else number % 3 != 1
+            yield example(
+                f"grid{number:02}-{dtype}-{_label(row)}", partial(grid_arguments, row), dtype=dtype, long=long
+            )
 
 
-def possible(row: Row) -> bool:
-    """Packed calls are a batch of one, and their sequences have lengths of their own."""
-    packed = str(row.get("tokens")).startswith("packed")
-    return not (packed and row.get("batch", 1) != 1)
+def is_possible(row: Row) -> bool:
+    """Packed calls have a batch of one."""
+    is_packed = str(row.get("tokens")).startswith("packed")
+    return not (is_packed and row.get("batch", 1) != 1)
 
 
 def _label(row: Row) -> str:
@@ -78,7 +82,7 @@ def grid_arguments(row: Row, draw: int) -> Arguments:
     k_length = K_LENGTH[row["keys"]](q_length)
     batch, heads, head_dim = row["batch"], max(row["group"], 2), row["head_dim"]
     value_dim = head_dim if row["value_dim"] == "same" else head_dim // 2 + 8
-    made = qkv(draw, batch, q_length, k_length, heads, row["group"], head_dim, value_dim)
+    arguments = qkv(draw, batch, q_length, k_length, heads, row["group"], head_dim, value_dim)
     full = (batch, heads, q_length, k_length)
     shapes = {
         "full": full,
@@ -87,18 +91,18 @@ def grid_arguments(row: Row, draw: int) -> Arguments:
         "rows": (batch, 1, *full[2:]),
     }
     if row["bias"]:
-        made["bias"] = normal("bias", draw, shapes[row["bias"]])
+        arguments["bias"] = normal("bias", draw, shapes[row["bias"]])
     if row["mask"]:
-        made["attention_mask"] = normal("mask", draw, shapes[row["mask"]]) < 0.7
+        arguments["attention_mask"] = normal("mask", draw, shapes[row["mask"]]) < 0.7
     if row["sinks"]:
-        made["softmax_aux"] = normal("sinks", draw, (heads, 2) if row["sinks"] == 2 else (heads,))
+        arguments["softmax_aux"] = normal("sinks", draw, (heads, 2) if row["sinks"] == 2 else (heads,))
     if row["dropout"]:
-        made |= {"dropout_prob": row["dropout"], "dropout_seed": 7 + draw}
+        arguments |= {"dropout_prob": row["dropout"], "dropout_seed": 7 + draw}
     if row["tokens"] == "segments":
-        made |= segments(draw, batch, q_length, k_length)
+        arguments |= segments(draw, batch, q_length, k_length)
     if row["tokens"].startswith("packed"):
-        made = packed(made, draw, padding=3 if "padding" in row["tokens"] else 0)
-    return made | {
+        arguments = packed(arguments, draw, padding=3 if "padding" in row["tokens"] else 0)
+    return arguments | {
         "softmax_scale": row["scale"],
         "causal": row["causal"],
         "sliding_window": row["window"],
@@ -107,14 +111,14 @@ def grid_arguments(row: Row, draw: int) -> Arguments:
     }
 
 
-# -- one case for each fault ---------------------------------------------------------------------------------------
+# -- one example for each fault ---------------------------------------------------------------------------------------
 
 
-def faults() -> Iterator[Case]:
-    """Known faults of attention kernels, and the edges of what may be asked."""
+def faults() -> Iterator[Example]:
+    """Known faults of attention kernels, and the limits of what may be called."""
     small = partial(qkv, batch=2, heads=4, group=2, head_dim=16)
     lse = {"return_lse": True}
-    made: dict[str, Callable[[int], Arguments]] = {
+    calls: dict[str, Callable[[int], Arguments]] = {
         "plain": lambda draw: small(draw, q_length=64, k_length=64),
         "gqa-strides-in-the-backward": lambda d: qkv(d, 2, 63, 129, 8, 4, 32, 24),
         "mqa": lambda d: qkv(d, 2, 33, 33, 8, 8, 16) | lse,
@@ -159,14 +163,14 @@ def faults() -> Iterator[Case]:
         "window-wider-than-all": lambda d: small(d, q_length=33, k_length=33) | {"sliding_window": 2**40},
         "lse-of-odd-length": lambda d: qkv(d, 2, 129, 65, 3, 1, 16) | lse,
         "rows-hidden-by-a-finite-bias": lambda d: _hidden(d, -1e30) | lse,
-        "rows-hidden-by-the-lowest-bias": lambda d: _hidden(d, np.finfo(np.float32).min) | lse,
+        "rows-hidden-by-the-lowest-bias": lambda d: _hidden(d, float(np.finfo(np.float32).min)) | lse,
         "rows-hidden-by-a-bias-of-keys": lambda d: (
             small(d, q_length=9, k_length=20) | {"bias": np.array([0, -1e30]).reshape(2, 1, 1, 1) + np.zeros(20)}
         ),
         "rows-raised-by-a-bias": lambda d: _hidden(d, 1e30),
         "hidden-rows-and-sinks": lambda d: _hidden(d, -1e30) | {"softmax_aux": np.full((4, 2), -1e30)} | lse,
         "hidden-rows-with-all-else": lambda d: (
-            _everything(d) | {"bias": _of_rows(d, -1e30, (1, 4, 12, 17)), "softmax_aux": np.full(4, -1e30)}
+            _everything(d) | {"bias": _bias_of_rows(d, -1e30, (1, 4, 12, 17)), "softmax_aux": np.full(4, -1e30)}
         ),
         "hidden-rows-with-dropout": lambda d: _hidden(d, -1e30) | {"dropout_prob": 0.4, "dropout_seed": 5 + d},
         "hidden-rows-packed": lambda d: _hidden_and_packed(d) | lse,
@@ -188,9 +192,11 @@ def faults() -> Iterator[Case]:
         "no-keys": lambda d: small(d, q_length=5, k_length=0) | lse,
         "no-queries": lambda d: small(d, q_length=0, k_length=5) | lse,
         "no-batch": lambda d: qkv(d, 0, 5, 5, 4, 2, 16),
-        "no-keys-and-all-there-is-beside-them": lambda d: _beside(small(d, q_length=5, k_length=0), d) | lse,
-        "no-queries-and-all-there-is-beside-them": lambda d: _beside(small(d, q_length=0, k_length=5), d) | lse,
-        "no-batch-and-all-there-is-beside-it": lambda d: _beside(qkv(d, 0, 5, 5, 4, 2, 16), d) | lse,
+        "no-keys-and-all-there-is-beside-them": lambda d: _with_all_arrays(small(d, q_length=5, k_length=0), d) | lse,
+        "no-queries-and-all-there-is-beside-them": lambda d: (
+            _with_all_arrays(small(d, q_length=0, k_length=5), d) | lse
+        ),
+        "no-batch-and-all-there-is-beside-it": lambda d: _with_all_arrays(qkv(d, 0, 5, 5, 4, 2, 16), d) | lse,
         "no-sinks": lambda d: small(d, q_length=9, k_length=9) | {"softmax_aux": np.zeros((4, 0)), "causal": True},
         "no-keys-and-no-sinks": lambda d: small(d, q_length=5, k_length=0) | {"softmax_aux": np.zeros((4, 0))} | lse,
         "packed-without-keys": lambda d: packed(qkv(d, 1, 5, 0, 4, 2, 16), d) | {"softmax_aux": np.ones(4)} | lse,
@@ -198,25 +204,25 @@ def faults() -> Iterator[Case]:
         "one-token": lambda d: qkv(d, 1, 1, 1, 1, 1, 16) | lse,
         "head-dim-of-one": lambda d: qkv(d, 1, 9, 9, 2, 1, 1, 3) | lse,
     }
-    for name, arguments in made.items():
-        yield case(name, arguments)
-    yield case("soft-cap-of-huge-logits-float16", made["soft-cap-of-huge-logits"], dtype="float16")
-    yield case("rows-hidden-by-a-finite-bias-bfloat16", made["rows-hidden-by-a-finite-bias"], dtype="bfloat16")
-    yield case("hidden-rows-here-and-there-bfloat16", made["hidden-rows-here-and-there"], dtype="bfloat16")
-    yield case("bias-and-sinks-in-float32", _float32_beside_bfloat16, dtype="bfloat16")
+    for name, arguments in calls.items():
+        yield example(name, arguments)
+    yield example("soft-cap-of-huge-logits-float16", calls["soft-cap-of-huge-logits"], dtype="float16")
+    yield example("rows-hidden-by-a-finite-bias-bfloat16", calls["rows-hidden-by-a-finite-bias"], dtype="bfloat16")
+    yield example("hidden-rows-here-and-there-bfloat16", calls["hidden-rows-here-and-there"], dtype="bfloat16")
+    yield example("bias-and-sinks-in-float32", _float32_beside_bfloat16, dtype="bfloat16")
 
 
-def _beside(made: Arguments, draw: int) -> Arguments:
-    """Arrays that have the axes of queries and keys, and sinks."""
-    (batch, q_length, heads, _), k_length = made["query"].shape, made["key"].shape[1]
+def _with_all_arrays(arguments: Arguments, draw: int) -> Arguments:
+    """The call with all arrays that have axes of queries and keys, and with sinks."""
+    (batch, q_length, heads, _), k_length = arguments["query"].shape, arguments["key"].shape[1]
     full = (batch, heads, q_length, k_length)
     arrays = {"bias": normal("bias", draw, full), "attention_mask": normal("mask", draw, full) < 1}
     sinks = normal("sinks", draw, (heads, 2))
-    return made | segments(draw, batch, q_length, k_length) | arrays | {"softmax_aux": sinks, "causal": True}
+    return arguments | segments(draw, batch, q_length, k_length) | arrays | {"softmax_aux": sinks, "causal": True}
 
 
 def _minus_infinity(draw: int) -> Any:
-    """One row without a way out, one key that nobody sees, and a scattering."""
+    """-inf for one whole row, for one whole key, and for scattered entries."""
     bias = normal("bias", draw, (2, 4, 9, 20))
     bias[normal("holes", draw, bias.shape) > 1] = -np.inf
     bias[0, 1, 4], bias[..., 3] = -np.inf, -np.inf
@@ -224,23 +230,23 @@ def _minus_infinity(draw: int) -> Any:
 
 
 def _hidden(draw: int, number: float) -> Arguments:
-    """Rows whose keys all have one great number for a bias; in others half of the keys have it."""
-    return qkv(draw, 2, 40, 50, 4, 2, 16) | {"bias": _of_rows(draw, number, (2, 4, 40, 50))}
+    """A bias that is one large number for all keys of some rows, and for half of the keys of others."""
+    return qkv(draw, 2, 40, 50, 4, 2, 16) | {"bias": _bias_of_rows(draw, number, (2, 4, 40, 50))}
 
 
-def _of_rows(draw: int, number: float, shape: tuple[int, ...]) -> Any:
+def _bias_of_rows(draw: int, number: float, shape: tuple[int, ...]) -> Any:
     bias = normal("bias", draw, shape).astype(np.float32)
     bias[..., 1::3, :], bias[..., 2::3, ::2] = number, number
     return bias
 
 
 def _hidden_and_packed(draw: int) -> Arguments:
-    made = packed(qkv(draw, 1, 40, 50, 4, 2, 16), draw, padding=3)
-    return made | {"bias": _of_rows(draw, -1e30, (1, 1, 40, 50)), "causal": True}
+    arguments = packed(qkv(draw, 1, 40, 50, 4, 2, 16), draw, padding=3)
+    return arguments | {"bias": _bias_of_rows(draw, -1e30, (1, 1, 40, 50)), "causal": True}
 
 
 def _hidden_here_and_there(draw: int) -> Arguments:
-    """Single rows among several blocks, hidden by what they see and not by what they do not see; one that is raised."""
+    """Single rows in several blocks with a large negative bias for the keys that they see; one with a positive bias."""
     bias = normal("bias", draw, (1, 4, 150, 170)).astype(np.float32)
     bias[:, :, [5, 71, 149]], bias[..., 70, ::3] = -1e30, 1e30
     bias[..., 5, 26:] = 0
@@ -250,55 +256,59 @@ def _hidden_here_and_there(draw: int) -> Arguments:
 
 
 def _huge(draw: int, size: float) -> Arguments:
-    """Every third row of logits far beyond the cap, each on one side: near zero it would be ill-conditioned."""
-    made = qkv(draw, 2, 33, 33, 4, 2, 16)
-    made["key"] = np.abs(made["key"])
-    made["query"][:, ::3] = size * np.abs(made["query"][:, ::3]) * np.sign(made["query"][:, ::3, :, :1])
-    return made | {"logits_soft_cap": 5.0, "return_lse": True}
+    """Every third row has logits far beyond the cap, all of one sign: near zero, tanh would be ill-conditioned."""
+    arguments = qkv(draw, 2, 33, 33, 4, 2, 16)
+    arguments["key"] = np.abs(arguments["key"])
+    arguments["query"][:, ::3] = size * np.abs(arguments["query"][:, ::3]) * np.sign(arguments["query"][:, ::3, :, :1])
+    return arguments | {"logits_soft_cap": 5.0, "return_lse": True}
 
 
 def _overflowing(draw: int) -> Arguments:
-    """Logits that overflow in float32 themselves."""
-    made = qkv(draw, 2, 9, 20, 4, 2, 16)
-    return made | {"query": 1e25 * np.abs(made["query"]), "key": -1e20 * np.abs(made["key"]), "logits_soft_cap": 5.0}
+    """Logits that overflow in float32 before they are capped."""
+    arguments = qkv(draw, 2, 9, 20, 4, 2, 16)
+    return arguments | {
+        "query": 1e25 * np.abs(arguments["query"]),
+        "key": -1e20 * np.abs(arguments["key"]),
+        "logits_soft_cap": 5.0,
+    }
 
 
 def _many_sequences(draw: int) -> Arguments:
     """200 sequences of one or two tokens."""
-    made = qkv(draw, 1, 300, 300, 2, 1, 16)
+    arguments = qkv(draw, 1, 300, 300, 2, 1, 16)
     ends = np.cumsum(np.r_[0, np.tile([1, 2], 100)]).astype(np.int32)
-    return _without_batch(made) | {"cum_seqlens_q": ends, "cum_seqlens_k": ends}
+    return _without_batch(arguments) | {"cum_seqlens_q": ends, "cum_seqlens_k": ends}
 
 
 def _float32_beside_bfloat16(draw: int) -> Arguments:
-    made = qkv(draw, 1, 33, 40, 4, 2, 16)
+    arguments = qkv(draw, 1, 33, 40, 4, 2, 16)
     extra = {"bias": normal("bias", draw, (4, 33, 40)), "softmax_aux": normal("sinks", draw, (4,))}
-    return made | {name: array.astype(np.float32) for name, array in extra.items()} | {"return_lse": True}
+    return arguments | {name: array.astype(np.float32) for name, array in extra.items()} | {"return_lse": True}
 
 
 # -- subjects for transformations, sensitivity and accumulation ----------------------------------------------------
 
 
-def subjects() -> Iterator[Case]:
-    looped = {"values", "jit", "vmap", "grad_of_vmap"}
-    folded = {"values", *(name for name in TRANSFORMS if "vmap" in name)} - {"vmap_with_shared"}
-    yield case("everything", _everything, checks=looped)
-    yield case("everything-in-loops", _everything, checks={"vmap_with_shared", "checkpoint", "scan"}, long=True)
-    yield case("all-that-folds", _all_that_folds, checks=folded)
-    yield case("all-that-folds-and-shared-arrays", _all_that_folds, checks={"vmap_with_shared"}, long=True)
-    yield case("with-dropout", _with_dropout, checks={"values", "vmap_of_grad"})
-    yield case("with-packing", _with_packing, checks={"values", "vmap_of_grad"})
-    yield case("with-packing-and-shared-arrays", _with_packing, checks={"vmap_with_shared"}, long=True)
-    yield case("sharded", _sharded, checks={"values", "shard_map"})
-    yield case("tiny", _tiny, checks={"values", "forward_mode"})
-    yield case("two-calls", _two_calls, checks={"values", "programs"}, wrt_sets=WRT_SETS)
-    yield case("tiny-of-second-order", _tiny, checks={"jacrev_of_jacrev"}, long=True)
+def subjects() -> Iterator[Example]:
+    checks_of_loops = {"values", "jit", "vmap", "grad_of_vmap"}
+    checks_of_folding = {"values", *(name for name in TRANSFORMS if "vmap" in name)} - {"vmap_with_shared"}
+    yield example("everything", _everything, checks=checks_of_loops)
+    yield example("everything-in-loops", _everything, checks={"vmap_with_shared", "checkpoint", "scan"}, long=True)
+    yield example("all-that-folds", _all_that_folds, checks=checks_of_folding)
+    yield example("all-that-folds-and-shared-arrays", _all_that_folds, checks={"vmap_with_shared"}, long=True)
+    yield example("with-dropout", _with_dropout, checks={"values", "vmap_of_grad"})
+    yield example("with-packing", _with_packing, checks={"values", "vmap_of_grad"})
+    yield example("with-packing-and-shared-arrays", _with_packing, checks={"vmap_with_shared"}, long=True)
+    yield example("sharded", _sharded, checks={"values", "shard_map"})
+    yield example("tiny", _tiny, checks={"values", "forward_mode"})
+    yield example("two-calls", _two_calls, checks={"values", "programs"}, wrt_sets=WRT_SETS)
+    yield example("tiny-of-second-order", _tiny, checks={"jacrev_of_jacrev"}, long=True)
     yield _varied("one-at-a-time", _base, {word: VARIATIONS[word] for word in VARIATIONS if word not in RELATED})
     yield _varied("one-at-a-time-related", _base, {word: VARIATIONS[word] for word in RELATED}, long=True)
     yield _varied("one-at-a-time-packed", lambda d: packed(qkv(d, 1, 24, 30, 4, 2, 16), d), PACKED_VARIATIONS)
 
 
-#: What two calls of one program are differentiated in.
+#: The sets of arguments by which two calls of one program are differentiated.
 WRT_SETS = (
     *(("query",), ("key",), ("value",)),
     *(("query", "key"), ("query", "value"), ("key", "value"), ("query", "key", "value")),
@@ -307,26 +317,28 @@ WRT_SETS = (
 
 
 def _two_calls(draw: int) -> Arguments:
-    made = qkv(draw, 1, 17, 19, 4, 2, 16)
-    made |= {"bias": normal("bias", draw, (1, 4, 17, 19)), "softmax_aux": normal("sinks", draw, (4,))}
-    return made | {"causal": True, "return_lse": True}
+    arguments = qkv(draw, 1, 17, 19, 4, 2, 16)
+    arguments |= {"bias": normal("bias", draw, (1, 4, 17, 19)), "softmax_aux": normal("sinks", draw, (4,))}
+    return arguments | {"causal": True, "return_lse": True}
 
 
 def _base(draw: int) -> Arguments:
     return qkv(draw, 2, 24, 30, 4, 2, 16) | {"return_lse": True}
 
 
+def _with_changes(base: Callable[[int], Arguments], changes: Callable[[], Arguments]) -> Callable[[int], Arguments]:
+    return lambda draw: base(draw) | changes()
+
+
 def _varied(
     name: str, base: Callable[[int], Arguments], variations: Mapping[str, Callable[[], Arguments]], long: bool = False
-) -> Case:
-    return case(
+) -> Example:
+    return example(
         name,
         base,
         checks={"values", "sensitivity"},
         long=long,
-        variations=tuple(
-            case(word, lambda d, change=change: base(d) | change()) for word, change in variations.items()
-        ),
+        variations=tuple(example(word, _with_changes(base, changes)) for word, changes in variations.items()),
     )
 
 
@@ -334,7 +346,7 @@ def _bias() -> Arguments:
     return {"bias": normal("bias", 0, (2, 4, 24, 30))}
 
 
-#: Those that differ little from another, which is tried before the long sweep.
+#: Variations that resemble another one: only the long sweep runs them.
 RELATED = (
     "bias-of-other-sign",
     "other-attention_mask",
@@ -347,7 +359,7 @@ RELATED = (
     "logits_soft_cap-higher",
     "dropout_prob-higher",
 )
-#: Each argument given or changed, on the same arrays.
+#: One argument is added or changed at a time, with the same arrays.
 VARIATIONS: dict[str, Callable[[], Arguments]] = {
     "bias": _bias,
     "bias-of-other-sign": lambda: {"bias": -_bias()["bias"]},
@@ -399,7 +411,7 @@ def _everything(draw: int) -> Arguments:
 
 
 def _all_that_folds(draw: int) -> Arguments:
-    """Without what makes ``jax.vmap`` loop: the gradients of what the batch shares."""
+    """Everything but the arrays that the batch shares, whose gradients make ``jax.vmap`` loop."""
     shared = ("bias", "softmax_aux")
     return {name: value for name, value in _everything(draw).items() if name not in shared} | {"causal": True}
 
@@ -435,31 +447,31 @@ def _tiny(draw: int) -> Arguments:
     }
 
 
-def accumulations() -> Iterator[Case]:
-    """Sums over 8192 keys, and over 8192 queries; and the whole square of them, of which the results alone."""
+def accumulations() -> Iterator[Example]:
+    """Sums over 8192 keys, and over 8192 queries; and both at once, without gradients."""
     shapes = {"keys": (64, 8192), "queries": (8192, 64)}
     for name, (q_length, k_length) in shapes.items():
         arguments = partial(qkv, batch=1, q_length=q_length, k_length=k_length, heads=1, group=1, head_dim=32)
-        yield case(f"sums-over-8192-{name}", arguments, dtype="bfloat16", checks={"accumulation"})
-    square = case("sums-over-8192-squared", partial(arguments, k_length=8192, head_dim=16), dtype="bfloat16")
+        yield example(f"sums-over-8192-{name}", arguments, dtype="bfloat16", checks={"accumulation"})
+    square = example("sums-over-8192-squared", partial(arguments, k_length=8192, head_dim=16), dtype="bfloat16")
     yield attrs.evolve(square, wrt=(), checks=frozenset({"accumulation"}), long=True)
 
 
-# -- what cases are made of ----------------------------------------------------------------------------------------
+# -- parts of examples -------------------------------------------------------------------------------------------------
 
 
-def case(name: str, arguments: Callable[[int], Arguments], checks: Any = ("values",), **more: Any) -> Case:
-    made = arguments(0)
-    wrt = tuple(array for array in DIFFERENTIABLE if made.get(array) is not None)
-    features = _features(made) | {more.get("dtype", "float32")}
-    return Case(name, "flash_attention", arguments, wrt=wrt, features=features, checks=frozenset(checks), **more)
+def example(name: str, arguments: Callable[[int], Arguments], checks: Any = ("values",), **fields: Any) -> Example:
+    call = arguments(0)
+    wrt = tuple(array for array in DIFFERENTIABLE if call.get(array) is not None)
+    features = _features(call) | {fields.get("dtype", "float32")}
+    return Example(name, "flash_attention", arguments, wrt=wrt, features=features, checks=frozenset(checks), **fields)
 
 
-def _features(made: Arguments) -> frozenset[str]:
-    """The arguments that are given, and what is particular about the shapes."""
-    query, key, value = made["query"], made["key"], made["value"]
-    given = {name for name, argument in made.items() if argument is not None and argument is not False}
-    shapes = {
+def _features(arguments: Arguments) -> frozenset[str]:
+    """The names of the arguments that the call has, and properties of its shapes."""
+    query, key, value = arguments["query"], arguments["key"], arguments["value"]
+    names = {name for name, argument in arguments.items() if argument is not None and argument is not False}
+    properties = {
         f"head_dim={query.shape[-1]}": True,
         f"value_dim={value.shape[-1]}": True,
         "other value_dim": value.shape[-1] != query.shape[-1],
@@ -467,16 +479,16 @@ def _features(made: Arguments) -> frozenset[str]:
         "cross": query.shape[-3] != key.shape[-3],
         "packed": query.ndim == 3,
         "empty": 0 in (*query.shape, *key.shape),
-        "dropout": made.get("dropout_prob", 0) > 0,
-        "bidirectional window": made.get("sliding_window") is not None and not made.get("causal"),
+        "dropout": arguments.get("dropout_prob", 0) > 0,
+        "bidirectional window": arguments.get("sliding_window") is not None and not arguments.get("causal"),
     }
     return frozenset(
-        given - {"query", "key", "value", "dropout_prob"} | {word for word, true in shapes.items() if true}
+        names - {"query", "key", "value", "dropout_prob"} | {word for word, is_true in properties.items() if is_true}
     )
 
 
 def normal(name: str, draw: int, shape: tuple[int, ...]) -> Any:
-    """Normal numbers that depend on the name, the draw and nothing else."""
+    """Normally distributed numbers, which depend only on the name, the draw and the shape."""
     return np.random.default_rng([zlib.crc32(name.encode()), draw]).standard_normal(shape)
 
 
@@ -498,7 +510,7 @@ def qkv(
 
 
 def segments(draw: int, batch: int, q_length: int, k_length: int) -> Arguments:
-    """Ids from 0 (padding) to 3 in runs, the same on both sides up to their lengths; -1 at the very end."""
+    """Runs of the ids 1, 2 and 3 with 0 (padding) in between, the same for queries and keys; the last key has -1."""
     longest = max(q_length, k_length)
     steps = np.sort(np.random.default_rng([1, draw]).integers(0, longest + 1, (batch, 2)), axis=1)
     ids = 1 + (np.arange(longest) >= steps[:, :1]) + (np.arange(longest) >= steps[:, 1:])
@@ -508,17 +520,17 @@ def segments(draw: int, batch: int, q_length: int, k_length: int) -> Arguments:
     return {"q_segment_ids": q_ids, "kv_segment_ids": k_ids}
 
 
-def packed(made: Arguments, draw: int, padding: int = 0) -> Arguments:
-    """The call with its tokens parted into four sequences, one empty on both sides, one of queries without keys."""
-    made = _without_batch(made)
-    q_total, k_total = (len(made[name]) - padding for name in ("query", "key"))
+def packed(arguments: Arguments, draw: int, padding: int = 0) -> Arguments:
+    """The call with its tokens in four packed sequences: one is empty, and one has queries but no keys."""
+    arguments = _without_batch(arguments)
+    q_total, k_total = (len(arguments[name]) - padding for name in ("query", "key"))
     q_total, k_total = max(q_total, 0), max(k_total, 0)
-    shift = draw % 3
-    q_ends = [0, q_total // 3, q_total // 3, max(q_total * 2 // 3 - shift, q_total // 3), q_total]
+    offset = draw % 3
+    q_ends = [0, q_total // 3, q_total // 3, max(q_total * 2 // 3 - offset, q_total // 3), q_total]
     k_ends = [0, k_total // 2, k_total // 2, k_total // 2, k_total]
-    return made | {"cum_seqlens_q": np.array(q_ends, np.int32), "cum_seqlens_k": np.array(k_ends, np.int32)}
+    return arguments | {"cum_seqlens_q": np.array(q_ends, np.int32), "cum_seqlens_k": np.array(k_ends, np.int32)}
 
 
-def _without_batch(made: Arguments) -> Arguments:
+def _without_batch(arguments: Arguments) -> Arguments:
     names = ("query", "key", "value", "q_segment_ids", "kv_segment_ids")
-    return {name: value[0] if name in names else value for name, value in made.items()}
+    return {name: value[0] if name in names else value for name, value in arguments.items()}

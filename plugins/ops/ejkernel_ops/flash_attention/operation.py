@@ -1,5 +1,5 @@
-"""The operations ``flash_attention`` and ``flash_attention_bwd``, which has the gradients of the first from its results
-and their cotangents.
+"""The operations ``flash_attention`` and ``flash_attention_bwd``, which computes the gradients of the first from its
+results and their cotangents.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .values import check_values
 Arguments = dict[str, Any]
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "softmax_aux")
-#: What the backward has of the forward, and has no batch either where a call is packed.
+#: The results of the forward and their cotangents, which have no batch in a packed call.
 SAVED = ("out", "lse", "d_out", "d_lse")
 
 
 def bucket(axes: Axes, arguments: Mapping[str, Any]) -> Arguments:
-    """Which calls are alike as far as tuning goes: the arguments with every batch and length rounded up to a power of
-    two, and of numbers only whether they act.
+    """The key that calls with the same tuning records share: the arguments, with every batch and length rounded up to a
+    power of two, and numbers replaced by whether they have an effect.
 
     >>> import jax
     >>> query = jax.ShapeDtypeStruct((3, 1000, 8, 64), "float32")
@@ -39,9 +39,10 @@ def bucket(axes: Axes, arguments: Mapping[str, Any]) -> Arguments:
 
 
 def _examples() -> Iterable[Any]:
-    from .examples import forward_cases
+    from .examples import examples
+    from .sizes import sizes
 
-    return forward_cases()
+    return (*examples(), *sizes())
 
 
 forward = Operation(
@@ -56,7 +57,7 @@ forward = Operation(
     tuning_key=partial(bucket, AXES),
     samples=samples,
     cost=forward_cost,
-    cases=_examples,
+    examples=_examples,
 )
 
 

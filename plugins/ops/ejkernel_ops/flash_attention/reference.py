@@ -1,4 +1,4 @@
-"""Attention as its definition says it, densely: what every other kernel is measured against, and the last resort."""
+"""Dense attention, by its definition. Every kernel is compared with this one, and it is chosen last."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import jax
 from ejkernel_core import Invocation, hookimpl
 from ejkernel_ops.flash_attention.dense import dense_attention
 
-#: Of the kernel and of its Config: what was measured with another one is measured again.
+#: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
-#: After everything else, on every platform.
+#: The lowest rank, on every platform.
 PLATFORMS = {"cpu": 0, "gpu": 0, "tpu": 0}
 
 
 @attrs.frozen
 class Config:
-    """Nothing to choose."""
+    """Empty, because there is only one way to run this kernel."""
 
 
 @hookimpl

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from ejkernel_core import Invocation, hookimpl
 from ejkernel_ops.flash_attention.dense import dense_attention
 
-#: Of the kernel and of its Config: what was measured with another one is measured again.
+#: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
 PLATFORMS = {"cpu": 0, "gpu": 0, "tpu": 0}
 
 
 @attrs.frozen
 class Config:
-    """Nothing to choose."""
+    """Empty, because there is only one way to run this kernel."""
 
 
 @hookimpl
@@ -26,12 +26,12 @@ def heuristic_cfg(inv: Invocation) -> Config:
 
 @hookimpl
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
-    """Computed from the inputs alone: the forward's results are functions of them, so the total derivative of this,
-    of any order, is the right one without a term for ``out`` and ``lse``.
+    """``out`` and ``lse`` are not used: they are functions of the other inputs, so that total derivatives of any order
+    are right without terms for them.
     """
 
-    def forward(moving: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return dense_attention({**inv, **moving})
+    def forward(primals: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return dense_attention({**inv, **primals})
 
     (out, lse), pull_back = jax.vjp(forward, {name: inv[name] for name in inv["wrt"]})
     d_out = jnp.zeros_like(out) if inv["d_out"] is None else inv["d_out"]

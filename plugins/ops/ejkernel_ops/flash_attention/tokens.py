@@ -1,4 +1,4 @@
-"""Which sequence every token belongs to, where it stands in it, and who may see whom."""
+"""The sequence and the position of each token, and which queries may see which keys."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .symbolic import is_symbolic
+from ejkernel_ops.symbolic import is_symbolic
 
 Ids = tuple[Any, Any]
 
 
 @attrs.frozen(eq=False)
 class Tokens:
-    """The coordinates that masks are made of, one row a batch entry (or one row for all).
+    """The coordinates that masks are made of, one row for each batch entry or one for all.
 
-    A query's position is counted so that the key at the same position is the query's own: the last query of a
-    sequence stands at its last key (bottom-right alignment). ``groups`` holds pairs of (query ids, key ids): a pair of
-    tokens meets when its ids are equal and positive in every group.
+    A query's own key is the key at its position: the last query of a sequence is at the position of its last key
+    (bottom-right alignment). ``groups`` holds pairs of (query ids, key ids): a query may see a key if their ids are
+    equal and positive in every group.
 
-    Positions are NumPy arrays where they are known before tracing, so that a kernel can plan its blocks in Python.
+    Positions are NumPy arrays if they are known while tracing, so that a kernel can plan its blocks in Python.
     """
 
     q_position: Any
@@ -45,6 +45,8 @@ def tokens(arguments: Mapping[str, Any]) -> Tokens:
     """The coordinates of a flash attention call, from its prepared arguments."""
     q_length, k_length = arguments["query"].shape[1], arguments["key"].shape[1]
     groups: list[Ids] = []
+    q_position: jax.Array | np.ndarray
+    k_position: jax.Array | np.ndarray
     if is_symbolic(q_length) or is_symbolic(k_length):
         q_position = jnp.arange(q_length, dtype=jnp.int32)[None] + jnp.asarray(k_length - q_length, jnp.int32)
         k_position = jnp.arange(k_length, dtype=jnp.int32)[None]
@@ -54,8 +56,8 @@ def tokens(arguments: Mapping[str, Any]) -> Tokens:
     if arguments["cum_seqlens_q"] is not None:
         cum_q, cum_k = arguments["cum_seqlens_q"], arguments["cum_seqlens_k"]
         q_ids, k_ids = _sequence_ids(cum_q, q_length), _sequence_ids(cum_k, k_length)
-        shift = cum_k[1:] - cum_q[1:]  # the ends of the two sides of a sequence meet
-        q_position = (jnp.arange(q_length, dtype=jnp.int32) + shift[q_ids - 1])[None]
+        offset = cum_k[1:] - cum_q[1:]  # the last query of a sequence is at its last key
+        q_position = (jnp.arange(q_length, dtype=jnp.int32) + offset[q_ids - 1])[None]
         groups.append((q_ids[None], k_ids[None]))
     if arguments["q_segment_ids"] is not None:
         groups.append((arguments["q_segment_ids"], arguments["kv_segment_ids"]))
@@ -65,8 +67,8 @@ def tokens(arguments: Mapping[str, Any]) -> Tokens:
 def visible(
     q_position: Any, k_position: Any, groups: tuple[Ids, ...], left: int | None, right: int | None
 ) -> jax.Array | None:
-    """Which queries see which keys, (rows, queries, keys); None where everything sees everything."""
-    # In JAX: what NumPy knows while tracing would be a constant of the program, as large as all pairs of tokens.
+    """Which queries see which keys, (rows, queries, keys); None if every query sees every key."""
+    # In JAX: with NumPy it would be a constant of the program, as large as all pairs of tokens.
     distance = jnp.asarray(k_position)[:, None, :] - jnp.asarray(q_position)[:, :, None]
     conditions = [(q_ids[:, :, None] == k_ids[:, None, :]) & (q_ids[:, :, None] > 0) for q_ids, k_ids in groups]
     if left is not None:
@@ -75,15 +77,15 @@ def visible(
         conditions.append(distance <= right)
     if not conditions:
         return None
-    seen = conditions[0]
+    mask: jax.Array = conditions[0]
     for condition in conditions[1:]:
-        seen = seen & condition
-    return seen
+        mask = mask & condition
+    return mask
 
 
 def _sequence_ids(cum_seqlens: jax.Array, length: int) -> jax.Array:
     """1 for the tokens of the first sequence, 2 for the second, ...; 0 after the last. Empty sequences have none."""
     index = jnp.arange(length, dtype=cum_seqlens.dtype)
-    # Unrolled, it becomes a part of what reads it; a loop would be many launches of next to nothing.
+    # Unrolled, it fuses with the operations that read it; a loop would be many launches of tiny kernels.
     ids = jnp.searchsorted(cum_seqlens[1:], index, side="right", method="scan_unrolled") + 1
     return jnp.where(index < cum_seqlens[-1], ids, 0).astype(jnp.int32)
