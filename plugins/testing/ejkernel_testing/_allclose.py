@@ -1,4 +1,4 @@
-"""Two arrays compared value by value, in every dtype that JAX has."""
+"""Comparison of two arrays value by value, in every dtype that JAX has."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def assert_allclose(
     equal_nan: bool = True,
     check_dtype: bool = True,
 ) -> None:
-    """Raise AssertionError unless both have one shape, one dtype, and values within ``atol + rtol * abs(expected)``.
+    """Raise AssertionError unless both have the same shape, dtype and values, within ``atol + rtol * abs(expected)``.
 
-    The message tells how many values are too far off, and of the worst its place and both values. Nothing is
-    broadcast. What has no dtype of its own, as a list or a number of Python, has every dtype; ``check_dtype=False``
-    lets any two pass. Values are compared in float64, integers exactly, and booleans are equal or not. Infinities are
-    equal to themselves, and so is NaN, unless ``equal_nan=False``; of a complex number, each part.
+    The message has the number of values that are too far off, and the index and both values of the worst. Nothing is
+    broadcast. Values without a dtype, such as a list or a Python number, match every dtype; with ``check_dtype=False``
+    dtypes may differ. Values are compared in float64, integers exactly, and booleans for equality. An infinity equals
+    itself, and so does NaN, unless ``equal_nan=False``; of complex numbers, each part does.
 
     >>> assert_allclose(jnp.array([1.0, 2.0]), jnp.array([1.0, 2.000001]))
     >>> try:
@@ -34,68 +34,70 @@ def assert_allclose(
     """
     for name, tolerance in {"rtol": rtol, "atol": atol}.items():
         if not tolerance >= 0:
-            raise ValueError(f"{name}: is at least 0; got {tolerance}")
-    typed = hasattr(actual, "dtype") and hasattr(expected, "dtype")
-    own, wanted = _numbers(actual, "actual"), _numbers(expected, "expected")
-    if own.shape != wanted.shape:
-        raise AssertionError(f"assert_allclose: the shape is {own.shape}, expected {wanted.shape}")
-    if check_dtype and typed and own.dtype != wanted.dtype:
-        raise AssertionError(f"assert_allclose: the dtype is {own.dtype}, expected {wanted.dtype}")
-    wrong = ~_close(own, wanted, rtol, atol, equal_nan)
-    if not wrong.any():
+            raise ValueError(f"{name}: must be at least 0; got {tolerance}")
+    have_dtypes = hasattr(actual, "dtype") and hasattr(expected, "dtype")
+    actual, expected = _numeric(actual, "actual"), _numeric(expected, "expected")
+    if actual.shape != expected.shape:
+        raise AssertionError(f"assert_allclose: the shape is {actual.shape}, expected {expected.shape}")
+    if check_dtype and have_dtypes and actual.dtype != expected.dtype:
+        raise AssertionError(f"assert_allclose: the dtype is {actual.dtype}, expected {expected.dtype}")
+    is_wrong = ~_is_close(actual, expected, rtol, atol, equal_nan)
+    if not is_wrong.any():
         return
-    places = np.argwhere(wrong)
-    worst = tuple(int(i) for i in places[np.argmax(_distances(own[wrong], wanted[wrong]))])
+    indices = np.argwhere(is_wrong)
+    worst = tuple(int(i) for i in indices[np.argmax(_distances(actual[is_wrong], expected[is_wrong]))])
     raise AssertionError(
-        f"assert_allclose: {len(places)} of {own.size} values are off by more than rtol={rtol}, atol={atol}; "
-        f"the worst is {list(worst)}: {own[worst]}, expected {wanted[worst]}"
+        f"assert_allclose: {len(indices)} of {actual.size} values are off by more than rtol={rtol}, atol={atol}; "
+        f"the worst is {list(worst)}: {actual[worst]}, expected {expected[worst]}"
     )
 
 
-def _numbers(given: Any, name: str) -> Array:
-    array = np.asarray(given)
+def _numeric(value: Any, name: str) -> Array:
+    array = np.asarray(value)
     if not (array.dtype == np.bool_ or jnp.issubdtype(array.dtype, jnp.number)):
         raise TypeError(f"{name}: takes numbers; got {array.dtype}")
     return array
 
 
-def _close(own: Array, wanted: Array, rtol: float, atol: float, equal_nan: bool) -> Array:
-    if np.bool_ in (own.dtype, wanted.dtype):
-        return np.asarray(own == wanted)
-    if _are_whole(own, wanted):
-        close = np.asarray(own == wanted)
+def _is_close(actual: Array, expected: Array, rtol: float, atol: float, equal_nan: bool) -> Array:
+    if np.bool_ in (actual.dtype, expected.dtype):
+        return np.asarray(actual == expected)
+    if _is_integral(actual, expected):
+        is_close = np.asarray(actual == expected)
         # In Python, where a difference of two int64 does not overflow.
-        pairs = zip(own[~close].tolist(), wanted[~close].tolist(), strict=True)
-        close[~close] = [abs(a - b) <= atol + rtol * abs(b) for a, b in pairs]
-        return close
-    own, wanted = _wide(own), _wide(wanted)
-    if np.iscomplexobj(own) or np.iscomplexobj(wanted):
-        near = _are_near(own, wanted, rtol, atol)
-        each = [_close(a, b, rtol, atol, equal_nan) for a, b in ((own.real, wanted.real), (own.imag, wanted.imag))]
-        return np.where(np.isfinite(own) & np.isfinite(wanted), near, each[0] & each[1])
-    same = (own == wanted) | (np.isnan(own) & np.isnan(wanted) & equal_nan)
-    return np.asarray(same | _are_near(own, wanted, rtol, atol))
+        pairs = zip(actual[~is_close].tolist(), expected[~is_close].tolist(), strict=True)
+        is_close[~is_close] = [abs(a - b) <= atol + rtol * abs(b) for a, b in pairs]
+        return is_close
+    actual, expected = _float64(actual), _float64(expected)
+    if np.iscomplexobj(actual) or np.iscomplexobj(expected):
+        is_near = _is_near(actual, expected, rtol, atol)
+        parts = ((actual.real, expected.real), (actual.imag, expected.imag))
+        real, imag = (_is_close(a, b, rtol, atol, equal_nan) for a, b in parts)
+        return np.where(np.isfinite(actual) & np.isfinite(expected), is_near, real & imag)
+    is_equal = (actual == expected) | (np.isnan(actual) & np.isnan(expected) & equal_nan)
+    return np.asarray(is_equal | _is_near(actual, expected, rtol, atol))
 
 
-def _are_near(own: Array, wanted: Array, rtol: float, atol: float) -> Array:
-    """Of what is finite on both sides."""
-    finite = np.isfinite(own) & np.isfinite(wanted)
+def _is_near(actual: Array, expected: Array, rtol: float, atol: float) -> Array:
+    """Whether both values are finite and within the tolerances."""
+    is_finite = np.isfinite(actual) & np.isfinite(expected)
     with np.errstate(all="ignore"):
-        return np.asarray(finite & (np.abs(own - wanted) <= atol + rtol * np.abs(wanted)))
+        return np.asarray(is_finite & (np.abs(actual - expected) <= atol + rtol * np.abs(expected)))
 
 
-def _distances(own: Array, wanted: Array) -> list[float]:
-    """How far apart they are; where one is NaN or infinite, infinitely far."""
-    if _are_whole(own, wanted):
-        return [abs(a - b) for a, b in zip(own.tolist(), wanted.tolist(), strict=True)]
+def _distances(actual: Array, expected: Array) -> list[float]:
+    """The absolute differences; infinity where a value is NaN or infinite."""
+    if _is_integral(actual, expected):
+        return [abs(a - b) for a, b in zip(actual.tolist(), expected.tolist(), strict=True)]
     with np.errstate(all="ignore"):
-        apart = np.abs(_wide(own) - _wide(wanted))
-    return [float(d) for d in np.where(np.isnan(apart), np.inf, apart)]
+        distances = np.abs(_float64(actual) - _float64(expected))
+    return [float(d) for d in np.where(np.isnan(distances), np.inf, distances)]
 
 
-def _are_whole(*arrays: Array) -> bool:
+def _is_integral(*arrays: Array) -> bool:
     return all(array.dtype == np.bool_ or jnp.issubdtype(array.dtype, jnp.integer) for array in arrays)
 
 
-def _wide(array: Array) -> Array:
+def _float64(array: Array) -> Array:
+    """The same numbers in double precision, real or complex."""
     return array.astype(np.complex128 if jnp.issubdtype(array.dtype, jnp.complexfloating) else np.float64)

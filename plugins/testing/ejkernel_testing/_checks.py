@@ -1,4 +1,4 @@
-"""The checks: each proves one thing of one kernel on one case, against the operation's reference in float64."""
+"""The checks: each proves one property of one kernel on one example, by the operation's reference in float64."""
 
 from __future__ import annotations
 
@@ -9,270 +9,318 @@ from functools import partial
 import jax
 import numpy as np
 
-from ejkernel_core import Invocation, Registry
-from ejkernel_core._kernel import MANY, LoadedKernel
+from ejkernel_core import Example, Invocation, Registry
+from ejkernel_core._kernel import MAX_CONFIGURATIONS, LoadedKernel
 
-from ._case import Case
-from ._outcome import REFERENCE, backward_kernels, inputs, moved_by_rounding, options, outcome, unit
+from ._outcome import (
+    REFERENCE,
+    backward_kernels,
+    inputs,
+    machine_epsilon,
+    options,
+    outcome_arrays,
+    rounding_errors_of_gradients,
+)
 
-#: The relative error that a result may have, where its dtype holds enough digits for one number to say it.
+#: The relative error that is allowed in the dtypes with enough digits for one number to be right for all kernels.
 TOLERANCE = {"float32": 2e-5, "float64": 1e-12}
-#: In low precision, the error of the reference, which rounds once, is the measure: so many times it, since sums in
-#: another order make a few roundings fall otherwise.
+#: In low precision the error of the reference, which rounds once, is the measure. A kernel's may be this many times
+#: larger, because sums in another order round differently.
 RESULT_FACTOR = 1.1
 GRADIENT_FACTOR = 1.5
-#: And so many units in the last place: a kernel computes its gradients from the forward's rounded result, which the
-#: reference, differentiated whole, does not. Where a sum nearly cancels, that shows (0.65 at most was measured, and
-#: float64 arithmetic on a rounded result makes the same error).
+#: Gradients may also be off by this many units in the last place: a kernel computes them from the forward's rounded
+#: result, unlike the reference, which is differentiated as a whole. This shows where a sum nearly cancels (0.65 at most
+#: was measured, and float64 arithmetic on a rounded result has the same error).
 GRADIENT_UNITS = 1.0
-#: Of few numbers, each of them such a sum, the units are not enough: then so many times what rounded results make of
-#: them, as a rule (1.4 was measured), as long as that is little.
-FEW, GRADIENT_MOVES, LITTLE = 64, 3.0, 0.05
-#: How far a move may be from the reference's, relative to the move itself. In low precision both ends of it are
-#: rounded, and so it may be off by half a unit in the last place of each, too.
-MOVE = 1e-3
+#: For gradients of at most this many entries, each of which is such a sum, units are not enough. Then the error may be
+#: this many times the typical error that rounded results cause (1.4 was measured), up to a limit.
+SMALL_SIZE, PROPAGATION_FACTOR, PROPAGATION_LIMIT = 64, 3.0, 0.05
+#: The share of 8-bit results that may be rounded to a neighbour: in float32 they are halfway between the two.
+EIGHT_BIT_TIES = 1e-3
+#: How far a change may be from the reference's change, relative to that. In low precision both ends of it are rounded,
+#: so it may be off by another half unit in the last place of each.
+CHANGE_TOLERANCE = 1e-3
 
 
-def values(registry: Registry, kernel: str, case: Case, roundings: float = 1.0) -> None:
-    """Every result is the reference's, to the precision of its dtype, infinite where it is, and nowhere NaN.
+def values(registry: Registry, kernel: str, example: Example, roundings: float = 1.0) -> None:
+    """Every result equals the reference's, to the precision of its dtype: infinite in the same places, without NaN.
 
-    >>> from ejkernel_testing._example import double
-    >>> registry, kernel, case = double()
-    >>> values(registry, kernel, case)
+    >>> from ejkernel_testing._double import double
+    >>> registry, kernel, example = double()
+    >>> values(registry, kernel, example)
     """
-    _prove("values", registry, kernel, case, "result", roundings)
+    _check_outcomes("values", registry, kernel, example, "result", roundings)
 
 
-def gradients(registry: Registry, kernel: str, case: Case, roundings: float = 1.0, backward: str | None = None) -> None:
-    """Every gradient, of a random weighted sum of all results, is the reference's; and ``backward``'s, where a kernel
-    of the backward operation is named.
+def gradients(
+    registry: Registry, kernel: str, example: Example, roundings: float = 1.0, backward: str | None = None
+) -> None:
+    """Every gradient of a random weighted sum of all results equals the reference's. If ``backward`` names a kernel of
+    the backward operation, this kernel computes them.
 
-    >>> from ejkernel_testing._example import double
-    >>> registry, kernel, case = double()
-    >>> gradients(registry, kernel, case)
+    >>> from ejkernel_testing._double import double
+    >>> registry, kernel, example = double()
+    >>> gradients(registry, kernel, example)
     """
-    if backward is not None and case.wrt:
-        given_by = _given_by(registry, kernel, case)
-        assert given_by == backward, (
-            f"gradients: {kernel} on {case.name}: are given by {given_by}, not by {backward} as declared"
+    if backward is not None and example.wrt:
+        source = _gradient_source(registry, kernel, example)
+        assert source == backward, (
+            f"gradients: {kernel} on {example.name}: the gradients are those of {source}; {backward} is declared"
         )
-    _prove("gradients", registry, kernel, case, "gradient", roundings)
+    _check_outcomes("gradients", registry, kernel, example, "gradient", roundings)
 
 
-def accumulation(registry: Registry, kernel: str, case: Case, roundings: float = 1.0) -> None:
-    """Sums over long axes are as exact as those of the reference, which adds up in float32.
+def accumulation(registry: Registry, kernel: str, example: Example, roundings: float = 1.0) -> None:
+    """Sums over long axes are as exact as those of the reference, which accumulates in float32.
 
-    >>> from ejkernel_testing._example import double
-    >>> registry, kernel, case = double()
-    >>> accumulation(registry, kernel, case)
+    >>> from ejkernel_testing._double import double
+    >>> registry, kernel, example = double()
+    >>> accumulation(registry, kernel, example)
     """
-    _prove("accumulation", registry, kernel, case, "result", roundings)
-    _prove("accumulation", registry, kernel, case, "gradient", roundings)
+    _check_outcomes("accumulation", registry, kernel, example, "result", roundings)
+    _check_outcomes("accumulation", registry, kernel, example, "gradient", roundings)
 
 
-def rows(registry: Registry, kernel: str, case: Case) -> None:
-    """Where the reference says exactly nothing (0, or -inf), the kernel does: what sees nothing, and padding.
+def rows(registry: Registry, kernel: str, example: Example) -> None:
+    """Where a result of the reference is exactly 0 or -inf, the kernel's is too: in fully masked rows, and in padding.
 
-    >>> from ejkernel_testing._example import double
-    >>> registry, kernel, case = double()
-    >>> rows(registry, kernel, case)
+    >>> from ejkernel_testing._double import double
+    >>> registry, kernel, example = double()
+    >>> rows(registry, kernel, example)
     """
-    own, exact = _both(registry, kernel, case)
-    for name, wanted in exact.items():
+    actual, exact = _outcomes(registry, kernel, example)
+    for name, expected in exact.items():
         if name.startswith("gradient"):  # the gradient of a row that sees one key is 0 too, but only by cancellation
-            dust = 100 * unit(case.dtype)
-            wrong = int((np.abs(own[name].astype(np.float64)[(wanted == 0).all(axis=-1)]) > dust).sum())
+            allowed_error = 100 * machine_epsilon(example.dtype)
+            zero_rows = actual[name].astype(np.float64)[(expected == 0).all(axis=-1)]
+            count = int((np.abs(zero_rows) > allowed_error).sum())
         else:
-            nothing = (wanted == 0) | np.isinf(wanted)
-            wrong = int((own[name].astype(np.float64)[nothing] != wanted[nothing]).sum())
-        assert not wrong, f"rows: {kernel} on {case.name}: {name} is not 0 or -inf at {wrong} places where it has to be"
+            is_checked = ((expected == 0) | np.isinf(expected)) & (expected.dtype.itemsize > 1)  # 8 bits round to 0
+            count = int((actual[name].astype(np.float64)[is_checked] != expected[is_checked]).sum())
+        assert not count, f"rows: {kernel} on {example.name}: {name} is not 0 or -inf in {count} places"
 
 
-def sensitivity(registry: Registry, kernel: str, case: Case, variation: Case) -> None:
-    """An argument that is given, or changed, moves results and gradients as it moves the reference's.
+def sensitivity(registry: Registry, kernel: str, example: Example, variation: Example) -> None:
+    """If an argument is added or changed, results and gradients change as those of the reference do.
 
-    >>> from ejkernel_testing._example import double
-    >>> registry, kernel, case = double()
-    >>> changed = Case("twos", "double", lambda draw: {"x": np.full(8, 2.0)}, wrt=("x",))
-    >>> sensitivity(registry, kernel, case, changed)
+    >>> from ejkernel_testing._double import double
+    >>> registry, kernel, example = double()
+    >>> twos = Example("twos", "double", lambda draw: {"x": np.full(8, 2.0)}, wrt=("x",))
+    >>> sensitivity(registry, kernel, example, twos)
     """
-    before, exact_before = _both(registry, kernel, case)
-    after, exact_after = _both(registry, kernel, variation, case.name)
+    before, exact_before = _outcomes(registry, kernel, example)
+    after, exact_after = _outcomes(registry, kernel, variation, example.name)
     for name in exact_before.keys() & exact_after.keys():
-        move, wanted = _difference(after[name], before[name]), _difference(exact_after[name], exact_before[name])
-        off, allowed = error(move, wanted), MOVE
-        if case.dtype not in TOLERANCE and np.any(wanted):
-            ends = sum(float(np.linalg.norm(end[np.isfinite(end)])) for end in (exact_before[name], exact_after[name]))
-            allowed += unit(before[name].dtype) / 2 * ends / float(np.linalg.norm(wanted))
-        assert off <= allowed, (
-            f"sensitivity: {kernel} on {case.name}: {variation.name} moves {name} by {np.linalg.norm(move):.2e}, the "
-            f"reference's by {np.linalg.norm(wanted):.2e}; the moves differ by {off:.2e} of it, allowed {allowed:.0e}; "
-            f"the reference's own in {case.dtype} by {_own_move(registry, case, variation, name, wanted):.2e}"
-            f"{_credit(registry, kernel, variation, name)}"
+        change, expected = _change(after[name], before[name]), _change(exact_after[name], exact_before[name])
+        error, tolerance = relative_error(change, expected), CHANGE_TOLERANCE
+        if example.dtype not in TOLERANCE and np.any(expected):
+            ends = exact_before[name], exact_after[name]
+            size = sum(float(np.linalg.norm(end[np.isfinite(end)])) for end in ends)
+            tolerance += machine_epsilon(before[name].dtype) / 2 * size / float(np.linalg.norm(expected))
+        assert error <= tolerance, (
+            f"sensitivity: {kernel} on {example.name}: with {variation.name}, {name} changes by "
+            f"{np.linalg.norm(change):.2e}, and in the reference by {np.linalg.norm(expected):.2e}; the change is off "
+            f"by {error:.2e}, allowed {tolerance:.0e}; that of the reference itself in {example.dtype} is off by "
+            f"{_reference_change_error(registry, example, variation, name, expected):.2e}"
+            f"{_backward_details(registry, kernel, variation, name)}"
         )
 
 
 def refusals(
     registry: Registry,
     kernel: str,
-    case: Case,
+    example: Example,
     refuses: frozenset[str] = frozenset(),
     refuses_gradients: frozenset[str] = frozenset(),
 ) -> bool:
-    """The kernel refuses what it is declared to refuse, with a reason, and nothing else. True where it runs.
+    """The kernel refuses what it is declared to refuse, with a reason, and nothing else. True if it runs the example.
 
-    >>> from ejkernel_testing._example import double
-    >>> registry, kernel, case = double()
-    >>> refusals(registry, kernel, case)
+    >>> from ejkernel_testing._double import double
+    >>> registry, kernel, example = double()
+    >>> refusals(registry, kernel, example)
     True
     """
     backend = kernel.rpartition(".")[2]
-    with jax.enable_x64(case.dtype == "float64"):
-        asked = registry.explain(case.op, **inputs(registry, case), **options(registry, case), backend=backend)
-    runs = _refused_as_declared(kernel, case, asked.error, refuses)
-    owner = registry.operation(case.op).backward
-    if not runs or asked.backward is None or backend not in registry.backends(str(owner)):
-        return runs
-    return _refused_as_declared(f"{owner}.{backend}", case, asked.backward.error, refuses_gradients)
+    arguments = {**inputs(registry, example), **options(registry, example)}
+    with jax.enable_x64(example.dtype == "float64"):
+        explanation = registry.explain(example.op, **arguments, backend=backend)
+    is_supported = _is_supported(kernel, example, explanation.error, refuses)
+    backward_op = registry.operation(example.op).backward
+    if not is_supported or explanation.backward is None or backend not in registry.backends(str(backward_op)):
+        return is_supported
+    return _is_supported(f"{backward_op}.{backend}", example, explanation.backward.error, refuses_gradients)
 
 
-def configurations(registry: Registry, kernel: str, case: Case) -> None:
-    """What the kernel offers to measure are configurations of its own, which nobody can change, each of them once; of
-    its backward too, where it has one.
+def configurations(registry: Registry, kernel: str, example: Example) -> None:
+    """The kernel's configuration space has frozen values of its own type, each of them once. The same for its backward
+    kernel, if it has one.
 
-    >>> from ejkernel_testing._example import double
-    >>> registry, kernel, case = double()
-    >>> configurations(registry, kernel, case)
+    >>> from ejkernel_testing._double import double
+    >>> registry, kernel, example = double()
+    >>> configurations(registry, kernel, example)
     """
     backend = kernel.rpartition(".")[2]
-    with jax.enable_x64(case.dtype == "float64"):
-        asked = registry.explain(case.op, **inputs(registry, case), **options(registry, case), backend=backend)
-        for plan in (asked.plan, asked.backward.plan if asked.backward else None):
+    with jax.enable_x64(example.dtype == "float64"):
+        arguments = {**inputs(registry, example), **options(registry, example)}
+        explanation = registry.explain(example.op, **arguments, backend=backend)
+        for plan in (explanation.plan, explanation.backward.plan if explanation.backward else None):
             if plan is not None and plan.kernel.backend == backend:
-                _prove_space(plan.kernel, plan.invocation, case)
+                _check_space(plan.kernel, plan.invocation, example)
 
 
-def _prove_space(kernel: LoadedKernel, inv: Invocation, case: Case) -> None:
-    start, faults = f"configurations: {kernel.name} on {case.name}: ", list[str]()
-    offered = list(kernel.configurations(inv, faults.append))
-    assert not faults, f"{start}{faults[0]}"
-    assert len(offered) < MANY, f"{start}there are more than {MANY}, or they have no end"
-    for cfg, count in Counter(offered).items():
-        assert count == 1, f"{start}gives {cfg} {'twice' if count == 2 else f'{count} times'}"
+def _check_space(kernel: LoadedKernel, inv: Invocation, example: Example) -> None:
+    prefix, faults = f"configurations: {kernel.name} on {example.name}: ", list[str]()
+    configs = list(kernel.configurations(inv, faults.append))
+    assert not faults, f"{prefix}{faults[0]}"
+    assert len(configs) < MAX_CONFIGURATIONS, f"{prefix}there are more than {MAX_CONFIGURATIONS}, or they have no end"
+    for cfg, count in Counter(configs).items():
+        assert count == 1, f"{prefix}gives {cfg} {'twice' if count == 2 else f'{count} times'}"
 
 
-def _refused_as_declared(kernel: str, case: Case, error: str | None, refuses: frozenset[str]) -> bool:
-    expected, start = sorted(case.features & refuses), f"refusals: {kernel} on {case.name}: "
+def _is_supported(kernel: str, example: Example, error: str | None, refuses: frozenset[str]) -> bool:
+    """Whether the kernel runs the example. Raises if that is not as declared."""
+    features, prefix = sorted(example.features & refuses), f"refusals: {kernel} on {example.name}: "
     if error is None:
-        assert not expected, f"{start}takes it, though it is declared to refuse {', '.join(expected)}"
+        assert not features, f"{prefix}is not refused, but the kernel is declared to refuse {', '.join(features)}"
         return True
     line = next((line.strip() for line in error.splitlines() if line.strip().startswith(f"{kernel} (")), error)
-    assert ": refused, " in line, f"{start}does not refuse by Unsupported('reason'): {line}"
-    assert expected, f"{start}is not declared to refuse this: {line}"
+    assert ": refused, " in line, f"{prefix}is not refused by Unsupported('reason'): {line}"
+    assert features, f"{prefix}is refused, but the kernel is not declared to refuse it: {line}"
     return False
 
 
 def compare(
     check: str,
     kernel: str,
-    case: Case,
+    example: Example,
     name: str,
-    got: np.ndarray,
-    wanted: np.ndarray,
-    allowed: float,
-    more: Callable[[], str] = str,
+    actual: np.ndarray,
+    expected: np.ndarray,
+    tolerance: float,
+    details: Callable[[], str] = str,
 ) -> None:
-    """Raise where one array is not another, within an error relative to it. ``more`` is worth knowing then."""
-    fault = _fault(got.astype(np.float64), wanted.astype(np.float64), allowed)
-    assert not fault, f"{check}: {kernel} on {case.name}: {name} {fault}{more()}"
+    """Raise if the relative error of an array is above the tolerance. ``details`` returns the end of the message."""
+    if _is_equal_up_to_ties(actual, expected):
+        return
+    mismatch = _mismatch(actual.astype(np.float64), expected.astype(np.float64), tolerance)
+    assert not mismatch, f"{check}: {kernel} on {example.name}: {name} {mismatch}{details()}"
 
 
-def _fault(got: np.ndarray, wanted: np.ndarray, allowed: float) -> str:
-    if got.shape != wanted.shape:
-        return f"has shape {got.shape}, wanted {wanted.shape}"
-    if np.isnan(got).any():
-        return f"has {np.isnan(got).sum()} NaN"
-    if not np.array_equal(_infinities(got), _infinities(wanted)):
-        return "is infinite in other places than it should be"
-    off = error(got, wanted)
-    return "" if off <= allowed else f"is off by {off:.2e}, allowed {allowed:.2e}"
+def _mismatch(actual: np.ndarray, expected: np.ndarray, tolerance: float) -> str:
+    """How the arrays differ, in words; empty if they are equal within the tolerance."""
+    if actual.shape != expected.shape:
+        return f"has shape {actual.shape}, expected {expected.shape}"
+    if np.isnan(actual).any():
+        return f"has {np.isnan(actual).sum()} NaN"
+    if not np.array_equal(_infinity_signs(actual), _infinity_signs(expected)):
+        return "is infinite in other places than the reference"
+    error = relative_error(actual, expected)
+    return "" if error <= tolerance else f"is off by {error:.2e}, allowed {tolerance:.2e}"
 
 
-def _infinities(array: np.ndarray) -> np.ndarray:
-    """1 and -1 where they are, and 0 elsewhere."""
+def _is_equal_up_to_ties(actual: np.ndarray, expected: np.ndarray) -> bool:
+    """Whether 8-bit numbers are equal, except for a few near the middle of two numbers that are rounded to the other
+    one.
+    """
+    if (actual.dtype, actual.shape) != (expected.dtype, expected.shape) or actual.dtype.itemsize > 1:
+        return False
+    steps = np.abs(_ordinals(actual) - _ordinals(expected))
+    if np.isnan(actual.astype(np.float32)).any():
+        return False
+    return bool(steps.max(initial=0) <= 1 and steps.sum() <= max(1, EIGHT_BIT_TIES * steps.size))
+
+
+def _ordinals(array: np.ndarray) -> np.ndarray:
+    """The position of 8-bit numbers in the order of all of them. Floats are a sign and a magnitude."""
+    if np.issubdtype(array.dtype, np.integer):
+        return array.astype(int)
+    bits = array.view(np.uint8).astype(int)
+    return np.where(bits < 128, bits, 128 - bits)
+
+
+def _infinity_signs(array: np.ndarray) -> np.ndarray:
+    """1 and -1 for infinities, and 0 for all other numbers."""
     return np.where(np.isinf(array), np.sign(array), 0)
 
 
-def error(got: np.ndarray, wanted: np.ndarray) -> float:
-    """The norm of the difference over that of what is wanted, where that is finite.
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """The norm of the difference divided by the norm of the expected array, where that is finite.
 
-    What is 0 by cancellation, as the gradient of a bias that is the same for all keys, has no size to be relative to:
-    there the terms that cancel are the measure, products of the vectors of a head: around 10.
+    An array that is 0 by cancellation, such as the gradient of a bias that is the same for all keys, has no norm to
+    divide by. The terms that cancel are used instead. They are products of the vectors of a head, around 10.
     """
-    finite = np.isfinite(wanted)
-    size, count = float(np.linalg.norm(wanted[finite])), max(int(finite.sum()), 1)
-    off = float(np.linalg.norm(got[finite].astype(np.float64) - wanted[finite]))
-    return off / (size if size > 1e-6 * count**0.5 else 10 * count**0.5)
+    is_finite = np.isfinite(expected)
+    size, count = float(np.linalg.norm(expected[is_finite])), max(int(is_finite.sum()), 1)
+    distance = float(np.linalg.norm(actual[is_finite].astype(np.float64) - expected[is_finite]))
+    return distance / (size if size > 1e-6 * count**0.5 else 10 * count**0.5)
 
 
-def _both(
-    registry: Registry, kernel: str, case: Case, weighted_as: str | None = None
+def _outcomes(
+    registry: Registry, kernel: str, example: Example, weights_name: str | None = None
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The kernel's outcome, and the reference's in float64."""
-    own = outcome(registry, kernel.rpartition(".")[2], case, weighted_as=weighted_as)
-    return own, outcome(registry, REFERENCE, case, precise=True, weighted_as=weighted_as)
+    actual = outcome_arrays(registry, kernel.rpartition(".")[2], example, weights_name=weights_name)
+    return actual, outcome_arrays(registry, REFERENCE, example, is_float64=True, weights_name=weights_name)
 
 
-def _prove(check: str, registry: Registry, kernel: str, case: Case, kind: str, roundings: float) -> None:
-    own, exact = _both(registry, kernel, case)
-    assert own.keys() == exact.keys(), f"{check}: {kernel} on {case.name}: gives {[*own]}, the reference {[*exact]}"
-    for name, wanted in exact.items():
+def _check_outcomes(check: str, registry: Registry, kernel: str, example: Example, kind: str, roundings: float) -> None:
+    actual, exact = _outcomes(registry, kernel, example)
+    assert actual.keys() == exact.keys(), (
+        f"{check}: {kernel} on {example.name}: has {', '.join(actual)}; the reference has {', '.join(exact)}"
+    )
+    for name, expected in exact.items():
         if name.startswith(kind):
-            allowed = _allowed(registry, case, name, wanted, roundings)
-            summed = kind == "gradient" and case.dtype not in TOLERANCE and wanted.size <= FEW
-            same = own[name].shape == wanted.shape
-            if summed and same and error(own[name], wanted) > allowed:  # asked so late because it takes a second
-                allowed = max(allowed, min(LITTLE, GRADIENT_MOVES * _moved(registry, case, name, wanted)))
-            compare(check, kernel, case, name, own[name], wanted, allowed, partial(_more, registry, kernel, case, name))
+            tolerance = _tolerance(registry, example, name, expected, roundings)
+            is_small = kind == "gradient" and example.dtype not in TOLERANCE and expected.size <= SMALL_SIZE
+            is_comparable = is_small and actual[name].shape == expected.shape
+            if is_comparable and relative_error(actual[name], expected) > tolerance:  # last, because it takes a second
+                propagated = PROPAGATION_FACTOR * _propagated_error(registry, example, name, expected)
+                tolerance = max(tolerance, min(PROPAGATION_LIMIT, propagated))
+            details = partial(_details, registry, kernel, example, name)
+            compare(check, kernel, example, name, actual[name], expected, tolerance, details)
 
 
-def _more(registry: Registry, kernel: str, case: Case, name: str) -> str:
-    """What tells a kernel that is wrong from a tolerance that is too narrow, and whom to look at."""
-    rounded, exact = (outcome(registry, REFERENCE, case, precise=precise)[name] for precise in (False, True))
-    reference = f"; the reference itself in {case.dtype} is off by {error(rounded, exact):.2e}"
-    return reference + _credit(registry, kernel, case, name)
+def _details(registry: Registry, kernel: str, example: Example, name: str) -> str:
+    """Whether the kernel is wrong or the tolerance is too small, and which backward kernel to look at."""
+    rounded, exact = (outcome_arrays(registry, REFERENCE, example, is_float64=flag)[name] for flag in (False, True))
+    reference = f"; the reference itself in {example.dtype} is off by {relative_error(rounded, exact):.2e}"
+    return reference + _backward_details(registry, kernel, example, name)
 
 
-def _credit(registry: Registry, kernel: str, case: Case, name: str) -> str:
-    return f"; gradients by {_given_by(registry, kernel, case)}" if name.startswith("gradient") else ""
+def _backward_details(registry: Registry, kernel: str, example: Example, name: str) -> str:
+    return f"; gradients by {_gradient_source(registry, kernel, example)}" if name.startswith("gradient") else ""
 
 
-def _given_by(registry: Registry, kernel: str, case: Case) -> str:
-    """Who gives the gradients of the case."""
-    return " and ".join(backward_kernels(registry, kernel.rpartition(".")[2], case)) or "the reference"
+def _gradient_source(registry: Registry, kernel: str, example: Example) -> str:
+    """The names of the kernels that compute the gradients of the example."""
+    return " and ".join(backward_kernels(registry, kernel.rpartition(".")[2], example)) or "the reference"
 
 
-def _own_move(registry: Registry, case: Case, variation: Case, name: str, wanted: np.ndarray) -> float:
-    """How far the reference's move is off, in the dtype of the case."""
-    before, after = (outcome(registry, REFERENCE, one, weighted_as=case.name) for one in (case, variation))
-    return error(_difference(after[name], before[name]), wanted)
+def _reference_change_error(
+    registry: Registry, example: Example, variation: Example, name: str, expected: np.ndarray
+) -> float:
+    """The error of the reference's change in the dtype of the example."""
+    before, after = (outcome_arrays(registry, REFERENCE, e, weights_name=example.name) for e in (example, variation))
+    return relative_error(_change(after[name], before[name]), expected)
 
 
-def _allowed(registry: Registry, case: Case, name: str, wanted: np.ndarray, roundings: float) -> float:
-    if case.dtype in TOLERANCE:
-        return TOLERANCE[case.dtype]
-    rounded = error(outcome(registry, REFERENCE, case)[name], wanted)
+def _tolerance(registry: Registry, example: Example, name: str, expected: np.ndarray, roundings: float) -> float:
+    if example.dtype in TOLERANCE:
+        return TOLERANCE[example.dtype]
+    reference_error = relative_error(outcome_arrays(registry, REFERENCE, example)[name], expected)
     if name.startswith("result"):
-        return roundings * RESULT_FACTOR * rounded + TOLERANCE["float32"]
-    return roundings * GRADIENT_FACTOR * rounded + GRADIENT_UNITS * unit(case.dtype)
+        return roundings * RESULT_FACTOR * reference_error + TOLERANCE["float32"]
+    return roundings * GRADIENT_FACTOR * reference_error + GRADIENT_UNITS * machine_epsilon(example.dtype)
 
 
-def _moved(registry: Registry, case: Case, name: str, wanted: np.ndarray) -> float:
-    errors = [error(wanted + moved, wanted) for moved in moved_by_rounding(registry, case)[name]]
+def _propagated_error(registry: Registry, example: Example, name: str, expected: np.ndarray) -> float:
+    """The root mean square of the relative errors that rounded results cause."""
+    roundings = rounding_errors_of_gradients(registry, example)[name]
+    errors = [relative_error(expected + rounding, expected) for rounding in roundings]
     return float(np.sqrt(np.mean(np.square(errors))))
 
 
-def _difference(after: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """Of what is finite on both sides."""
+def _change(after: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """The difference where both are finite, and 0 elsewhere."""
     a, b = after.astype(np.float64), before.astype(np.float64)
     return np.subtract(a, b, where=np.isfinite(a) & np.isfinite(b), out=np.zeros(a.shape))

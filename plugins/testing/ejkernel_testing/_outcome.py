@@ -1,4 +1,4 @@
-"""What a kernel makes of a case: its results, and the gradients of a random weighted sum of them."""
+"""The results of a kernel on an example, and the gradients of their sum with random weights."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_core import Registry, Unsupported
-from ejkernel_core._call import whole
-
-from ._case import Case
+from ejkernel_core import Example, Registry, Unsupported
+from ejkernel_core._call import results_and_restore
 
 Arrays = Mapping[str, Any]
 Results = tuple[Any, ...]
@@ -24,220 +22,231 @@ Function = Callable[[Arrays], Results]
 
 REFERENCE = "reference"
 
-#: Of the checks' own. Whoever draws the arguments of a case draws from a seed that he thinks of, and numbers that are
-#: equal to them by chance would hide a kernel that takes the one for the other.
+#: The seed of the checks' random numbers. Examples are unlikely to use the same one: a kernel that confuses weights
+#: with arguments would pass if both were equal.
 ENTROPY = 0x8F4C_21D6_93BE_E705_5A1C_7720_B8D9_346F
 
 
-def outcome(
-    registry: Registry, backend: str, case: Case, precise: bool = False, weighted_as: str | None = None
+def outcome_arrays(
+    registry: Registry, backend: str, example: Example, is_float64: bool = False, weights_name: str | None = None
 ) -> dict[str, np.ndarray]:
-    """Every result of the kernel, and the gradients of those that the caller sees: of the first draw, named for
-    messages, of the dtypes that came back.
+    """All results of the kernel on the first draw of the example, and the gradients, in the kernel's dtypes.
 
-    ``precise``: of the same inputs, rounded to the case's dtype, as float64. ``weighted_as``: with the weights of the
-    case of this name.
+    The keys are "result NAME" and "gradient of NAME". Gradients are those of the results that the caller gets. With
+    ``is_float64``, all is computed in float64, on inputs that are rounded to the dtype of the example.
+    ``weights_name`` is the name of another example, whose weights are used.
     """
-    return _computed(registry, backend, case, precise, weighted_as).arrays
+    return _cached_outcome(registry, backend, example, is_float64, weights_name).arrays
 
 
-def backward_kernels(registry: Registry, backend: str, case: Case) -> tuple[str, ...]:
-    """The kernels that give the gradients of ``outcome``, as its program tells; none where JAX differentiates the
-    reference.
-    """
-    return _computed(registry, backend, case, False, None).backward
+def backward_kernels(registry: Registry, backend: str, example: Example) -> tuple[str, ...]:
+    """The kernels of the backward operation in that program; none if JAX differentiates the reference."""
+    return _cached_outcome(registry, backend, example, False, None).backward_kernels
 
 
 @attrs.frozen
 class Outcome:
-    """Of one program."""
+    """The results and gradients that one program computes, and the kernels of the backward operation in it."""
 
     arrays: dict[str, np.ndarray]
-    #: The kernels of the backward operation in it.
-    backward: tuple[str, ...]
+    backward_kernels: tuple[str, ...]
 
 
 @attrs.frozen
-class Question:
-    """What is to be computed. Two are equal where all that the answer depends on is."""
+class Computation:
+    """What to compute. Two computations are equal if everything that the outcome depends on is equal."""
 
     registry: Registry = attrs.field(eq=False)
     backend: str
-    case: Case = attrs.field(eq=False)
-    precise: bool
-    weighted_as: str
-    #: The operation, what is called in the case, and the code that is.
+    example: Example = attrs.field(eq=False)
+    is_float64: bool
+    weights_name: str
+    #: The operations, the example's call, and the kernels: what is equal in equal computations.
     content: tuple[Any, ...]
 
 
-def _computed(registry: Registry, backend: str, case: Case, precise: bool, weighted_as: str | None) -> Outcome:
-    owners = case.op, registry.operation(case.op).backward
-    kernels = tuple(kernel for owner in owners if owner for kernel in registry.kernels(owner)[0])
-    named = weighted_as or case.name
-    judges = _judges(registry, case) if backend == REFERENCE else None
-    if judges is None:
-        # As long as the kernels are these: one that was mended is registered anew.
-        return _of_a_kernel(Question(registry, backend, case, precise, named, (registry, case, kernels)))
-    call = case.name, case.op, case.arguments, case.dtype, case.wrt
-    return _of_the_reference(Question(registry, backend, case, precise, named, (*judges, *call)))
+def _cached_outcome(
+    registry: Registry, backend: str, example: Example, is_float64: bool, weights_name: str | None
+) -> Outcome:
+    ops = example.op, registry.operation(example.op).backward
+    kernels = tuple(kernel for op in ops if op for kernel in registry.kernels(op)[0])
+    name = weights_name or example.name
+    sources = _reference_sources(registry, example) if backend == REFERENCE else None
+    if sources is None:
+        # The kernels are part of the content: a corrected kernel is another object.
+        return _kernel_outcome(Computation(registry, backend, example, is_float64, name, (registry, example, kernels)))
+    example_content = example.name, example.op, example.arguments, example.dtype, example.wrt
+    return _reference_outcome(Computation(registry, backend, example, is_float64, name, (*sources, *example_content)))
 
 
-def _judges(registry: Registry, case: Case) -> tuple[Any, ...] | None:
-    """The operations and the functions that the reference's outcome is computed by, where they are no others than
-    these: whichever registry they are in, it is the same.
+def _reference_sources(registry: Registry, example: Example) -> tuple[Any, ...] | None:
+    """The operations and hooks that the reference's outcome depends on. Registries with the same ones have the same
+    outcome. None if it depends on other kernels too.
     """
-    operation = registry.operation(case.op)
+    operation = registry.operation(example.op)
     if operation.backward is None:
-        owners = [operation]
+        operations = [operation]
     elif REFERENCE in registry.backends(operation.backward):
-        owners = [operation, registry.operation(operation.backward)]
-    else:  # the registry chooses who differentiates
+        operations = [operation, registry.operation(operation.backward)]
+    else:  # the registry chooses the backward kernel
         return None
     if operation.reference != REFERENCE:
         return None
-    relays = [registry.kernel(owner.name, REFERENCE)._hooks for owner in owners]
-    hooks = [hook for relay in relays for hook in (relay.heuristic_cfg, relay.run_backend)]
-    return (*owners, *(implementation.function for hook in hooks for implementation in hook.get_hookimpls()))
+    hook_relays = [registry.kernel(operation.name, REFERENCE)._hooks for operation in operations]
+    hooks = [hook for relay in hook_relays for hook in (relay.heuristic_cfg, relay.run_backend)]
+    return (*operations, *(implementation.function for hook in hooks for implementation in hook.get_hookimpls()))
 
 
 @lru_cache(maxsize=64)
-def _of_a_kernel(question: Question) -> Outcome:
-    """Of a case and its variations; then the next one's turn comes."""
-    return _evaluated(question)
+def _kernel_outcome(computation: Computation) -> Outcome:
+    """Cached while an example and its variations are checked."""
+    return _evaluate(computation)
 
 
 @lru_cache(maxsize=512)
-def _of_the_reference(question: Question) -> Outcome:
-    """Every kernel of the operation is compared with it."""
-    return _evaluated(question)
+def _reference_outcome(computation: Computation) -> Outcome:
+    """Cached longer, because all kernels of the operation are compared with it."""
+    return _evaluate(computation)
 
 
-def _evaluated(question: Question) -> Outcome:
-    registry, backend, case = question.registry, question.backend, question.case
-    with jax.enable_x64(question.precise or case.dtype == "float64"):
-        arrays = inputs(registry, case, precise=question.precise)
-        function = partial(called, registry, backend, case)
-        ct = weights(question.weighted_as, function, arrays)
+def _evaluate(computation: Computation) -> Outcome:
+    registry, backend, example = computation.registry, computation.backend, computation.example
+    with jax.enable_x64(computation.is_float64 or example.dtype == "float64"):
+        arrays = inputs(registry, example, is_float64=computation.is_float64)
+        function = partial(example_results, registry, backend, example)
+        ct = weights(computation.weights_name, function, arrays)
+        with_gradients = partial(
+            _results_gradients_and_aux, partial(_visible_and_all_results, registry, backend, example), example.wrt
+        )
         try:
-            evaluated = jax.jit(partial(_pulled_beside, partial(_whole, registry, backend, case), case.wrt))
-            program = evaluated.lower(arrays, ct)
+            program = jax.jit(with_gradients).lower(arrays, ct)
             _, gradients, results = program.compile()(arrays, ct)
-        except Unsupported as late:
-            told = f"refusals: {case.op}.{backend} on {case.name}: refused in run_backend, not in heuristic_cfg: {late}"
-            raise AssertionError(told) from late
-        names = registry.operation(case.op).results
-        named = {f"result {name}": result for name, result in zip(names, results, strict=True)}
-        named |= {f"gradient of {name}": gradient for name, gradient in gradients.items()}
-        arrays = {name: np.asarray(array) for name, array in named.items()}
-        return Outcome(arrays, _backward_kernels(registry, case, program))
+        except Unsupported as error:
+            kernel = f"{example.op}.{backend}"
+            message = f"refusals: {kernel} on {example.name}: refused in run_backend, not in heuristic_cfg: {error}"
+            raise AssertionError(message) from error
+        names = registry.operation(example.op).results
+        outputs = {f"result {name}": result for name, result in zip(names, results, strict=True)}
+        outputs |= {f"gradient of {name}": gradient for name, gradient in gradients.items()}
+        outputs = {name: np.asarray(array) for name, array in outputs.items()}
+        return Outcome(outputs, _backward_kernels(registry, example, program))
 
 
-def _backward_kernels(registry: Registry, case: Case, program: jax.stages.Lowered) -> tuple[str, ...]:
-    owner = registry.operation(case.op).backward
-    names = [] if owner is None else [f"{owner}.{backend}" for backend in registry.backends(owner)]
+def _backward_kernels(registry: Registry, example: Example, program: jax.stages.Lowered) -> tuple[str, ...]:
+    backward = registry.operation(example.op).backward
+    names = [] if backward is None else [f"{backward}.{backend}" for backend in registry.backends(backward)]
     text = program.as_text(debug_info=True) if names else ""
-    # As they stand in the labels of its calls.
+    # Calls are labelled with the quoted names of their kernels.
     return tuple(name for name in names if f"{quote(name, safe='')}(" in text)
 
 
-def unit(dtype: Any) -> float:
-    """The relative distance of neighbouring numbers."""
-    return float(jax.numpy.finfo(dtype).eps)  # type: ignore[no-untyped-call]
+def machine_epsilon(dtype: Any) -> float:
+    """The relative distance between neighbouring numbers."""
+    return float(jax.numpy.finfo(dtype).eps)
 
 
-def moved_by_rounding(registry: Registry, case: Case) -> dict[str, np.ndarray]:
-    """How gradients, in float64, move where the weights of the results are off by half a unit of theirs: 32 draws.
+def rounding_errors_of_gradients(registry: Registry, example: Example) -> dict[str, np.ndarray]:
+    """32 random samples of each gradient's error, in float64, for weights with errors of up to half a unit in the last
+    place.
 
-    Kernels compute gradients from results that are rounded, times these weights.
+    Kernels have such errors, because they compute gradients from rounded results, times these weights.
     """
-    function = partial(called, registry, REFERENCE, case)
-    halves = [unit(result.dtype) / 2 for result in jax.eval_shape(function, inputs(registry, case))]
+    function = partial(example_results, registry, REFERENCE, example)
+    half_units = [machine_epsilon(result.dtype) / 2 for result in jax.eval_shape(function, inputs(registry, example))]
     with jax.enable_x64(True):
-        arrays = inputs(registry, case, precise=True)
-        ct = weights(case.name, function, arrays)
-        given = [half * weight for half, weight in zip(halves, ct, strict=True)]
+        arrays = inputs(registry, example, is_float64=True)
+        ct = weights(example.name, function, arrays)
+        bounds = [half_unit * weight for half_unit, weight in zip(half_units, ct, strict=True)]
 
-        seed = numbers(case.name, "moved by rounding").integers(2**31)
+        seed = generator(example.name, "moved by rounding").integers(2**31)
 
         def gradients(key: jax.Array) -> dict[str, jax.Array]:
-            keys = jax.random.split(key, len(given))
-            off = (w * jax.random.uniform(k, w.shape, minval=-1) for k, w in zip(keys, given, strict=True))
-            return pulled(function, case.wrt, arrays, tuple(off))[1]  # linear in them: of what is off alone
+            keys = jax.random.split(key, len(bounds))
+            errors = (b * jax.random.uniform(k, b.shape, minval=-1) for k, b in zip(keys, bounds, strict=True))
+            # Gradients are linear in the weights: with errors as weights, they are the errors of the gradients.
+            return results_and_gradients(function, example.wrt, arrays, tuple(errors))[1]
 
-        found = jax.lax.map(gradients, jax.random.split(jax.random.key(seed), 32))
-        return {f"gradient of {name}": np.asarray(moved) for name, moved in found.items()}
-
-
-def called(registry: Registry, backend: str, case: Case, arrays: Arrays) -> Results:
-    """The case's call on these arrays, by one kernel; the results as a tuple."""
-    if _is_judge_alone(registry, backend, case):
-        return _whole(registry, backend, case, arrays)[0]
-    return tuple(jax.tree.leaves(registry.call(case.op, **arrays, **options(registry, case), backend=backend)))
+        errors = jax.lax.map(gradients, jax.random.split(jax.random.key(seed), 32))
+        return {f"gradient of {name}": np.asarray(error) for name, error in errors.items()}
 
 
-def pulled(function: Function, wrt: Sequence[str], arrays: Arrays, ct: Results) -> tuple[Results, dict[str, Any]]:
-    """The results, and the gradients of their sum weighted by ``ct``, in which only finite results count."""
-    results, gradients, _ = _pulled_beside(lambda given: (function(given), None), wrt, arrays, ct)
+def example_results(registry: Registry, backend: str, example: Example, arrays: Arrays) -> Results:
+    """The results of the example's call on these arrays by one kernel, as a tuple."""
+    if _is_reference_of_proofs_only(registry, backend, example):
+        return _visible_and_all_results(registry, backend, example, arrays)[0]
+    return tuple(jax.tree.leaves(registry.call(example.op, **arrays, **options(registry, example), backend=backend)))
+
+
+def results_and_gradients(
+    function: Function, wrt: Sequence[str], arrays: Arrays, ct: Results
+) -> tuple[Results, dict[str, Any]]:
+    """The results, and the gradients of the sum of the finite results, weighted by ``ct``."""
+    results, gradients, _ = _results_gradients_and_aux(lambda arrays: (function(arrays), None), wrt, arrays, ct)
     return results, gradients
 
 
-def _whole(registry: Registry, backend: str, case: Case, arrays: Arrays) -> tuple[Results, Results]:
-    """What ``called`` gives, and every result of the kernel: the backward works with those that no caller sees, too."""
-    arguments, by_jax = {**arrays, **options(registry, case)}, _is_judge_alone(registry, backend, case)
-    results, restore = whole(registry, case.op, arguments, backend, by_jax=by_jax)
+def _visible_and_all_results(
+    registry: Registry, backend: str, example: Example, arrays: Arrays
+) -> tuple[Results, Results]:
+    """The results that ``example_results`` returns, and all results of the kernel, with those that only its backward
+    uses.
+    """
+    arguments = {**arrays, **options(registry, example)}
+    by_jax = _is_reference_of_proofs_only(registry, backend, example)
+    results, restore = results_and_restore(registry, example.op, arguments, backend, by_jax=by_jax)
     return tuple(jax.tree.leaves(restore(results))), results
 
 
-def _is_judge_alone(registry: Registry, backend: str, case: Case) -> bool:
-    """Whether the kernel is the reference of the proofs, and not the operation's: that of a class that differentiates
-    itself. A call of it would have the gradient that is to be proved; this one has JAX's own.
+def _is_reference_of_proofs_only(registry: Registry, backend: str, example: Example) -> bool:
+    """Whether the kernel is the reference of the proofs, but not of the operation, as for a kernel class with its own
+    ``custom_vjp``. A call would have the very gradients that are to be proved, so JAX differentiates the kernel itself.
     """
-    return backend == REFERENCE != registry.operation(case.op).reference
+    return backend == REFERENCE != registry.operation(example.op).reference
 
 
-def _pulled_beside(
+def _results_gradients_and_aux(
     function: Callable[[Arrays], tuple[Results, Any]], wrt: Sequence[str], arrays: Arrays, ct: Results
 ) -> tuple[Results, dict[str, Any], Any]:
-    """The same of a function that gives something beside its results, on which no gradient depends."""
-    moving = {name: arrays[name] for name in wrt}
-    results, pull_back, beside = jax.vjp(lambda moved: function({**arrays, **moved}), moving, has_aux=True)
-    finite = [jnp.where(jnp.isfinite(r), w, 0).astype(r.dtype) for r, w in zip(results, ct, strict=True)]
-    return results, pull_back(tuple(finite))[0], beside
+    """``results_and_gradients`` for a function with an auxiliary output, which is returned last."""
+    primals = {name: arrays[name] for name in wrt}
+    results, pullback, aux = jax.vjp(lambda primals: function({**arrays, **primals}), primals, has_aux=True)
+    finite_ct = [jnp.where(jnp.isfinite(r), w, 0).astype(r.dtype) for r, w in zip(results, ct, strict=True)]
+    return results, pullback(tuple(finite_ct))[0], aux
 
 
-def inputs(registry: Registry, case: Case, draw: int = 0, precise: bool = False) -> dict[str, Any]:
-    """The arrays of one draw, as the call takes them."""
-    arrays = registry.operation(case.op).arrays
-    given = {name: value for name, value in case.arguments(draw).items() if name in arrays and value is not None}
-    return {name: _rounded(value, case.dtype, precise) for name, value in given.items()}
+def inputs(registry: Registry, example: Example, draw: int = 0, is_float64: bool = False) -> dict[str, Any]:
+    """The arrays of one draw, rounded to the example's dtype; with ``is_float64``, then converted to float64."""
+    names = registry.operation(example.op).arrays
+    arrays = {name: value for name, value in example.arguments(draw).items() if name in names and value is not None}
+    rounded = {name: example.rounded(value) for name, value in arrays.items()}
+    return {name: _float64(value) if is_float64 else value for name, value in rounded.items()}
 
 
-def options(registry: Registry, case: Case) -> dict[str, Any]:
-    """The static arguments."""
-    arrays = registry.operation(case.op).arrays
-    return {name: value for name, value in case.arguments(0).items() if name not in arrays}
+def options(registry: Registry, example: Example) -> dict[str, Any]:
+    """The static arguments of the example's call."""
+    arrays = registry.operation(example.op).arrays
+    return {name: value for name, value in example.arguments(0).items() if name not in arrays}
 
 
 def weights(name: str, function: Function, arrays: Arrays) -> Results:
-    """One random array a result, those of the case of this name."""
+    """One random array for each result, the same for every example of this name."""
     return tuple(
-        drawn(name, place, shape=result.shape) for place, result in enumerate(jax.eval_shape(function, arrays))
+        random_array(name, index, shape=result.shape) for index, result in enumerate(jax.eval_shape(function, arrays))
     )
 
 
-def drawn(name: str, *purpose: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Normal numbers of few digits, so that they are the same in every dtype."""
-    return numbers(name, *purpose).standard_normal(shape).astype(jnp.bfloat16).astype(np.float32)
+def random_array(name: str, *purpose: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Normally distributed numbers that bfloat16 represents exactly, so that they are the same in every dtype."""
+    return generator(name, *purpose).standard_normal(shape).astype(jnp.bfloat16).astype(np.float32)
 
 
-def numbers(name: str, *purpose: Any) -> np.random.Generator:
-    """What is drawn for one purpose in the checks on the case of this name: the same in every process."""
+def generator(name: str, *purpose: Any) -> np.random.Generator:
+    """A generator for one purpose in the checks of the example with this name, the same in every process."""
     digest = hashlib.sha256(repr((name, *purpose)).encode()).digest()
     return np.random.default_rng(np.random.SeedSequence([ENTROPY, int.from_bytes(digest, "big")]))
 
 
-def _rounded(value: Any, dtype: str, precise: bool) -> Any:
-    if not isinstance(value, np.ndarray) or not np.issubdtype(value.dtype, np.floating):
-        return value
-    rounded = value.astype(jnp.dtype(dtype)) if value.dtype == np.float64 else value
-    return rounded.astype(np.float64) if precise else rounded
+def _float64(value: Any) -> Any:
+    """The same numbers in float64."""
+    is_floating = isinstance(value, np.ndarray) and jnp.issubdtype(value.dtype, jnp.floating)
+    return value.astype(np.float64) if is_floating else value

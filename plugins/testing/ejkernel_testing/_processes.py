@@ -1,4 +1,4 @@
-"""One test again, in a process of its own where the CPU is several devices: JAX decides on that when it starts."""
+"""Runs one test again in a process where the CPU counts as several devices, which JAX decides when it starts."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ import jax
 if TYPE_CHECKING:
     import pytest
 
-#: What tells JAX how many devices a CPU is.
+#: The environment variable with the number of devices that a CPU counts as.
 VARIABLE = "JAX_NUM_CPU_DEVICES"
 DEVICES = 8
 
 
 def has_one_cpu() -> bool:
-    """Whether there is nothing to cut arrays over, and could be."""
+    """Whether JAX runs on a CPU that counts as one device, so that nothing can be sharded."""
     return jax.default_backend() == "cpu" and len(jax.devices()) == 1
 
 
 def run_on_several_devices(request: pytest.FixtureRequest) -> str:
-    """Run the test that asks with 8 devices. Unless it passed: how it ended, and what it printed."""
+    """Run the test of the request with 8 devices. Empty if it passes; otherwise the exit status and the output."""
     _, _, test = request.node.nodeid.partition("::")
     config = request.config
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", f"--junitxml={report}", f"--rootdir={config.rootpath}"]
         command += ["-c", str(config.inipath)] if config.inipath else []
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, f"{request.node.path}::{test}"],
             env=_environment(),
             cwd=config.invocation_params.dir,
@@ -41,17 +41,17 @@ def run_on_several_devices(request: pytest.FixtureRequest) -> str:
             text=True,
             check=False,
         )
-        passed = done.returncode == 0 and _has_passed(report)
-    return "" if passed else f"it ended with {done.returncode}\n{done.stdout}{done.stderr}"
+        is_passed = process.returncode == 0 and _is_passed(report)
+    return "" if is_passed else f"exit status {process.returncode}\n{process.stdout}{process.stderr}"
 
 
 def _environment() -> dict[str, str]:
-    """That of this process, without what makes a worker of pytest-xdist of it."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    return {**own, VARIABLE: str(DEVICES)}
+    """The environment of this process, without the variables of a pytest-xdist worker."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return {**inherited, VARIABLE: str(DEVICES)}
 
 
-def _has_passed(report: Path) -> bool:
-    """Whether the one test was run: one that was skipped, or not found, has proved nothing."""
-    cases = list(ElementTree.parse(report).iter("testcase"))
-    return len(cases) == 1 and not len(cases[0].findall("./skipped"))
+def _is_passed(report: Path) -> bool:
+    """Whether one test ran. If it was skipped or not collected, pytest succeeds too, and nothing is proved."""
+    testcases = list(ElementTree.parse(report).iter("testcase"))
+    return len(testcases) == 1 and not len(testcases[0].findall("./skipped"))

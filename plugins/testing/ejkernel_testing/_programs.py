@@ -1,7 +1,7 @@
-"""Programs of two calls of one kind, each differentiated in arrays of its own.
+"""Programs that call one kernel twice, each call differentiated with respect to other arrays.
 
-Calls of one kind share what JAX has traced of them. What a derivative depends on therefore has to be in the program,
-and not in something that is kept beside it: this is where it shows.
+JAX caches what it traces of a call. So all that a derivative depends on has to be in the program, and not in state
+outside of it. These programs find such state.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_core import Registry
+from ejkernel_core import Example, Registry
 
-from ._case import Case
 from ._checks import TOLERANCE, compare
-from ._outcome import REFERENCE, Arrays, Function, Results, called, inputs, unit, weights
+from ._outcome import REFERENCE, Arrays, Function, Results, example_results, inputs, machine_epsilon, weights
 
 #: A program feeds results back into calls, or differentiates twice: its error is a few times that of one call.
 ERROR_FACTOR = 5.0
@@ -33,9 +32,10 @@ Gradients = Any
 
 @attrs.frozen(eq=False)
 class Program:
-    """Two calls and a weighted sum of their results: a function of ``moving``, the arrays it is differentiated in.
+    """Two calls and a weighted sum of their results: a function of the arrays that the calls are differentiated with
+    respect to, ``primals``.
 
-    An array that a call is not differentiated in is a constant of that call's own.
+    Every other array of a call is a constant of that call.
     """
 
     call: Function
@@ -43,178 +43,178 @@ class Program:
     weights: tuple[Results, Results]
     wrt: tuple[Names, Names]
 
-    def arguments(self, place: int, moving: Arrays) -> dict[str, Any]:
+    def arguments(self, index: int, primals: Arrays) -> dict[str, Any]:
         """The arguments of one of the calls."""
-        return {**self.constants[place], **{name: moving[name] for name in self.wrt[place]}}
+        return {**self.constants[index], **{name: primals[name] for name in self.wrt[index]}}
 
-    def loss(self, moving: Arrays, call: Function | None = None) -> Any:
-        """The sum of both."""
-        calls = (self.part(place, moving, call) for place in range(2))
-        return sum(calls)
+    def loss(self, primals: Arrays, call: Function | None = None) -> Any:
+        """The weighted sum of the results of both calls."""
+        return sum(self.loss_of_call(index, primals, call) for index in range(2))
 
-    def part(self, place: int, moving: Arrays, call: Function | None = None) -> Any:
-        """What one of the calls contributes to it."""
-        results = (call or self.call)(self.arguments(place, moving))
-        return weighted(results, self.weights[place])
+    def loss_of_call(self, index: int, primals: Arrays, call: Function | None = None) -> Any:
+        """The weighted sum of the results of one of the calls."""
+        results = (call or self.call)(self.arguments(index, primals))
+        return weighted_sum(results, self.weights[index])
 
-    def moving(self, arrays: Arrays) -> dict[str, Any]:
-        """Those of the arrays that at least one of the calls is differentiated in."""
+    def primals(self, arrays: Arrays) -> dict[str, Any]:
+        """The arrays that at least one of the calls is differentiated with respect to."""
         return {name: arrays[name] for name in arrays if name in {*self.wrt[0], *self.wrt[1]}}
 
 
-def weighted(results: Results, weights: Results) -> Any:
+def weighted_sum(results: Results, weights: Results) -> Any:
     """The sum of the finite results, times weights."""
-    finite = (jnp.where(jnp.isfinite(r), r, 0) for r in results)
-    return sum((r.astype(w.dtype) * w).sum() for r, w in zip(finite, weights, strict=True))
+    finite_results = (jnp.where(jnp.isfinite(r), r, 0) for r in results)
+    return sum((r.astype(w.dtype) * w).sum() for r, w in zip(finite_results, weights, strict=True))
 
 
-# -- one function a transformation: the gradients of a program, by name ---------------------------------------------
+# -- one function for each transformation: the gradients of a program, by name --------------------------------------
 
 
-def by_eager(program: Program, moving: Arrays) -> Gradients:
-    return jax.grad(program.loss)(moving)
+def gradients_without_jit(program: Program, primals: Arrays) -> Gradients:
+    return jax.grad(program.loss)(primals)
 
 
-def by_jit(program: Program, moving: Arrays) -> Gradients:
-    return jax.jit(jax.grad(program.loss))(moving)
+def gradients_by_jit(program: Program, primals: Arrays) -> Gradients:
+    return jax.jit(jax.grad(program.loss))(primals)
 
 
-def by_vmap(program: Program, moving: Arrays) -> Gradients:
-    """Of each element alone: the first is ``moving``."""
-    elements = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf / 2]), moving)
+def gradients_by_vmap(program: Program, primals: Arrays) -> Gradients:
+    """Those of the first element of a batch, which is ``primals``."""
+    elements = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf / 2]), primals)
     return jax.tree.map(lambda leaf: leaf[0], jax.vmap(jax.grad(program.loss))(elements))
 
 
-def by_grad_of_vmap(program: Program, moving: Arrays) -> Gradients:
-    """Over the weights alone: what is differentiated is shared by all elements, and its gradient is their sum."""
-    halves = jax.tree.map(lambda leaf: jnp.stack([leaf * 0.25, leaf * 0.75]), program.weights)
+def gradients_of_vmap(program: Program, primals: Arrays) -> Gradients:
+    """Only the weights are mapped: all elements share the primals, whose gradient is a sum over the elements."""
+    weight_batch = jax.tree.map(lambda leaf: jnp.stack([leaf * 0.25, leaf * 0.75]), program.weights)
 
-    def loss(moving: Arrays) -> Any:
-        return jax.vmap(lambda weights: attrs.evolve(program, weights=weights).loss(moving))(halves).sum()
+    def loss(primals: Arrays) -> Any:
+        return jax.vmap(lambda weights: attrs.evolve(program, weights=weights).loss(primals))(weight_batch).sum()
 
-    return jax.grad(loss)(moving)
-
-
-def by_remat(program: Program, moving: Arrays) -> Gradients:
-    return jax.jit(jax.grad(jax.checkpoint(program.loss)))(moving)
+    return jax.grad(loss)(primals)
 
 
-def by_jitted_layer(program: Program, moving: Arrays) -> Gradients:
-    """One function that the user has jitted, called twice."""
+def gradients_of_checkpoint(program: Program, primals: Arrays) -> Gradients:
+    return jax.jit(jax.grad(jax.checkpoint(program.loss)))(primals)
+
+
+def gradients_of_jitted_layer(program: Program, primals: Arrays) -> Gradients:
+    """A function that the user has jitted, called twice."""
     layer = jax.jit(program.call)
-    return jax.grad(partial(program.loss, call=layer))(moving)
+    return jax.grad(partial(program.loss, call=layer))(primals)
 
 
-def by_pullbacks(program: Program, moving: Arrays) -> Gradients:
-    """Both made before either is used, and used in the other order."""
-    pullbacks = [jax.vjp(partial(program.part, place), moving)[1] for place in range(2)]
+def gradients_by_pullbacks(program: Program, primals: Arrays) -> Gradients:
+    """Both pullbacks are made before they are used, in the reverse order."""
+    pullbacks = [jax.vjp(partial(program.loss_of_call, index), primals)[1] for index in range(2)]
     one = jnp.ones((), program.weights[0][0].dtype)
     (second,), (first,) = pullbacks[1](one), pullbacks[0](one)
     return jax.tree.map(jnp.add, first, second)
 
 
-def by_turns(program: Program, moving: Arrays) -> Gradients:
-    """Whole programs, one after the other and the first once more."""
-    one, other = (jax.grad(partial(program.part, place)) for place in range(2))
-    before = one(moving)
-    gradients = jax.tree.map(jnp.add, other(moving), one(moving))
-    again = jax.tree.map(jnp.add, before, jax.jit(other)(moving))
-    return jax.tree.map(lambda a, b: (a + b) / 2, gradients, again)
+def gradients_in_turns(program: Program, primals: Arrays) -> Gradients:
+    """Each call in a program of its own: the first, the second, and the first again."""
+    first, second = (jax.grad(partial(program.loss_of_call, index)) for index in range(2))
+    before = first(primals)
+    gradients = jax.tree.map(jnp.add, second(primals), first(primals))
+    repeated_gradients = jax.tree.map(jnp.add, before, jax.jit(second)(primals))
+    return jax.tree.map(lambda a, b: (a + b) / 2, gradients, repeated_gradients)
 
 
-#: The program's gradient is the sum of those of its calls.
+#: Transformations under which the program's gradient is the sum of the gradients of its calls.
 LINEAR: dict[str, Callable[[Program, Arrays], Gradients]] = {
-    "eager": by_eager,
-    "jit": by_jit,
-    "vmap": by_vmap,
-    "grad_of_vmap": by_grad_of_vmap,
-    "remat": by_remat,
-    "jitted_layer": by_jitted_layer,
-    "pullbacks": by_pullbacks,
-    "turns": by_turns,
+    "eager": gradients_without_jit,
+    "jit": gradients_by_jit,
+    "vmap": gradients_by_vmap,
+    "grad_of_vmap": gradients_of_vmap,
+    "remat": gradients_of_checkpoint,
+    "jitted_layer": gradients_of_jitted_layer,
+    "pullbacks": gradients_by_pullbacks,
+    "turns": gradients_in_turns,
 }
 
 
-def by_scan(program: Program, moving: Arrays) -> Gradients:
-    """A carry that is a constant at first, and depends on what is differentiated from the first step on."""
-    count = sum(weights.size for part in program.weights for weights in part)
+def gradients_of_scan(program: Program, primals: Arrays) -> Gradients:
+    """The carry is a constant at first, and depends on the primals from the first step on."""
+    count = sum(weights.size for weights_of_call in program.weights for weights in weights_of_call)
 
-    def loss(moving: Arrays) -> Any:
+    def loss(primals: Arrays) -> Any:
         def step(carry: Any, _: None) -> tuple[Any, None]:
-            carried = {name: array * carry.astype(array.dtype) for name, array in moving.items()}
-            total = program.part(0, moving) + program.part(1, carried)
-            # Neither it nor its derivative comes near 0, where a rounding would be all that is left.
+            scaled_primals = {name: array * carry.astype(array.dtype) for name, array in primals.items()}
+            total = program.loss_of_call(0, primals) + program.loss_of_call(1, scaled_primals)
+            # Neither the carry nor its derivative comes near 0, where only roundings would be left.
             return 1 + jnp.tanh(total / math.sqrt(count)) / 2, None
 
         one = jnp.ones((), program.weights[0][0].dtype)
         return jax.lax.scan(step, one, length=2)[0]
 
-    return jax.jit(jax.grad(loss))(moving)
+    return jax.jit(jax.grad(loss))(primals)
 
 
-def by_second_derivative(program: Program, moving: Arrays) -> Gradients:
-    """Of a function of the gradient."""
+def second_derivatives(program: Program, primals: Arrays) -> Gradients:
+    """The gradients of a function of the gradients."""
 
-    def along(moving: Arrays) -> Any:
-        gradients = jax.grad(program.loss)(moving)
-        return sum((jnp.sin(gradients[name]) * moving[name]).sum() for name in moving)
+    def loss(primals: Arrays) -> Any:
+        gradients = jax.grad(program.loss)(primals)
+        return sum((jnp.sin(gradients[name]) * primals[name]).sum() for name in primals)
 
-    return jax.jit(jax.grad(along))(moving)
+    return jax.jit(jax.grad(loss))(primals)
 
 
-#: The calls act on one another: compared with the same program of the reference.
+#: Transformations under which the calls depend on each other: compared with the same program of the reference.
 NESTED: dict[str, Callable[[Program, Arrays], Gradients]] = {
-    "scan": by_scan,
-    "second_derivative": by_second_derivative,
+    "scan": gradients_of_scan,
+    "second_derivative": second_derivatives,
 }
 PROGRAMS = {**LINEAR, **NESTED}
-#: Which of the ordered pairs of sets each transformation is tried with: one; a share of them, in which every set comes
-#: first once and second once, and which is another one for each transformation; or all.
+#: The ordered pairs of sets that each transformation is tried with: one; a share of them, in which every set is first
+#: once and second once, and which differs between transformations; or all.
 PAIRS = ("one", "share", "all")
 
 
 # -- the check -------------------------------------------------------------------------------------------------------
 
 
-def subsets(case: Case) -> tuple[Names, ...]:
-    """The sets of arrays that calls are differentiated in."""
-    alone, every = tuple((name,) for name in case.wrt), tuple(case.wrt)
-    but_one = (tuple(name for name in every if name != left) for left in every)
-    return case.wrt_sets or tuple(dict.fromkeys((*alone, every, *(names for names in but_one if names))))
+def wrt_sets(example: Example) -> tuple[Names, ...]:
+    """The sets of arrays that calls are differentiated with respect to."""
+    all_names, single_names = tuple(example.wrt), tuple((name,) for name in example.wrt)
+    all_but_one = (tuple(other for other in all_names if other != name) for name in all_names)
+    return example.wrt_sets or tuple(dict.fromkeys((*single_names, all_names, *filter(None, all_but_one))))
 
 
-def chosen_pairs(case: Case, transform: str, pairs: str) -> list[tuple[Names, Names]]:
-    """The ordered pairs of sets; one alone is of sets that have nothing in common."""
-    sets, place, count = subsets(case), list(PROGRAMS).index(transform), len(PROGRAMS)
+def wrt_pairs(example: Example, transform: str, pairs: str) -> list[tuple[Names, Names]]:
+    """Ordered pairs of sets, for one of PAIRS. If it is "one", the sets are disjoint."""
+    sets, index, count = wrt_sets(example), list(PROGRAMS).index(transform), len(PROGRAMS)
     if pairs == "all":
         return list(product(sets, sets))
     if pairs == "share":
-        distances = range(place, len(sets), count) or [place % len(sets)]
-        return [(one, sets[(i + distance) % len(sets)]) for distance in distances for i, one in enumerate(sets)]
-    disjoint = [(one, other) for one, other in product(sets, sets) if not {*one} & {*other}] or [(sets[0], sets[0])]
-    return [disjoint[place * len(disjoint) // count]]
+        offsets = range(index, len(sets), count) or [index % len(sets)]
+        return [(first, sets[(i + offset) % len(sets)]) for offset in offsets for i, first in enumerate(sets)]
+    disjoint_pairs = [(first, second) for first, second in product(sets, sets) if not {*first} & {*second}]
+    disjoint_pairs = disjoint_pairs or [(sets[0], sets[0])]
+    return [disjoint_pairs[index * len(disjoint_pairs) // count]]
 
 
 def programs(
-    registry: Registry, kernel: str, case: Case, transform: str, pairs: str = "all", roundings: float = 1.0
+    registry: Registry, kernel: str, example: Example, transform: str, pairs: str = "all", roundings: float = 1.0
 ) -> None:
-    """Two calls in one program, under one of PROGRAMS, have the gradients that the reference has, whatever each call is
-    differentiated in.
+    """A program of two calls, under one of PROGRAMS, has the reference's gradients, whichever arrays each call is
+    differentiated with respect to.
 
-    >>> from ejkernel_testing._example import double
-    >>> registry, kernel, case = double()
-    >>> programs(registry, kernel, case, "jit")
+    >>> from ejkernel_testing._double import double
+    >>> registry, kernel, example = double()
+    >>> programs(registry, kernel, example, "jit")
     """
     backend = kernel.rpartition(".")[2]
-    # Each program is compiled for one run, and what is looked at is what JAX traces.
-    with jax.enable_x64(case.dtype == "float64"), without_optimization():
-        call, plain = (partial(called, registry, name, case) for name in (backend, REFERENCE))
-        draws = inputs(registry, case, 0), inputs(registry, case, 1)
-        first, second = (weights(f"{case.name}, {place}", plain, draw) for place, draw in enumerate(draws))
-        made = Program(call, draws, (first, second), ((), ()))
-        allowed = ERROR_FACTOR * (TOLERANCE.get(case.dtype) or roundings * unit(case.dtype))
-        differ = partial(compare, f"programs: {transform}", kernel, case, allowed=allowed)
-        check(made, plain, transform, chosen_pairs(case, transform, pairs), differ)
+    # Each program is compiled for one run, and the check is of what JAX traces.
+    with jax.enable_x64(example.dtype == "float64"), without_optimization():
+        call, reference = (partial(example_results, registry, name, example) for name in (backend, REFERENCE))
+        draws = inputs(registry, example, 0), inputs(registry, example, 1)
+        first, second = (weights(f"{example.name}, {index}", reference, draw) for index, draw in enumerate(draws))
+        program = Program(call, draws, (first, second), ((), ()))
+        tolerance = ERROR_FACTOR * (TOLERANCE.get(example.dtype) or roundings * machine_epsilon(example.dtype))
+        compare_arrays = partial(compare, f"programs: {transform}", kernel, example, tolerance=tolerance)
+        check(program, reference, transform, wrt_pairs(example, transform, pairs), compare_arrays)
 
 
 @contextmanager
@@ -230,32 +230,35 @@ def without_optimization() -> Iterator[None]:
 
 def check(
     program: Program,
-    plain: Function,
+    reference: Function,
     transform: str,
     pairs: Iterable[tuple[Names, Names]],
     compare: Callable[[str, Any, Any], None],
 ) -> None:
-    """Compare the gradients of the program for each pair with those of ``plain`` in its place."""
-    wrong = []
-    exact = jax.jit(partial(_exact, plain), static_argnames="names")
+    """Compare the gradients of the program, for each pair, with those of the reference in its place."""
+    failures = []
+    reference_gradients = jax.jit(partial(_reference_gradients, reference), static_argnames="names")
     for pair in pairs:
-        one = attrs.evolve(program, wrt=pair)
-        moving = one.moving(program.constants[0])
-        gradients = PROGRAMS[transform](one, moving)
+        pair_program = attrs.evolve(program, wrt=pair)
+        primals = pair_program.primals(program.constants[0])
+        gradients = PROGRAMS[transform](pair_program, primals)
         if transform in NESTED:
-            wanted = NESTED[transform](attrs.evolve(one, call=plain), moving)
+            expected = NESTED[transform](attrs.evolve(pair_program, call=reference), primals)
         else:
-            calls = [exact(one.arguments(i, moving), one.weights[i], names=pair[i]) for i in range(2)]
-            wanted = {name: sum(call.get(name, 0) for call in calls) for name in moving}
-        for name in moving:
+            arguments = [pair_program.arguments(i, primals) for i in range(2)]
+            calls = [reference_gradients(arguments[i], program.weights[i], names=pair[i]) for i in range(2)]
+            expected = {name: sum(call.get(name, 0) for call in calls) for name in primals}
+        for name in primals:
             try:
-                compare(f"gradient of {name}", np.asarray(gradients[name]), np.asarray(wanted[name]))
-            except AssertionError as fault:
-                wrong.append(f"{' and '.join(map('+'.join, pair))}: {fault}")
+                compare(f"gradient of {name}", np.asarray(gradients[name]), np.asarray(expected[name]))
+            except AssertionError as error:
+                failures.append(f"{' and '.join(map('+'.join, pair))}: {error}")
                 break
-    assert not wrong, f"{len(wrong)} pairs of sets of differentiated arrays are wrong:\n" + "\n".join(wrong)
+    assert not failures, (
+        f"gradients are wrong for {len(failures)} pairs of sets of differentiated arrays:\n" + "\n".join(failures)
+    )
 
 
-def _exact(plain: Function, arguments: Arrays, weights: Results, names: Names) -> Gradients:
-    moving = {name: arguments[name] for name in names}
-    return jax.grad(lambda moving: weighted(plain({**arguments, **moving}), weights))(moving)
+def _reference_gradients(reference: Function, arguments: Arrays, weights: Results, names: Names) -> Gradients:
+    primals = {name: arguments[name] for name in names}
+    return jax.grad(lambda primals: weighted_sum(reference({**arguments, **primals}), weights))(primals)

@@ -1,18 +1,21 @@
-"""The checks as pytest tests."""
+"""The checks as pytest tests: of one kernel, or of every kernel of a distribution."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import distribution
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from ejkernel_core import Registry
-from ejkernel_core import registry as installed
+from ejkernel_core import Example, Registry
+from ejkernel_core import registry as default_registry
 
 from . import _checks
-from ._case import Case
 from ._outcome import REFERENCE
 from ._processes import DEVICES, VARIABLE, has_one_cpu, run_on_several_devices
 from ._programs import PAIRS, PROGRAMS, programs
@@ -21,56 +24,73 @@ from ._transforms import TRANSFORMS, transforms
 if TYPE_CHECKING:
     import pytest
 
-#: Every test below: the names of its arguments, and what they are, from the cases.
-_ARGUMENTS: dict[str, tuple[str, Callable[[Sequence[Case]], Iterable[tuple[Any, ...]]]]] = {
-    "test_case": ("case", lambda cases: ((c,) for c in cases if "values" in c.checks)),
-    # What a kernel offers depends on few things: the cases of the long sweep would show nothing more.
-    "test_configurations": ("case", lambda cases: ((c,) for c in cases if "values" in c.checks and not c.long)),
-    "test_sensitivity": ("case, variation", lambda cases: ((c, v) for c in cases for v in c.variations)),
-    "test_transforms": ("case, transform", lambda cases: ((c, t) for c in cases for t in TRANSFORMS if t in c.checks)),
-    "test_programs": (
-        "case, transform, pairs",
-        lambda cases: ((c, t, p) for c in cases if "programs" in c.checks for t in PROGRAMS for p in PAIRS),
+KERNELS = "ejkernel.kernels"
+Examples = Sequence[Example]
+Rows = Iterable[tuple[Any, ...]]
+
+#: For each test below, the names of its arguments, and their values for a list of examples.
+_ARGUMENTS: dict[str, tuple[str, Callable[[Examples], Rows]]] = {
+    "test_example": ("example", lambda examples: ((e,) for e in examples if "values" in e.checks)),
+    # A configuration space depends on few arguments: the examples of the long sweep would find nothing more.
+    "test_configurations": (
+        "example",
+        lambda examples: ((e,) for e in examples if "values" in e.checks and not e.long),
     ),
-    "test_accumulation": ("case", lambda cases: ((c,) for c in cases if "accumulation" in c.checks)),
+    "test_sensitivity": ("example, variation", lambda examples: ((e, v) for e in examples for v in e.variations)),
+    "test_transforms": (
+        "example, transform",
+        lambda examples: ((e, t) for e in examples for t in TRANSFORMS if t in e.checks),
+    ),
+    "test_programs": (
+        "example, transform, pairs",
+        lambda examples: ((e, t, p) for e in examples if "programs" in e.checks for t in PROGRAMS for p in PAIRS),
+    ),
+    "test_accumulation": ("example", lambda examples: ((e,) for e in examples if "accumulation" in e.checks)),
 }
 
 
-#: What a case's ``checks`` may have.
+#: The words that an example's ``checks`` may contain.
 CHECKS = ("values", "accumulation", "sensitivity", "programs", *TRANSFORMS)
 
 
 class KernelProofs:
-    """Subclass it in a test module, as ``class TestFlashAttention(KernelProofs)``, and name the kernel.
+    """The tests of one kernel. Subclass it in a test module: ``class TestFlashAttention(KernelProofs)``.
 
-    ``refuses`` has the features of cases that the kernel is declared not to do, ``refuses_gradients`` those it does not
-    differentiate: these have to be refused, with a reason, and nothing else may be.
+    The kernel has to refuse, with a reason, the examples with a feature in ``refuses``, and the gradients of those with
+    a feature in ``refuses_gradients``. It may refuse nothing else.
     """
 
     kernel: str
     refuses: frozenset[str] = frozenset()
     refuses_gradients: frozenset[str] = frozenset()
-    #: The kernel that its gradients are to come from, "flash_attention_bwd.mine": another's in its stead are a failure
-    #: then. None: those of whichever the registry takes, which failures name.
+    #: The kernel that has to compute the gradients, such as "flash_attention_bwd.mine". None: the registry chooses.
     backward: str | None = None
-    #: Where the kernel runs, if not everywhere: its tests are skipped elsewhere.
+    #: The only platform that the kernel runs on. The tests are skipped on others. None: it runs on all.
     platform: str | None = None
-    #: How many times the error of the reference, which rounds once, is allowed in float16 and bfloat16: above 1 for a
-    #: kernel that rounds weights too, to multiply them on matrix units.
+    #: The error allowed in float16 and bfloat16, relative to the error of the reference, which rounds once. It is above
+    #: 1 for a kernel that also rounds the operands of matrix units.
     roundings: float = 1.0
-    #: Which pairs of sets of differentiated arrays the long sweep tries with each transformation in "programs": a
-    #: "share" of them, so that all are tried with one of them at least; or "all".
+    #: The pairs of sets of differentiated arrays that the long sweep tries under each transformation of "programs": a
+    #: "share", so that each pair is tried under at least one transformation, or "all".
     pairs: str = "share"
-    registry: Registry = installed
+    #: The share of each quick test that stays quick, drawn by the names of the kernel and the examples: other kernels
+    #: draw others. The rest is moved to the long sweep.
+    quick: float = 1.0
+    #: Whether the examples named "grid..." are used: a reference, which they are compared with, needs none.
+    grid: bool = True
+    registry: Registry = default_registry
 
-    def cases(self) -> Sequence[Case]:
-        """What is proved: by default all that the operation has."""
+    def examples(self) -> Examples:
+        """The examples that the kernel is proved on. By default, all of the operation's examples that have checks."""
         op, _, backend = self.kernel.rpartition(".")
-        self.registry.kernel(op, backend)  # a name that nobody has would prove nothing, and pass
+        self.registry.kernel(op, backend)  # raises for an unknown name, for which no test would run
         operation = self.registry.operation(op)
-        if operation.cases is None:
-            raise TypeError(f"{op!r} has no cases to prove {self.kernel!r} on: name a kernel of its forward operation")
-        return tuple(operation.cases())
+        if operation.examples is None:
+            raise TypeError(
+                f"{op!r} has no examples to prove {self.kernel!r} on: name a kernel of its forward operation"
+            )
+        examples = (example for example in operation.examples() if example.checks)
+        return tuple(example for example in examples if self.grid or not example.name.startswith("grid"))
 
     def setup_method(self) -> None:
         if self.platform not in (None, jax.default_backend()):
@@ -79,70 +99,123 @@ class KernelProofs:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if metafunc.function.__name__ in _ARGUMENTS:
             names, arguments = _ARGUMENTS[metafunc.function.__name__]
-            rows = sorted(arguments(self._sound_cases()), key=lambda row: row[0].long)
+            rows = sorted(arguments(self._checked_examples()), key=lambda row: row[0].long)
             metafunc.config.addinivalue_line("markers", "long: part of the long sweep")
             if metafunc.function.__name__ == "test_programs":
-                wanted = () if self.kernel.endswith(f".{REFERENCE}") else ("one", self.pairs)
-                rows = [row for row in rows if row[-1] in wanted]
-            metafunc.parametrize(names, [_parameters(row) for row in rows])
+                groups = () if self.kernel.endswith(f".{REFERENCE}") else ("one", self.pairs)
+                rows = [row for row in rows if row[-1] in groups]
+            test = f"{self.kernel} {metafunc.definition.name}"
+            metafunc.parametrize(names, list(_parameter_sets(rows, test, self.quick)))
 
-    def _sound_cases(self) -> Sequence[Case]:
-        """A misspelt word would prove nothing, and pass."""
-        cases = self.cases()
-        for case in cases:
-            arrays = self.registry.operation(case.op).arrays
-            for field, words, known in (("checks", case.checks, CHECKS), ("wrt", case.wrt, arrays)):
+    @classmethod
+    @functools.cache  # pytest collects every test of a class from them
+    def _checked_examples(cls) -> Examples:
+        """The examples. Raises for an unknown word, for which no test would run."""
+        examples = cls().examples()
+        for example in examples:
+            arrays = cls.registry.operation(example.op).arrays
+            for field, words, options in (("checks", example.checks, CHECKS), ("wrt", example.wrt, arrays)):
+                prefix = f"example {example.name!r}: {field}"
                 if isinstance(words, str):
-                    raise TypeError(f"case {case.name!r}: {field} takes several words; got the text {words!r}")
+                    raise TypeError(f"{prefix} takes a collection of words; got the string {words!r}")
                 for word in words:
-                    if word not in known:
-                        raise ValueError(f"case {case.name!r}: {field} has no {word!r}; it has {', '.join(known)}")
-        return cases
+                    if word not in options:
+                        raise ValueError(f"{prefix} takes {', '.join(options)}; got {word!r}")
+        return examples
 
-    def test_case(self, case: Case) -> None:
-        self._able(case)
-        _checks.values(self.registry, self.kernel, case, self.roundings)
-        _checks.gradients(self.registry, self.kernel, case, self.roundings, self.backward)
-        _checks.rows(self.registry, self.kernel, case)
+    def test_example(self, example: Example) -> None:
+        self._skip_if_refused(example)
+        _checks.values(self.registry, self.kernel, example, self.roundings)
+        _checks.gradients(self.registry, self.kernel, example, self.roundings, self.backward)
+        _checks.rows(self.registry, self.kernel, example)
 
-    def test_configurations(self, case: Case) -> None:
-        self._able(case)
-        _checks.configurations(self.registry, self.kernel, case)
+    def test_configurations(self, example: Example) -> None:
+        self._skip_if_refused(example)
+        _checks.configurations(self.registry, self.kernel, example)
 
-    def test_sensitivity(self, case: Case, variation: Case) -> None:
-        self._able(case)
-        self._able(variation)
-        _checks.sensitivity(self.registry, self.kernel, case, variation)
+    def test_sensitivity(self, example: Example, variation: Example) -> None:
+        self._skip_if_refused(example)
+        self._skip_if_refused(variation)
+        _checks.sensitivity(self.registry, self.kernel, example, variation)
 
-    def test_transforms(self, case: Case, transform: str, request: pytest.FixtureRequest) -> None:
-        self._able(case)
-        # Who has set the number of devices is not overruled, but told.
+    def test_transforms(self, example: Example, transform: str, request: pytest.FixtureRequest) -> None:
+        self._skip_if_refused(example)
+        # A number of devices that the user has set stays: the check fails, and its message says what to set.
         if transform == "shard_map" and has_one_cpu() and VARIABLE not in os.environ:
-            printed = run_on_several_devices(request)
-            assert not printed, (
-                f"transforms: shard_map: {self.kernel} on {case.name}: in a process with {DEVICES} devices:\n{printed}"
-            )
+            output = run_on_several_devices(request)
+            prefix = f"transforms: shard_map: {self.kernel} on {example.name}"
+            assert not output, f"{prefix}: in a process with {DEVICES} devices:\n{output}"
         else:
-            transforms(self.registry, self.kernel, case, transform)
+            transforms(self.registry, self.kernel, example, transform)
 
-    def test_programs(self, case: Case, transform: str, pairs: str) -> None:
-        self._able(case)
-        programs(self.registry, self.kernel, case, transform, pairs, self.roundings)
+    def test_programs(self, example: Example, transform: str, pairs: str) -> None:
+        self._skip_if_refused(example)
+        programs(self.registry, self.kernel, example, transform, pairs, self.roundings)
 
-    def test_accumulation(self, case: Case) -> None:
-        self._able(case)
-        _checks.accumulation(self.registry, self.kernel, case, self.roundings)
+    def test_accumulation(self, example: Example) -> None:
+        self._skip_if_refused(example)
+        _checks.accumulation(self.registry, self.kernel, example, self.roundings)
 
-    def _able(self, case: Case) -> None:
-        if not _checks.refusals(self.registry, self.kernel, case, self.refuses, self.refuses_gradients):
-            _skip(f"{self.kernel} refuses {case.name}, as declared")
+    def _skip_if_refused(self, example: Example) -> None:
+        if not _checks.refusals(self.registry, self.kernel, example, self.refuses, self.refuses_gradients):
+            _skip(f"{self.kernel} refuses {example.name}, as declared")
 
 
-def _parameters(row: tuple[Any, ...]) -> Any:
+def kernel_proofs(
+    name: str,
+    *,
+    registry: Callable[[Mapping[str, Any]], Registry] | None = None,
+    elsewhere: Collection[str] = (),
+    **fields: Any,
+) -> dict[str, type[KernelProofs]]:
+    """A test class for every kernel of the distribution ``name``, so that every kernel is proved.
+
+    This is all that the test module of a plugin needs. A kernel that the distribution adds later is proved too::
+
+        globals().update(kernel_proofs("my-attention"))
+
+    The kernels are those of its entry points whose operations have examples. A backward kernel is proved with the
+    forward kernel of its backend. A kernel module declares in ``REFUSES`` and ``REFUSES_GRADIENTS`` the features of
+    examples that it refuses. ``fields`` are fields of ``KernelProofs``, for all kernels. ``elsewhere`` has the backends
+    that other tests prove. ``registry`` makes a registry from the kernel modules, by name, to run them in an
+    interpreter, say.
+
+    >>> sorted(kernel_proofs("ejkernel-xla"))[0]
+    'TestFlashAttentionXla'
+    """
+    entry_points = [point for point in distribution(name).entry_points if point.group == KERNELS]
+    kernels = {point.name: point.load() for point in entry_points if point.name.rpartition(".")[2] not in elsewhere}
+    common = {"registry": default_registry if registry is None else registry(kernels), **fields}
+    classes = {}
+    for kernel, module in kernels.items():
+        op, _, backend = kernel.rpartition(".")
+        operation = common["registry"].operation(op)
+        if operation.examples is None:
+            continue
+        # JAX differentiates a reference, without its backward operation.
+        backward = None if backend == operation.reference else f"{operation.backward}.{backend}"
+        own_fields: dict[str, Any] = {"kernel": kernel, "backward": backward if backward in kernels else None}
+        for field, constant in (("refuses", "REFUSES"), ("refuses_gradients", "REFUSES_GRADIENTS")):
+            own_fields[field] = frozenset({*common.get(field, ()), *getattr(module, constant, ())})
+        title = "".join(word.title() for word in f"Test_{op}_{backend}".split("_"))
+        classes[title] = type(title, (KernelProofs,), {**common, **own_fields})
+    if not classes:
+        raise ValueError(f"{name}: no entry point of the group {KERNELS!r} is a kernel to prove")
+    return classes
+
+
+def _parameter_sets(rows: Sequence[tuple[Any, ...]], test: str, quick_share: float) -> Iterator[Any]:
+    """The rows as parameters of a test. Those of the long sweep are marked: long examples, further pairs of sets, and
+    what is left of the quick rows when a share of them has been drawn by the name of the test.
+    """
     import pytest
 
-    marks = [pytest.mark.long] if row[0].long or row[-1] in PAIRS[1:] else []
-    return pytest.param(*row, id="-".join(getattr(part, "name", part) for part in row), marks=marks)
+    names = ["-".join(getattr(part, "name", part) for part in row) for row in rows]
+    quick = [i for i, row in enumerate(rows) if not (row[0].long or row[-1] in PAIRS[1:])]
+    quick.sort(key=lambda i: hashlib.sha256(f"{test} {names[i]}".encode()).digest())
+    drawn = {*quick[: math.ceil(quick_share * len(quick))]}
+    for i, row in enumerate(rows):
+        yield pytest.param(*row, id=names[i], marks=[] if i in drawn else [pytest.mark.long])
 
 
 def _skip(reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Every way in which JAX can transform a call: each has to equal plain calls, or a Python loop of them."""
+"""All ways in which JAX transforms a call. The results equal those of plain calls, or of a Python loop of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from ejkernel_core import Registry
+from ejkernel_core import Example, Registry
 
-from ._case import Case
 from ._checks import TOLERANCE, compare
-from ._outcome import REFERENCE, Arrays, Results, called, drawn, inputs, options, pulled, unit, weights
+from ._outcome import (
+    REFERENCE,
+    Arrays,
+    Results,
+    example_results,
+    inputs,
+    machine_epsilon,
+    options,
+    random_array,
+    results_and_gradients,
+    weights,
+)
 from ._processes import DEVICES, VARIABLE, has_one_cpu
 
 DRAWS = 3
@@ -24,11 +34,11 @@ DRAWS = 3
 
 @attrs.frozen(eq=False)
 class Subject:
-    """A kernel on a case, to be transformed."""
+    """A kernel and an example to transform, and the name of the check."""
 
     registry: Registry
     kernel: str
-    case: Case
+    example: Example
     check: str
 
     @property
@@ -36,229 +46,235 @@ class Subject:
         return self.kernel.rpartition(".")[2]
 
     def call(self, arrays: Arrays) -> Results:
-        return called(self.registry, self.backend, self.case, arrays)
+        return example_results(self.registry, self.backend, self.example, arrays)
 
-    def draws(self, mapped: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Arrays for a loop; those that are not mapped stay the same."""
-        every = [inputs(self.registry, self.case, draw) for draw in range(DRAWS)]
-        return [{name: (own if mapped is None or name in mapped else every[0])[name] for name in own} for own in every]
+    def draws(self, mapped_names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """The arrays of several draws. Those that are not mapped are the same in all."""
+        draws = [inputs(self.registry, self.example, draw) for draw in range(DRAWS)]
+        if mapped_names is None:
+            return draws
+        return [{name: (draw if name in mapped_names else draws[0])[name] for name in draw} for draw in draws]
 
-    def pulled(self, arrays: Arrays) -> Any:
-        return pulled(self.call, self.case.wrt, arrays, self.weights(self.call, arrays))
+    def results_and_gradients(self, arrays: Arrays) -> Any:
+        return results_and_gradients(self.call, self.example.wrt, arrays, self.weights(self.call, arrays))
 
     def weights(self, function: Callable[..., Results], arrays: Arrays) -> Results:
-        return weights(self.case.name, function, arrays)
+        return weights(self.example.name, function, arrays)
 
     def loop(self, draws: Sequence[Arrays]) -> Any:
         """Results and gradients of plain calls, stacked."""
-        plain = jax.jit(self.pulled)
-        return stacked([plain(arrays) for arrays in draws])
+        jitted = jax.jit(self.results_and_gradients)
+        return stack([jitted(arrays) for arrays in draws])
 
-    def same(self, got: Any, wanted: Any) -> None:
-        pairs = zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
-        for (path, mine), theirs in pairs:
-            name, allowed = jax.tree_util.keystr(path), TOLERANCE.get(self.case.dtype) or unit(self.case.dtype)
-            compare(self.check, self.kernel, self.case, name, np.asarray(mine), np.asarray(theirs), allowed)
+    def check_equal(self, actual: Any, expected: Any) -> None:
+        tolerance = TOLERANCE.get(self.example.dtype) or machine_epsilon(self.example.dtype)
+        for (path, a), e in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+            name = jax.tree_util.keystr(path)
+            compare(self.check, self.kernel, self.example, name, np.asarray(a), np.asarray(e), tolerance)
 
 
-def stacked(trees: Sequence[Any]) -> Any:
+def stack(trees: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
-def by_jit(subject: Subject) -> None:
-    """Plain calls, not differentiated, in a jitted function and out of it."""
+def check_jit(subject: Subject) -> None:
+    """Plain calls, not differentiated, inside and outside of a jitted function."""
     (arrays, *_) = subject.draws()
-    wanted, _ = jax.jit(subject.pulled)(arrays)
-    subject.same(subject.call(arrays), wanted)
-    subject.same(jax.jit(subject.call)(arrays), wanted)
+    expected, _ = jax.jit(subject.results_and_gradients)(arrays)
+    subject.check_equal(subject.call(arrays), expected)
+    subject.check_equal(jax.jit(subject.call)(arrays), expected)
 
 
-def by_vmap(subject: Subject) -> None:
+def check_vmap(subject: Subject) -> None:
     """Over all arrays."""
     draws = subject.draws()
-    subject.same(jax.vmap(subject.call)(stacked(draws)), subject.loop(draws)[0])
+    subject.check_equal(jax.vmap(subject.call)(stack(draws)), subject.loop(draws)[0])
 
 
-def by_vmap_with_shared(subject: Subject) -> None:
-    """Over one array alone, and over all others, the rest being the same for all."""
-    first = subject.case.wrt[0]
-    for mapped in ([first], [name for name in subject.draws()[0] if name != first]):
-        draws = subject.draws(mapped)
-        axes = {name: 0 if name in mapped else None for name in draws[0]}
-        arrays = {name: stacked(draws)[name] if name in mapped else draws[0][name] for name in draws[0]}
-        subject.same(jax.vmap(subject.pulled, (axes,))(arrays), subject.loop(draws))
+def check_vmap_with_shared(subject: Subject) -> None:
+    """Over the first array only, and over all but the first. The elements share the other arrays."""
+    first = subject.example.wrt[0]
+    for mapped_names in ([first], [name for name in subject.draws()[0] if name != first]):
+        draws = subject.draws(mapped_names)
+        axes = {name: 0 if name in mapped_names else None for name in draws[0]}
+        arrays = {name: stack(draws)[name] if name in mapped_names else draws[0][name] for name in draws[0]}
+        subject.check_equal(jax.vmap(subject.results_and_gradients, (axes,))(arrays), subject.loop(draws))
 
 
-def by_vmap_of_other_axes(subject: Subject) -> None:
-    """The mapped axis last, in what goes in; second, in what comes out."""
+def check_vmap_of_other_axes(subject: Subject) -> None:
+    """The mapped axis is the last of the arrays, and the second of the results."""
     draws = subject.draws()
     axes = {name: np.ndim(value) for name, value in draws[0].items()}
     arrays = {name: np.stack([draw[name] for draw in draws], axis) for name, axis in axes.items()}
-    got = jax.vmap(subject.call, (axes,), out_axes=1)(arrays)
-    subject.same(got, jax.tree.map(lambda leaf: np.moveaxis(leaf, 0, 1), subject.loop(draws)[0]))
+    actual = jax.vmap(subject.call, (axes,), out_axes=1)(arrays)
+    subject.check_equal(actual, jax.tree.map(lambda leaf: np.moveaxis(leaf, 0, 1), subject.loop(draws)[0]))
 
 
-def by_vmap_of_grad(subject: Subject) -> None:
+def check_vmap_of_grad(subject: Subject) -> None:
     draws = subject.draws()
-    wanted = subject.loop(draws)
-    subject.same(jax.vmap(subject.pulled)(stacked(draws)), wanted)
-    subject.same(jax.jit(jax.vmap(subject.pulled))(stacked(draws)), wanted)
+    expected = subject.loop(draws)
+    subject.check_equal(jax.vmap(subject.results_and_gradients)(stack(draws)), expected)
+    subject.check_equal(jax.jit(jax.vmap(subject.results_and_gradients))(stack(draws)), expected)
 
 
-def by_grad_of_vmap(subject: Subject) -> None:
-    """The first array mapped, the others shared: their gradients are sums."""
-    first, *shared = subject.case.wrt
+def check_grad_of_vmap(subject: Subject) -> None:
+    """The first array is mapped. The others are shared, and their gradients are sums."""
+    first, *shared_names = subject.example.wrt
     draws = subject.draws([first])
     axes = {name: 0 if name == first else None for name in draws[0]}
     arrays = {**draws[0], first: np.stack([draw[first] for draw in draws])}
-    one = subject.weights(subject.call, draws[0])
-    every = tuple(np.broadcast_to(weight, (DRAWS, *weight.shape)) for weight in one)
-    results, gradients = pulled(jax.vmap(subject.call, (axes,)), subject.case.wrt, arrays, every)
-    wanted, own = subject.loop(draws)
-    subject.same((results, gradients), (wanted, {**{name: own[name].sum(0) for name in shared}, first: own[first]}))
+    ct = tuple(np.broadcast_to(weight, (DRAWS, *weight.shape)) for weight in subject.weights(subject.call, draws[0]))
+    actual = results_and_gradients(jax.vmap(subject.call, (axes,)), subject.example.wrt, arrays, ct)
+    results, gradients = subject.loop(draws)
+    sums = {name: gradients[name].sum(0) for name in shared_names}
+    subject.check_equal(actual, (results, {**sums, first: gradients[first]}))
 
 
-def by_checkpoint(subject: Subject) -> None:
+def check_checkpoint(subject: Subject) -> None:
     (arrays, *_) = subject.draws()
-    wanted = jax.jit(subject.pulled)(arrays)
-    kept = jax.checkpoint(subject.call)
-    subject.same(
-        jax.jit(partial(pulled, kept, subject.case.wrt))(arrays, subject.weights(subject.call, arrays)), wanted
-    )
+    expected = jax.jit(subject.results_and_gradients)(arrays)
+    function = partial(results_and_gradients, jax.checkpoint(subject.call), subject.example.wrt)
+    subject.check_equal(jax.jit(function)(arrays, subject.weights(subject.call, arrays)), expected)
 
 
-def by_scan(subject: Subject) -> None:
-    """Layers, each fed by the one before, against the same layers written out; with gradients."""
+def check_scan(subject: Subject) -> None:
+    """Layers, each of which gets the result of the one before, with gradients. Compared with a Python loop of them."""
     draws = subject.draws()
-    first = subject.case.wrt[0]
+    first = subject.example.wrt[0]
 
     def layer(carry: Any, arrays: Arrays) -> tuple[Any, Any]:
         out = subject.call({**arrays, first: arrays[first] + carry.astype(arrays[first].dtype)})[0]
         return jnp.tanh(jnp.sum(out)).astype(carry.dtype), out
 
-    def scanned(arrays: Arrays) -> Results:
+    def scan(arrays: Arrays) -> Results:
         return jax.lax.scan(layer, jnp.float32(0), arrays)
 
-    def unrolled(arrays: Arrays) -> Results:
+    def loop(arrays: Arrays) -> Results:
         carry, outs = jnp.float32(0), []
-        for place in range(DRAWS):
-            carry, out = layer(carry, {name: array[place] for name, array in arrays.items()})
+        for index in range(DRAWS):
+            carry, out = layer(carry, {name: array[index] for name, array in arrays.items()})
             outs.append(out)
         return carry, jnp.stack(outs)
 
-    arrays = stacked(draws)
-    ct = subject.weights(scanned, arrays)
-    got, wanted = (jax.jit(partial(pulled, f, subject.case.wrt))(arrays, ct) for f in (scanned, unrolled))
-    subject.same(got, wanted)
+    arrays = stack(draws)
+    ct = subject.weights(scan, arrays)
+    actual, expected = (
+        jax.jit(partial(results_and_gradients, function, subject.example.wrt))(arrays, ct) for function in (scan, loop)
+    )
+    subject.check_equal(actual, expected)
 
 
 def batched_by_axes(subject: Subject, arrays: Arrays) -> tuple[str, ...]:
-    """The arrays whose first axis always is the one that a mapped axis would go into."""
-    axes = subject.registry.operation(subject.case.op).axes
+    """The arrays whose first axis is the one that ``vmap`` folds a mapped axis into."""
+    axes = subject.registry.operation(subject.example.op).axes
     if axes is None or axes.vmap is None:
         return ()
-    layouts = axes.layouts(options(subject.registry, subject.case))
-    return tuple(n for n in arrays if layouts[n].place(axes.vmap, 1) == 0 and not layouts[n].is_shared(axes.vmap))
+    layouts = axes.layouts(options(subject.registry, subject.example))
+    return tuple(n for n in arrays if layouts[n].dimension(axes.vmap, 1) == 0 and not layouts[n].is_shared(axes.vmap))
 
 
-def by_shard_map(subject: Subject) -> None:
-    """The batch over up to 8 devices; what has no batch is on all of them, and its gradient is the sum of theirs."""
+def check_shard_map(subject: Subject) -> None:
+    """The batch is sharded over up to 8 devices. Arrays without a batch are replicated, and their gradients are sums
+    over the devices.
+    """
+    prefix = f"{subject.check}: {subject.kernel} on {subject.example.name}"
     assert not has_one_cpu(), (
-        f"{subject.check}: {subject.kernel} on {subject.case.name}: there is one device, and nothing to cut: "
-        f"set {VARIABLE}={DEVICES} before JAX starts"
+        f"{prefix}: there is one device, so nothing can be sharded: set {VARIABLE}={DEVICES} before JAX starts"
     )
     (arrays, *_) = subject.draws()
     count = 1 << min(3, len(jax.devices()).bit_length() - 1)
     mesh = jax.make_mesh((count,), ("batch",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
-    cut, whole = PartitionSpec("batch"), PartitionSpec()
     ct = subject.weights(subject.call, arrays)
-    batched = subject.case.batched or batched_by_axes(subject, arrays)
-    for name in batched:
+    batched_names = subject.example.batched or batched_by_axes(subject, arrays)
+    for name in batched_names:
         assert not arrays[name].shape[0] % count, (
-            f"{subject.check}: {subject.case.name}: {name} has {arrays[name].shape[0]} along its first axis, which "
-            f"{count} devices cannot share: take a multiple of {count}, or leave the check out of the case"
+            f"{prefix}: the first axis of {name} has size {arrays[name].shape[0]}, which {count} devices cannot share: "
+            f"use a multiple of {count}, or leave the check out of the example"
         )
-    specs = {name: cut if name in batched else whole for name in arrays}
-    outer = jax.shard_map(subject.call, mesh=mesh, in_specs=(specs,), out_specs=cut)
-    inner = jax.shard_map(
-        partial(pulled, subject.call, subject.case.wrt),
+    specs = {name: PartitionSpec("batch") if name in batched_names else PartitionSpec() for name in arrays}
+    call = jax.shard_map(subject.call, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec("batch"))
+    gradients_of_shards = jax.shard_map(
+        partial(results_and_gradients, subject.call, subject.example.wrt),
         mesh=mesh,
-        in_specs=(specs, cut),
-        out_specs=(cut, {name: specs[name] for name in subject.case.wrt}),
+        in_specs=(specs, PartitionSpec("batch")),
+        out_specs=(PartitionSpec("batch"), {name: specs[name] for name in subject.example.wrt}),
     )
-    wanted = jax.jit(subject.pulled)(arrays)
-    subject.same(jax.jit(partial(pulled, outer, subject.case.wrt))(arrays, ct), wanted)
-    subject.same(jax.jit(inner)(arrays, ct), wanted)
+    expected = jax.jit(subject.results_and_gradients)(arrays)
+    subject.check_equal(jax.jit(partial(results_and_gradients, call, subject.example.wrt))(arrays, ct), expected)
+    subject.check_equal(jax.jit(gradients_of_shards)(arrays, ct), expected)
 
 
-def by_second_reverse(subject: Subject) -> None:
-    """jacrev(jacrev) of all results, by value: against the reference in float64."""
-    got = _second(subject, jax.jacrev, subject.backend, precise=False)
-    subject.same(got, _second(subject, jax.jacrev, REFERENCE, precise=True))
+def check_second_reverse(subject: Subject) -> None:
+    """jacrev(jacrev) of all results equals the reference's in float64."""
+    actual = _second_derivatives(subject, jax.jacrev, subject.backend, is_float64=False)
+    subject.check_equal(actual, _second_derivatives(subject, jax.jacrev, REFERENCE, is_float64=True))
 
 
-def by_forward_mode(subject: Subject) -> None:
+def check_forward_mode(subject: Subject) -> None:
     """jacfwd(jacrev) of all results, and the derivative along a direction."""
-    wanted = _second(subject, jax.jacrev, REFERENCE, precise=True)
-    subject.same(_second(subject, jax.jacfwd, subject.backend, precise=False), wanted)
-    _forward_is_backward(subject)
+    expected = _second_derivatives(subject, jax.jacrev, REFERENCE, is_float64=True)
+    subject.check_equal(_second_derivatives(subject, jax.jacfwd, subject.backend, is_float64=False), expected)
+    _check_jvp(subject)
 
 
-def _forward_is_backward(subject: Subject) -> None:
-    """The derivative along a direction, weighted, is the gradient of the weighted sum along it."""
-    arrays, moving = _moving(subject, precise=False)
-    along = {name: drawn(subject.case.name, "along", name, shape=array.shape) for name, array in moving.items()}
-    along = {name: along[name].astype(array.dtype) for name, array in moving.items()}
-    results, tangents = jax.jvp(lambda m: subject.call({**arrays, **m}), (moving,), (along,))
-    _, gradients = subject.pulled(arrays)
-    ahead = _terms(zip(subject.weights(subject.call, arrays), tangents, strict=True))
-    back = _terms((gradients[name], along[name]) for name in moving)
-    # A sum whose terms cancel has no size that its error could be relative to: that of the terms is beside it.
-    size = np.linalg.norm(back)
-    subject.same((results, np.array([ahead.sum(), size])), (subject.call(arrays), np.array([back.sum(), size])))
+def _check_jvp(subject: Subject) -> None:
+    """The weighted sum of the derivative along a direction is the gradient of the weighted sum along that direction."""
+    arrays, primals = _arrays_and_primals(subject, is_float64=False)
+    direction = {
+        name: random_array(subject.example.name, "along", name, shape=array.shape).astype(array.dtype)
+        for name, array in primals.items()
+    }
+    results, tangents = jax.jvp(lambda primals: subject.call({**arrays, **primals}), (primals,), (direction,))
+    _, gradients = subject.results_and_gradients(arrays)
+    forward = _products(zip(subject.weights(subject.call, arrays), tangents, strict=True))
+    reverse = _products((gradients[name], direction[name]) for name in primals)
+    # The error of a sum is relative to the size of its terms, as they may cancel: so their norm is beside the sum.
+    norm = np.linalg.norm(reverse)
+    actual, expected = (np.array([terms.sum(), norm]) for terms in (forward, reverse))
+    subject.check_equal((results, actual), (subject.call(arrays), expected))
 
 
-def _terms(pairs: Iterable[tuple[Any, Any]]) -> np.ndarray:
-    """The products of two times as many numbers, in float64."""
+def _products(pairs: Iterable[tuple[Any, Any]]) -> np.ndarray:
+    """The products of the entries of each pair of arrays, in float64."""
     return np.concatenate([(np.asarray(a, np.float64) * np.asarray(b, np.float64)).ravel() for a, b in pairs])
 
 
-def _second(subject: Subject, derivative: Callable[..., Any], backend: str, precise: bool) -> Any:
-    with jax.enable_x64(precise):
-        arrays, moving = _moving(subject, precise)
+def _second_derivatives(subject: Subject, derivative: Callable[..., Any], backend: str, is_float64: bool) -> Any:
+    with jax.enable_x64(is_float64):
+        arrays, primals = _arrays_and_primals(subject, is_float64)
 
-        def call(m: Mapping[str, Any]) -> Results:
-            return called(subject.registry, backend, subject.case, {**arrays, **m})
+        def call(primals: Mapping[str, Any]) -> Results:
+            return example_results(subject.registry, backend, subject.example, {**arrays, **primals})
 
-        return jax.tree.map(np.asarray, jax.jit(derivative(jax.jacrev(call)))(moving))
+        return jax.tree.map(np.asarray, jax.jit(derivative(jax.jacrev(call)))(primals))
 
 
-def _moving(subject: Subject, precise: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    arrays = inputs(subject.registry, subject.case, precise=precise)
-    return arrays, {name: arrays[name] for name in subject.case.wrt}
+def _arrays_and_primals(subject: Subject, is_float64: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    arrays = inputs(subject.registry, subject.example, is_float64=is_float64)
+    return arrays, {name: arrays[name] for name in subject.example.wrt}
 
 
 TRANSFORMS: dict[str, Callable[[Subject], None]] = {
-    "jit": by_jit,
-    "vmap": by_vmap,
-    "vmap_with_shared": by_vmap_with_shared,
-    "vmap_of_other_axes": by_vmap_of_other_axes,
-    "vmap_of_grad": by_vmap_of_grad,
-    "grad_of_vmap": by_grad_of_vmap,
-    "checkpoint": by_checkpoint,
-    "scan": by_scan,
-    "shard_map": by_shard_map,
-    "jacrev_of_jacrev": by_second_reverse,
-    "forward_mode": by_forward_mode,
+    "jit": check_jit,
+    "vmap": check_vmap,
+    "vmap_with_shared": check_vmap_with_shared,
+    "vmap_of_other_axes": check_vmap_of_other_axes,
+    "vmap_of_grad": check_vmap_of_grad,
+    "grad_of_vmap": check_grad_of_vmap,
+    "checkpoint": check_checkpoint,
+    "scan": check_scan,
+    "shard_map": check_shard_map,
+    "jacrev_of_jacrev": check_second_reverse,
+    "forward_mode": check_forward_mode,
 }
 
 
-def transforms(registry: Registry, kernel: str, case: Case, name: str) -> None:
+def transforms(registry: Registry, kernel: str, example: Example, name: str) -> None:
     """The call under one of TRANSFORMS equals plain calls.
 
-    >>> from ejkernel_testing._example import double
-    >>> registry, kernel, case = double()
-    >>> transforms(registry, kernel, case, "jit")
+    >>> from ejkernel_testing._double import double
+    >>> registry, kernel, example = double()
+    >>> transforms(registry, kernel, example, "jit")
     """
-    with jax.enable_x64(case.dtype == "float64"):
-        TRANSFORMS[name](Subject(registry, kernel, case, f"transforms: {name}"))
+    with jax.enable_x64(example.dtype == "float64"):
+        TRANSFORMS[name](Subject(registry, kernel, example, f"transforms: {name}"))

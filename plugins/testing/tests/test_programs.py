@@ -1,4 +1,4 @@
-"""Two calls in one program, each differentiated in arrays of its own: of operations and of kernel classes."""
+"""Programs of two calls that are differentiated with respect to other arrays: of operations and kernel classes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import pytest
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel_classes import Kernel
-from ejkernel_core import Operation, Registry, gradient_signature, hookimpl
-from ejkernel_testing import PROGRAMS, Case
-from ejkernel_testing._programs import Program, check, chosen_pairs, programs
+from ejkernel_core import Example, Operation, Registry, gradient_signature, hookimpl
+from ejkernel_testing import PROGRAMS
+from ejkernel_testing._programs import Program, check, programs, wrt_pairs
 
 NAMES = ("x", "y", "z")
 RNG = np.random.default_rng(23)
 DRAWS = tuple({name: jnp.asarray(RNG.normal(size=(4, 3)), jnp.float32) for name in NAMES} for _ in range(2))
 WEIGHTS = tuple((RNG.normal(size=(4, 3)).astype(np.float32), RNG.normal(size=4).astype(np.float32)) for _ in range(2))
-#: Two arrays alone, and both: nine ordered pairs. Of three, 49 pairs show nothing more, and take five times as long.
-CASE = Case("mixed", "mixed", lambda draw: DRAWS[draw], wrt=NAMES[:2])
+#: The sets of two arrays are each alone, and both: nine ordered pairs. Three arrays have 49 pairs, which find nothing
+#: more and take five times as long.
+EXAMPLE = Example("mixed", "mixed", lambda draw: DRAWS[draw], wrt=NAMES[:2])
 
 
 def mixed(x: Any, y: Any, z: Any) -> Any:
@@ -31,9 +32,9 @@ def mixed(x: Any, y: Any, z: Any) -> Any:
     return out, (out * z).sum(-1)
 
 
-def pulled(arrays: Mapping[str, Any], wrt: tuple[str, ...], cotangents: Any) -> Any:
-    _, pull_back = jax.vjp(lambda moving: mixed(**{**arrays, **moving}), {name: arrays[name] for name in wrt})
-    return pull_back(cotangents)[0]
+def mixed_gradients(arrays: Mapping[str, Any], wrt: tuple[str, ...], cotangents: Any) -> Any:
+    _, pullback = jax.vjp(lambda primals: mixed(**{**arrays, **primals}), {name: arrays[name] for name in wrt})
+    return pullback(cotangents)[0]
 
 
 class Forward:
@@ -56,27 +57,28 @@ class Backward:
     @hookimpl
     def run_backend(inv: Any) -> Any:
         cotangents = [jnp.zeros_like(inv[n]) if inv[f"d_{n}"] is None else inv[f"d_{n}"] for n in ("out", "total")]
-        gradients = pulled({name: inv[name] for name in NAMES}, inv["wrt"], tuple(cotangents))
+        gradients = mixed_gradients({name: inv[name] for name in NAMES}, inv["wrt"], tuple(cotangents))
         return tuple(gradients[name] for name in inv["wrt"])
 
 
 def operation(backward: bool) -> Callable[..., Any]:
+    """A call of an operation, with or without a backward operation."""
     registry, results = Registry(plugins=""), ("out", "total")
 
-    def types(a: Mapping[str, Any]) -> Any:
+    def outputs(a: Mapping[str, Any]) -> Any:
         return jax.ShapeDtypeStruct(a["x"].shape, "float32"), jax.ShapeDtypeStruct(a["x"].shape[:-1], "float32")
 
-    own = Operation(
-        name="mixed", signature=mixed, results=results, outputs=types, backward="mixed_bwd" if backward else None
+    forward = Operation(
+        name="mixed", signature=mixed, results=results, outputs=outputs, backward="mixed_bwd" if backward else None
     )
-    registry.register(own)
+    registry.register(forward)
     for backend in ("reference", "fast"):
         registry.register(Forward, f"mixed.{backend}")
     if backward:
         registry.register(
             Operation(
                 name="mixed_bwd",
-                signature=gradient_signature(own.signature, results),
+                signature=gradient_signature(forward.signature, results),
                 arrays=(*NAMES, "out", "total", "d_out", "d_total"),
                 outputs=lambda a: tuple(jax.ShapeDtypeStruct(a[n].shape, a[n].dtype) for n in a["wrt"]),
             )
@@ -93,9 +95,9 @@ class Mixed(Kernel[None, Any]):
     def heuristic_cfg(self, inv: Any) -> None: ...
 
 
-class MixedWithItsGradient(Mixed):
+class MixedWithCustomVjp(Mixed):
     def custom_vjp(self, primals: Any, cfg: Any, kwargs: Any, cotangents: Any) -> Any:
-        gradients = pulled(dict(zip(NAMES, primals, strict=True)), NAMES, cotangents)
+        gradients = mixed_gradients(dict(zip(NAMES, primals, strict=True)), NAMES, cotangents)
         return tuple(gradients[name] for name in NAMES)
 
 
@@ -103,29 +105,29 @@ CALLS: dict[str, Callable[[], Callable[..., Any]]] = {
     "operation": lambda: operation(backward=True),
     "operation-without-backward": lambda: operation(backward=False),
     "class": Mixed,
-    "class-with-custom-vjp": MixedWithItsGradient,
+    "class-with-custom-vjp": MixedWithCustomVjp,
 }
 
 
-def same(name: str, gradient: Any, expected: Any) -> None:
+def check_equal(name: str, gradient: Any, expected: Any) -> None:
     np.testing.assert_allclose(gradient, expected, rtol=2e-5, atol=2e-5, err_msg=name)
 
 
 def prove(call: Callable[..., Any], transform: str, pairs: str) -> None:
     program = Program(lambda arrays: tuple(call(*arrays.values())), DRAWS, WEIGHTS, ((), ()))
-    check(program, lambda arrays: mixed(**arrays), transform, chosen_pairs(CASE, transform, pairs), same)
+    check(program, lambda arrays: mixed(**arrays), transform, wrt_pairs(EXAMPLE, transform, pairs), check_equal)
 
 
 @pytest.mark.parametrize("pairs", ["one", pytest.param("all", marks=pytest.mark.long)])
 @pytest.mark.parametrize("transform", PROGRAMS)
 @pytest.mark.parametrize("call", CALLS)
-def test_two_calls_differentiated_in_different_arrays(call: str, transform: str, pairs: str) -> None:
+def test_two_calls_differentiated_with_respect_to_different_arrays(call: str, transform: str, pairs: str) -> None:
     prove(CALLS[call](), transform, pairs)
 
 
 @pytest.mark.parametrize("transform", PROGRAMS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_the_check_takes_cases_of_every_dtype(dtype: str, transform: str) -> None:
+def test_the_check_takes_examples_of_every_dtype(dtype: str, transform: str) -> None:
     class Product(Kernel[None, Any]):
         def run(self, x: Any, y: Any, *, cfg: Any) -> Any:
             assert {x.dtype, y.dtype} == {jnp.dtype(dtype)}
@@ -138,12 +140,12 @@ def test_the_check_takes_cases_of_every_dtype(dtype: str, transform: str) -> Non
     registry.register(kernel.plugin.run, "Product.reference")
     with jax.enable_x64(True):
         draws = [{n: np.asarray(RNG.normal(size=8), jnp.dtype(dtype)) for n in "xy"} for _ in range(2)]
-    case = Case("mixed", "Product", lambda draw: draws[draw], dtype=dtype, wrt=("x", "y"))
-    programs(registry, "Product.run", case, transform, "one")
+    example = Example("mixed", "Product", lambda draw: draws[draw], dtype=dtype, wrt=("x", "y"))
+    programs(registry, "Product.run", example, transform, "one")
 
 
-def kept_beside() -> Callable[..., Any]:
-    """Its derivative is a custom_vjp, whose residuals are a tree of what is differentiated."""
+def residuals_outside_of_the_program() -> Callable[..., Any]:
+    """A custom_vjp whose residuals are a tree that depends on the differentiated arrays."""
 
     @jax.custom_vjp
     def call(x: Any, y: Any, z: Any) -> Any:
@@ -154,18 +156,18 @@ def kept_beside() -> Callable[..., Any]:
         wrt = {name: 0 for name, primal in zip(NAMES, primals, strict=True) if primal.perturbed}
         return call(*arrays), (arrays, wrt)
 
-    def backward(saved: Any, cotangents: Any) -> Any:
-        arrays, wrt = dict(zip(NAMES, saved[0], strict=True)), tuple(saved[1])
-        full = [jnp.zeros(ct.shape) if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
-        gradients = pulled(arrays, wrt, tuple(full))
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        arrays, wrt = dict(zip(NAMES, residuals[0], strict=True)), tuple(residuals[1])
+        full_cotangents = [jnp.zeros(ct.shape) if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
+        gradients = mixed_gradients(arrays, wrt, tuple(full_cotangents))
         return tuple(gradients.get(name) for name in NAMES)
 
     call.defvjp(forward, backward, symbolic_zeros=True)
     return jax.jit(call)
 
 
-# JAX 0.12 traces whole programs apart, so there this fault does not show in "turns".
+# JAX 0.12 traces separate programs separately, so this fault does not show in "turns".
 @pytest.mark.parametrize("transform", [name for name in PROGRAMS if name != "turns"])
-def test_the_check_sees_what_is_kept_beside_the_program(transform: str) -> None:
-    with pytest.raises((AssertionError, ValueError)):  # JAX sometimes sees that its residuals do not fit
-        prove(kept_beside(), transform, "one")
+def test_the_check_finds_residuals_outside_of_the_program(transform: str) -> None:
+    with pytest.raises((AssertionError, ValueError)):  # JAX sometimes finds that the residuals do not match
+        prove(residuals_outside_of_the_program(), transform, "one")

@@ -1,4 +1,4 @@
-"""What the proofs draw, whom they ask and what they tell: on an operation so small that each can be seen."""
+"""The weights, the results, the caches and the messages of the proofs, on a small operation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 
 import ejkernel_testing as testing
 from ejkernel_classes import Kernel
-from ejkernel_core import Operation, Registry, gradient_signature, hookimpl
-from ejkernel_testing import Case, _outcome
+from ejkernel_core import Example, Operation, Registry, gradient_signature, hookimpl
+from ejkernel_testing import _outcome
 
 Compute = Callable[[Mapping[str, Any]], tuple[Any, ...]]
 
@@ -49,7 +49,7 @@ def like(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def forward(a: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The squares, and the sum of what was squared, which only the backward and who asks for both get to see."""
+    """The squares, and the sum of the arguments, which only the backward gets, and the caller if ``both`` is set."""
     return a["factor"] * a["x"] ** 2, a["x"].sum()
 
 
@@ -70,28 +70,28 @@ def hooks(compute: Compute, rank: int = 10) -> SimpleNamespace:
     return SimpleNamespace(PLATFORMS={"cpu": rank}, heuristic_cfg=heuristic_cfg, run_backend=run_backend)
 
 
-def registry(mine: Compute = forward, bwd: Compute | None = backward, **kernels: Any) -> Registry:
-    """The references, and the kernel ``mine``, with a backward of its own or without."""
-    own = Registry(plugins="")
-    own.register(FORWARD)
-    own.register(BACKWARD)
-    own.register(hooks(forward, 0), "square.reference")
-    own.register(hooks(backward, 0), "square_bwd.reference")
-    own.register(hooks(mine), "square.mine")
+def new_registry(mine: Compute = forward, bwd: Compute | None = backward, **kernels: Any) -> Registry:
+    """The references, and the kernel ``mine``, with or without a backward kernel."""
+    registry = Registry(plugins="")
+    registry.register(FORWARD)
+    registry.register(BACKWARD)
+    registry.register(hooks(forward, 0), "square.reference")
+    registry.register(hooks(backward, 0), "square_bwd.reference")
+    registry.register(hooks(mine), "square.mine")
     if bwd is not None:
-        own.register(hooks(bwd), "square_bwd.mine")
+        registry.register(hooks(bwd), "square_bwd.mine")
     for name, kernel in kernels.items():
-        own.register(kernel, name.replace("__", "."))
-    return own
+        registry.register(kernel, name.replace("__", "."))
+    return registry
 
 
-def case(name: str = "some", dtype: str = "float32", **options: Any) -> Case:
-    """A case whose argument is drawn as most people would draw it."""
+def example(name: str = "some", dtype: str = "float32", **options: Any) -> Example:
+    """An example whose argument is drawn as usual, from a small seed."""
 
     def arguments(draw: int) -> dict[str, Any]:
         return {"x": np.random.default_rng(draw).standard_normal(16), **options}
 
-    return Case(name, "square", arguments, dtype=dtype, wrt=("x",))
+    return Example(name, "square", arguments, dtype=dtype, wrt=("x",))
 
 
 CHECKS = ("values", "gradients", "accumulation", "rows")
@@ -100,33 +100,33 @@ CHECKS = ("values", "gradients", "accumulation", "rows")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("check", CHECKS)
-def test_what_is_right_passes(check: str, both: bool, dtype: str) -> None:
-    getattr(testing, check)(registry(), "square.mine", case(dtype=dtype, both=both))
+def test_right_kernels_pass(check: str, both: bool, dtype: str) -> None:
+    getattr(testing, check)(new_registry(), "square.mine", example(dtype=dtype, both=both))
 
 
-# -- what is drawn ---------------------------------------------------------------------------------------------------
+# -- weights --------------------------------------------------------------------------------------------------------
 
 
-def test_a_backward_that_takes_the_input_for_the_cotangent_is_caught() -> None:
-    def from_the_input(a: Mapping[str, Any]) -> tuple[Any, ...]:
+def test_a_backward_that_uses_the_input_as_cotangent_fails() -> None:
+    def gradient_of_input(a: Mapping[str, Any]) -> tuple[Any, ...]:
         return (2 * a["factor"] * a["x"] * a["x"],)
 
     with pytest.raises(AssertionError, match=r"^gradients: square.mine on some: gradient of x is off by"):
-        testing.gradients(registry(bwd=from_the_input), "square.mine", case(dtype="bfloat16"))
+        testing.gradients(new_registry(bwd=gradient_of_input), "square.mine", example(dtype="bfloat16"))
 
 
 def weights(name: str) -> tuple[Any, ...]:
     return _outcome.weights(name, lambda arrays: (arrays["x"], arrays["x"]), {"x": np.zeros(1000, np.float32)})
 
 
-def test_weights_are_those_of_the_case_and_the_result_alone() -> None:
-    everything = [
+def test_weights_depend_on_the_example_and_the_result_only() -> None:
+    samples = [
         *weights("one"),
         *weights("another"),
         *(np.random.default_rng(s).standard_normal(1000) for s in range(9)),
     ]
-    alike = np.abs(np.corrcoef(np.stack(everything)) - np.eye(len(everything)))
-    assert alike.max() < 0.15
+    correlations = np.corrcoef(np.stack(samples)) - np.eye(len(samples))
+    assert np.abs(correlations).max() < 0.15
     np.testing.assert_array_equal(weights("one"), weights("one"))
 
 
@@ -135,19 +135,21 @@ def test_weights_have_few_digits() -> None:
         np.testing.assert_array_equal(weight, weight.astype(jnp.bfloat16).astype(np.float32))
 
 
-def test_a_variation_is_weighted_as_its_case() -> None:
-    """Other weights would move the gradients by more than the argument does, and hide it."""
+def test_a_variation_has_the_weights_of_its_example() -> None:
+    """Other weights would change the gradients by more than the argument does."""
 
-    def blind(a: Mapping[str, Any]) -> tuple[Any, ...]:
+    def without_factor(a: Mapping[str, Any]) -> tuple[Any, ...]:
         return backward({**a, "factor": 1.0})
 
-    plain, changed = case("plain"), case("changed", factor=1.01)
-    testing.sensitivity(registry(), "square.mine", plain, changed)
-    with pytest.raises(AssertionError, match=r"^sensitivity: square.mine on plain: changed moves gradient of x by 0"):
-        testing.sensitivity(registry(bwd=blind), "square.mine", plain, changed)
+    plain, variation = example("plain"), example("factor", factor=1.01)
+    testing.sensitivity(new_registry(), "square.mine", plain, variation)
+    with pytest.raises(
+        AssertionError, match=r"^sensitivity: square.mine on plain: with factor, gradient of x changes by 0"
+    ):
+        testing.sensitivity(new_registry(bwd=without_factor), "square.mine", plain, variation)
 
 
-# -- what the caller does not see ------------------------------------------------------------------------------------
+# -- results that the caller does not get -------------------------------------------------------------------------------
 
 
 def other_total(a: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -158,203 +160,223 @@ def other_total(a: Mapping[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("check", ["values", "accumulation"])
 def test_every_result_of_the_kernel_is_compared(check: str, both: bool) -> None:
     with pytest.raises(AssertionError, match=f"^{check}: square.mine on some: result total is off by"):
-        getattr(testing, check)(registry(other_total), "square.mine", case(both=both))
+        getattr(testing, check)(new_registry(other_total), "square.mine", example(both=both))
 
 
-def test_a_result_that_has_to_be_nothing_is_compared_unseen() -> None:
-    def dust(a: Mapping[str, Any]) -> tuple[Any, ...]:
+def test_rows_checks_results_that_the_caller_does_not_get() -> None:
+    def nonzero_total(a: Mapping[str, Any]) -> tuple[Any, ...]:
         return forward(a)[0], a["x"].sum() + 1e-9
 
     def arguments(draw: int) -> dict[str, Any]:
         return {"x": np.zeros(16)}
 
-    with pytest.raises(AssertionError, match="^rows: square.mine on zeros: result total is not 0 or -inf at 1 places"):
-        testing.rows(registry(dust), "square.mine", Case("zeros", "square", arguments, wrt=("x",)))
+    with pytest.raises(AssertionError, match="^rows: square.mine on zeros: result total is not 0 or -inf in 1 places"):
+        testing.rows(new_registry(nonzero_total), "square.mine", Example("zeros", "square", arguments, wrt=("x",)))
 
 
-def test_an_argument_that_moves_what_is_unseen_is_compared() -> None:
-    def scaled(a: Mapping[str, Any]) -> tuple[Any, ...]:
+def test_sensitivity_checks_results_that_the_caller_does_not_get() -> None:
+    def scaled_total(a: Mapping[str, Any]) -> tuple[Any, ...]:
         return forward(a)[0], a["x"].sum() * a["factor"]
 
-    with pytest.raises(AssertionError, match="^sensitivity: square.mine on plain: changed moves result total by"):
-        testing.sensitivity(registry(scaled), "square.mine", case("plain"), case("changed", factor=2.0))
+    with pytest.raises(
+        AssertionError, match="^sensitivity: square.mine on plain: with factor, result total changes by"
+    ):
+        testing.sensitivity(new_registry(scaled_total), "square.mine", example("plain"), example("factor", factor=2.0))
 
 
-def test_gradients_are_of_what_the_caller_sees() -> None:
-    """Nothing depends on the total of a caller who does not get it, and the backward is told so."""
+def test_gradients_are_those_of_the_results_that_the_caller_gets() -> None:
+    """Without the total, the backward gets None as its cotangent."""
     cotangents: list[Any] = []
 
     def without_total(a: Mapping[str, Any]) -> tuple[Any, ...]:
         cotangents.append(a["d_total"])
         return backward({**a, "d_total": None})
 
-    own = registry(bwd=without_total)
-    testing.gradients(own, "square.mine", case())
+    registry = new_registry(bwd=without_total)
+    testing.gradients(registry, "square.mine", example())
     assert cotangents
     assert set(cotangents) == {None}
     with pytest.raises(AssertionError, match="^gradients: square.mine on both: gradient of x is off by"):
-        testing.gradients(own, "square.mine", case("both", both=True))
+        testing.gradients(registry, "square.mine", example("both", both=True))
 
 
-# -- what is told ----------------------------------------------------------------------------------------------------
+# -- messages -------------------------------------------------------------------------------------------------------
 
 
 def wrong(a: Mapping[str, Any]) -> tuple[Any, ...]:
     return (backward(a)[0] * 1.5,)
 
 
-def told(check: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    with pytest.raises(AssertionError) as fault:
+def message_of(check: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    with pytest.raises(AssertionError) as error_info:
         check(*arguments, **options)
-    return str(fault.value)
+    return str(error_info.value)
 
 
-def test_the_backward_that_gave_a_wrong_gradient_is_named() -> None:
-    mine = told(testing.gradients, registry(bwd=wrong), "square.mine", case())
+def test_the_message_names_the_kernel_of_a_wrong_gradient() -> None:
+    mine = message_of(testing.gradients, new_registry(bwd=wrong), "square.mine", example())
     assert mine.endswith("; gradients by square_bwd.mine")
-    others = registry(bwd=None, square_bwd__other=hooks(wrong))
-    assert told(testing.gradients, others, "square.mine", case()).endswith("; gradients by square_bwd.other")
+    others = new_registry(bwd=None, square_bwd__other=hooks(wrong))
+    assert message_of(testing.gradients, others, "square.mine", example()).endswith("; gradients by square_bwd.other")
 
 
-def test_a_wrong_move_of_a_gradient_names_its_backward() -> None:
-    def blind(a: Mapping[str, Any]) -> tuple[Any, ...]:
+def test_the_message_of_sensitivity_names_the_kernel_of_a_gradient() -> None:
+    def without_factor(a: Mapping[str, Any]) -> tuple[Any, ...]:
         return backward({**a, "factor": 1.0})
 
-    said = told(testing.sensitivity, registry(bwd=blind), "square.mine", case("plain"), case("changed", factor=2.0))
-    assert said.endswith("; gradients by square_bwd.mine")
+    message = message_of(
+        testing.sensitivity,
+        new_registry(bwd=without_factor),
+        "square.mine",
+        example("plain"),
+        example("factor", factor=2.0),
+    )
+    assert message.endswith("; gradients by square_bwd.mine")
 
 
-def test_a_wrong_result_names_no_backward() -> None:
-    assert "gradients by" not in told(testing.values, registry(other_total), "square.mine", case())
+def test_the_message_of_a_wrong_result_names_no_backward() -> None:
+    assert "gradients by" not in message_of(testing.values, new_registry(other_total), "square.mine", example())
 
 
-def test_where_jax_differentiates_the_reference_it_is_named() -> None:
-    own = registry()
-    own.register(Operation(name="square", signature=square, results=FORWARD.results, prepare=prepare))
-    assert _outcome.backward_kernels(own, "mine", case()) == ()
-    testing.gradients(own, "square.mine", case())
-    said = told(testing.gradients, own, "square.mine", case(), backward="square_bwd.mine")
-    assert said == "gradients: square.mine on some: are given by the reference, not by square_bwd.mine as declared"
+def test_the_message_names_the_reference_where_jax_differentiates_it() -> None:
+    registry = new_registry()
+    registry.register(Operation(name="square", signature=square, results=FORWARD.results, prepare=prepare))
+    assert _outcome.backward_kernels(registry, "mine", example()) == ()
+    testing.gradients(registry, "square.mine", example())
+    message = message_of(testing.gradients, registry, "square.mine", example(), backward="square_bwd.mine")
+    assert (
+        message
+        == "gradients: square.mine on some: the gradients are those of the reference; square_bwd.mine is declared"
+    )
 
 
-def test_gradients_of_another_backward_than_is_declared_are_told() -> None:
-    testing.gradients(registry(), "square.mine", case(), backward="square_bwd.mine")
-    missing = registry(bwd=None, square_bwd__other=hooks(backward, 20))
-    testing.gradients(missing, "square.mine", case())  # right they are
-    said = told(testing.gradients, missing, "square.mine", case(), backward="square_bwd.mine")
-    assert said == "gradients: square.mine on some: are given by square_bwd.other, not by square_bwd.mine as declared"
-    testing.gradients(missing, "square.mine", attrs.evolve(case(), wrt=()), backward="square_bwd.mine")
+def test_gradients_of_another_backward_than_declared_fail() -> None:
+    testing.gradients(new_registry(), "square.mine", example(), backward="square_bwd.mine")
+    missing = new_registry(bwd=None, square_bwd__other=hooks(backward, 20))
+    testing.gradients(missing, "square.mine", example())  # they are right
+    message = message_of(testing.gradients, missing, "square.mine", example(), backward="square_bwd.mine")
+    assert (
+        message
+        == "gradients: square.mine on some: the gradients are those of square_bwd.other; square_bwd.mine is declared"
+    )
+    testing.gradients(missing, "square.mine", attrs.evolve(example(), wrt=()), backward="square_bwd.mine")
 
 
-def test_proofs_declare_the_backward() -> None:
+def test_proofs_check_the_backward_that_is_declared() -> None:
     class Proofs(testing.KernelProofs):
         kernel = "square.mine"
-        registry = registry(bwd=None)
+        registry = new_registry(bwd=None)
         backward = "square_bwd.mine"
 
-    with pytest.raises(AssertionError, match="are given by square_bwd.reference, not by square_bwd.mine as declared"):
-        Proofs().test_case(case())
-    Proofs.registry = registry()
-    Proofs().test_case(case())
+    with pytest.raises(
+        AssertionError, match="the gradients are those of square_bwd.reference; square_bwd.mine is declared"
+    ):
+        Proofs().test_example(example())
+    Proofs.registry = new_registry()
+    Proofs().test_example(example())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("check", ["values", "accumulation"])
-def test_how_far_the_reference_itself_is_off_is_told(check: str, dtype: str) -> None:
-    def off(a: Mapping[str, Any]) -> tuple[Any, ...]:
+def test_the_message_has_the_error_of_the_reference(check: str, dtype: str) -> None:
+    def wrong_squares(a: Mapping[str, Any]) -> tuple[Any, ...]:
         return forward(a)[0] * 1.25, forward(a)[1]
 
-    said = told(getattr(testing, check), registry(off), "square.mine", case(dtype=dtype))
+    message = message_of(getattr(testing, check), new_registry(wrong_squares), "square.mine", example(dtype=dtype))
     numbers = re.fullmatch(
         rf"{check}: square.mine on some: result out is off by (\S+), allowed (\S+); "
         rf"the reference itself in {dtype} is off by (\S+)",
-        said,
+        message,
     )
-    assert numbers, said
-    own, allowed, reference = map(float, numbers.groups())
-    exact = _outcome.outcome(registry(), "reference", case(dtype=dtype), precise=True)["result out"]
-    rounded = _outcome.outcome(registry(), "reference", case(dtype=dtype))["result out"].astype(np.float64)
+    assert numbers, message
+    error, tolerance, reference = map(float, numbers.groups())
+    exact = _outcome.outcome_arrays(new_registry(), "reference", example(dtype=dtype), is_float64=True)["result out"]
+    rounded = _outcome.outcome_arrays(new_registry(), "reference", example(dtype=dtype))["result out"].astype(
+        np.float64
+    )
     assert reference == pytest.approx(np.linalg.norm(rounded - exact) / np.linalg.norm(exact), rel=0.01)
-    assert own == pytest.approx(0.25, rel=0.03)
-    assert 0 < reference < allowed < own
+    assert error == pytest.approx(0.25, rel=0.03)
+    assert 0 < reference < tolerance < error
 
 
-def test_how_far_the_references_move_is_off_is_told() -> None:
-    def blind(a: Mapping[str, Any]) -> tuple[Any, ...]:
+def test_the_message_of_sensitivity_has_the_error_of_the_reference() -> None:
+    def without_factor(a: Mapping[str, Any]) -> tuple[Any, ...]:
         return forward({**a, "factor": 1.0})
 
-    plain, changed = case("plain", "bfloat16"), case("changed", "bfloat16", factor=2.0)
-    said = told(testing.sensitivity, registry(blind), "square.mine", plain, changed)
-    assert re.search(r"differ by 1.00e\+00 of it, allowed \S+; the reference's own in bfloat16 by \d\.\d\de-\d\d", said)
+    plain, variation = example("plain", "bfloat16"), example("factor", "bfloat16", factor=2.0)
+    message = message_of(testing.sensitivity, new_registry(without_factor), "square.mine", plain, variation)
+    assert re.search(
+        r"off by 1.00e\+00, allowed \S+; that of the reference itself in bfloat16 is off by \d\.\d\de-\d\d", message
+    )
 
 
-def test_a_kernel_that_is_registered_anew_is_proved_anew() -> None:
-    own, one = registry(lambda a: (a["x"] * 0, a["x"].sum())), case()
+def test_a_kernel_that_is_registered_again_is_proved_again() -> None:
+    registry, one = new_registry(lambda a: (a["x"] * 0, a["x"].sum())), example()
     with pytest.raises(AssertionError, match="values: square.mine on some: result out is off"):
-        testing.values(own, "square.mine", one)
-    own.register(hooks(forward), "square.mine")
-    testing.values(own, "square.mine", one)
+        testing.values(registry, "square.mine", one)
+    registry.register(hooks(forward), "square.mine")
+    testing.values(registry, "square.mine", one)
 
 
 def test_the_reference_is_computed_once_for_all_registries_that_have_it() -> None:
-    traced: list[str] = []
+    traces: list[str] = []
 
-    def noted(compute: Compute) -> SimpleNamespace:
-        return hooks(lambda a: traced.append("") or compute(a), 0)
+    def with_trace_count(compute: Compute) -> SimpleNamespace:
+        return hooks(lambda a: traces.append("") or compute(a), 0)
 
-    def holding(forward_reference: Any, backward_reference: Any) -> Registry:
-        own = registry()
-        own.register(forward_reference, "square.reference")
-        own.register(backward_reference, "square_bwd.reference")
-        return own
+    def registry_with(forward_reference: Any, backward_reference: Any) -> Registry:
+        registry = new_registry()
+        registry.register(forward_reference, "square.reference")
+        registry.register(backward_reference, "square_bwd.reference")
+        return registry
 
-    references, one = (noted(forward), noted(backward)), case("shared")
-    testing.values(holding(*references), "square.mine", one)
-    count = len(traced)
+    references, one = (with_trace_count(forward), with_trace_count(backward)), example("shared")
+    testing.values(registry_with(*references), "square.mine", one)
+    count = len(traces)
     assert count
-    for again in (one, attrs.evolve(one, checks=frozenset())):
-        testing.values(holding(*references), "square.mine", again)
-        testing.gradients(holding(*references), "square.mine", again)
-    assert len(traced) == count
-    # What else it is computed from makes it another one.
+    for same in (one, attrs.evolve(one, checks=frozenset())):
+        testing.values(registry_with(*references), "square.mine", same)
+        testing.gradients(registry_with(*references), "square.mine", same)
+    assert len(traces) == count
+    # The reference is computed again for another example, call, dtype or set of arrays.
     other_wrt, other_dtype = attrs.evolve(one, wrt=()), attrs.evolve(one, dtype="bfloat16")
-    for other in (case("other"), other_wrt, other_dtype, attrs.evolve(one, arguments=case(factor=2.0).arguments)):
-        testing.values(holding(*references), "square.mine", other)
-        assert len(traced) > count
-        count = len(traced)
+    for other in (example("other"), other_wrt, other_dtype, attrs.evolve(one, arguments=example(factor=2.0).arguments)):
+        testing.values(registry_with(*references), "square.mine", other)
+        assert len(traces) > count
+        count = len(traces)
 
 
-def test_a_changed_reference_is_computed_anew() -> None:
-    """With the same name, for the same case, in the same registry or another."""
-    own, one = registry(), case("changed")
-    testing.values(own, "square.mine", one)
-    for where in (own, registry()):
-        where.register(hooks(lambda a: (2 * a["x"] ** 2, a["x"].sum()), 0), "square.reference")
-        said = told(testing.values, where, "square.mine", one)
-        assert said.startswith("values: square.mine on changed: result out is off by 5.00e-01")
-    testing.values(registry(), "square.mine", one)
+def test_a_changed_reference_is_computed_again() -> None:
+    """It has the same name, and the example is the same, in the same registry or another one."""
+    first, one = new_registry(), example("changed")
+    testing.values(first, "square.mine", one)
+    for registry in (first, new_registry()):
+        registry.register(hooks(lambda a: (2 * a["x"] ** 2, a["x"].sum()), 0), "square.reference")
+        message = message_of(testing.values, registry, "square.mine", one)
+        assert message.startswith("values: square.mine on changed: result out is off by 5.00e-01")
+    testing.values(new_registry(), "square.mine", one)
 
 
-def test_another_operation_with_the_same_reference_is_computed_anew() -> None:
-    """It may prepare its arguments otherwise."""
+def test_the_reference_is_computed_again_for_another_operation() -> None:
+    """Another operation may prepare its arguments in another way."""
 
-    def doubled(arguments: dict[str, Any]) -> Any:
+    def with_double_factor(arguments: dict[str, Any]) -> Any:
         return prepare({**arguments, "factor": 2 * arguments["factor"]})
 
-    reference, mine, one = hooks(forward, 0), hooks(forward), case("prepared")
-    wanted = []
-    for prepared in (prepare, doubled):
-        own = registry()
-        own.register(attrs.evolve(FORWARD, prepare=prepared))
-        own.register(reference, "square.reference")
-        own.register(mine, "square.mine")
-        testing.values(own, "square.mine", one)
-        wanted.append(_outcome.outcome(own, "reference", one, precise=True)["result out"])
-    np.testing.assert_array_equal(wanted[1], 2 * wanted[0])
+    reference, mine, one = hooks(forward, 0), hooks(forward), example("prepared")
+    results = []
+    for prepare_arguments in (prepare, with_double_factor):
+        registry = new_registry()
+        registry.register(attrs.evolve(FORWARD, prepare=prepare_arguments))
+        registry.register(reference, "square.reference")
+        registry.register(mine, "square.mine")
+        testing.values(registry, "square.mine", one)
+        results.append(_outcome.outcome_arrays(registry, "reference", one, is_float64=True)["result out"])
+    np.testing.assert_array_equal(results[1], 2 * results[0])
 
 
 class Cube(Kernel[None, Any]):
-    """A class that differentiates itself, right or wrong."""
+    """A class with a custom_vjp, which is right if the factor is 3."""
 
     factor = 3
 
@@ -369,39 +391,41 @@ class Cube(Kernel[None, Any]):
 
 
 def test_the_gradient_of_a_class_is_compared_with_that_of_plain_jax() -> None:
-    one = Case("some", "Cube", lambda draw: {"x": np.random.default_rng(draw).normal(size=8)}, wrt=("x",))
+    one = Example("some", "Cube", lambda draw: {"x": np.random.default_rng(draw).normal(size=8)}, wrt=("x",))
     for factor in (3, 4):
-        kernel, own = Cube(), Registry(plugins="")
+        kernel, registry = Cube(), Registry(plugins="")
         kernel.factor = factor
-        own.register(kernel)
-        own.register(hooks(lambda a: (a["x"] ** 3,), 0), "Cube.reference")
-        testing.values(own, "Cube.run", one)
+        registry.register(kernel)
+        registry.register(hooks(lambda a: (a["x"] ** 3,), 0), "Cube.reference")
+        testing.values(registry, "Cube.run", one)
         if factor == 3:
-            testing.gradients(own, "Cube.run", one)
-            testing.programs(own, "Cube.run", one, "second_derivative")
+            testing.gradients(registry, "Cube.run", one)
+            testing.programs(registry, "Cube.run", one, "second_derivative")
         else:
             with pytest.raises(AssertionError, match="gradient of x is off"):
-                testing.gradients(own, "Cube.run", one)
-            with pytest.raises(AssertionError, match="1 pairs of sets of differentiated arrays are wrong"):
-                testing.programs(own, "Cube.run", one, "jit")
+                testing.gradients(registry, "Cube.run", one)
+            with pytest.raises(
+                AssertionError, match="gradients are wrong for 1 pairs of sets of differentiated arrays"
+            ):
+                testing.programs(registry, "Cube.run", one, "jit")
 
 
 @pytest.mark.parametrize(
-    ("field", "words", "told"),
+    ("field", "words", "message"),
     [
-        ("checks", frozenset({"value"}), "case 'some': checks has no 'value'; it has values, accumulation,"),
-        ("checks", frozenset({"transforms"}), "checks has no 'transforms'; it has .*, jit, vmap"),
-        ("checks", "values", "checks takes several words; got the text 'values'"),
-        ("wrt", ("y",), "wrt has no 'y'; it has x"),
+        ("checks", frozenset({"value"}), "example 'some': checks takes values, accumulation, .*; got 'value'"),
+        ("checks", frozenset({"transforms"}), "checks takes .*, jit, vmap, .*; got 'transforms'"),
+        ("checks", "values", "checks takes a collection of words; got the string 'values'"),
+        ("wrt", ("y",), "wrt takes x; got 'y'"),
     ],
 )
-def test_a_misspelt_word_of_a_case_is_told(field: str, words: Any, told: str) -> None:
+def test_unknown_words_of_an_example_are_refused(field: str, words: Any, message: str) -> None:
     class Proofs(testing.KernelProofs):
         kernel = "square.mine"
 
-        def cases(self) -> Any:
-            return [attrs.evolve(case(), **{field: words})]
+        def examples(self) -> Any:
+            return [attrs.evolve(example(), **{field: words})]
 
-    Proofs.registry = registry()
-    with pytest.raises((TypeError, ValueError), match=told):
-        Proofs()._sound_cases()
+    Proofs.registry = new_registry()
+    with pytest.raises((TypeError, ValueError), match=message):
+        Proofs()._checked_examples()

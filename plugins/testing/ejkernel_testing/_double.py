@@ -1,4 +1,4 @@
-"""The smallest operation and kernel there are, for the examples of the checks."""
+"""A minimal operation and kernel, for the examples of the checks."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel_core import Invocation, Operation, Registry, hookimpl
-
-from ._case import Case
+from ejkernel_core import Example, Invocation, Operation, Registry, hookimpl
 
 
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> None:
-    """It has nothing to choose."""
+    """There is nothing to configure."""
 
 
 @hookimpl
 def run_backend(inv: Invocation, cfg: None) -> Any:
-    """Twice its argument."""
+    """Twice the argument."""
     return 2 * inv["x"]
 
 
-def double() -> tuple[Registry, str, Case]:
-    """A registry of its own, the name of the kernel in it, and a case."""
+def double() -> tuple[Registry, str, Example]:
+    """A separate registry, the name of the kernel in it, and an example."""
     registry = Registry(plugins="")
     registry.register(Operation(name="double", signature=lambda x: None))
     for backend in ("reference", "plain"):
         registry.register(SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend), f"double.{backend}")
-    return registry, "double.plain", Case("ones", "double", lambda draw: {"x": np.ones(8)}, wrt=("x",))
+    return registry, "double.plain", Example("ones", "double", lambda draw: {"x": np.ones(8)}, wrt=("x",))

@@ -1,0 +1,227 @@
+"""The proofs in another project, with plain pytest and one CPU device, and the fields of the proofs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_testing as testing
+from ejkernel_core import Example, Operation, Registry, hookimpl
+from ejkernel_testing import _checks, _processes
+from ejkernel_testing._double import double
+
+PROJECT = """
+from types import SimpleNamespace
+
+import numpy as np
+
+from ejkernel_core import Example, Operation, Registry, hookimpl
+from ejkernel_testing import KernelProofs
+
+
+def kernel(compute):
+    @hookimpl
+    def heuristic_cfg(inv):
+        return None
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        return compute(inv["x"])
+
+    return SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend)
+
+
+def examples():
+    def arguments(draw):
+        return {"x": np.random.default_rng(draw).standard_normal((8, 3))}
+
+    return [Example("rows", "double", arguments, wrt=("x",), checks={"shard_map"}, batched=("x",))]
+
+
+REGISTRY = Registry(plugins="")
+REGISTRY.register(Operation(name="double", signature=lambda x: None, examples=examples))
+REGISTRY.register(kernel(lambda x: 2 * x), "double.reference")
+REGISTRY.register(kernel(lambda x: 2 * x), "double.right")
+REGISTRY.register(kernel(lambda x: 2 * x if len(x) == 8 else 3 * x), "double.wrong_on_a_shard")
+
+
+class TestRight(KernelProofs):
+    kernel = "double.right"
+    registry = REGISTRY
+
+
+class TestWrong(KernelProofs):
+    kernel = "double.wrong_on_a_shard"
+    registry = REGISTRY
+"""
+
+
+SKIPPED = "<testsuites><testsuite><testcase><skipped/></testcase></testsuite></testsuites>"
+
+
+def output_of_proofs(folder: Path, **environment: str) -> str:
+    """The output of plain pytest in the project."""
+    (folder / "deep").mkdir()
+    (folder / "deep" / "test_double.py").write_text(PROJECT)
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -q --import-mode=importlib --strict-markers\n")
+    inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    process = subprocess.run(
+        [sys.executable, "-B", "-m", "pytest", "-k", "transforms", "deep"],
+        env={**inherited, "JAX_PLATFORMS": "cpu", **environment},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return process.stdout
+
+
+@pytest.mark.parametrize("environment", [{}, {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}], ids=str)
+def test_a_kernel_that_is_wrong_on_a_shard_only_fails(tmp_path: Path, environment: dict[str, str]) -> None:
+    output = output_of_proofs(tmp_path, **environment)
+    assert re.search(r"transforms: shard_map: double.wrong_on_a_shard on rows: \S+ is off by", output), output
+    assert "1 failed, 1 passed" in output
+    assert ("in a process with 8 devices" in output) is (not environment)
+
+
+def test_sharding_fails_if_the_user_has_set_one_device(tmp_path: Path) -> None:
+    output = output_of_proofs(tmp_path, JAX_NUM_CPU_DEVICES="1")
+    assert "there is one device, so nothing can be sharded: set JAX_NUM_CPU_DEVICES=8" in output, output
+    assert "2 failed" in output
+
+
+def test_the_check_outside_of_pytest_fails_with_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+
+    registry, kernel, example = double()
+    monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
+    with pytest.raises(AssertionError, match=r"^transforms: shard_map: double.plain on ones: there is one device"):
+        testing.transforms(registry, kernel, example, "shard_map")
+
+
+@pytest.mark.parametrize(
+    ("status", "report"), [(-9, None), (0, "<testsuites/>"), (0, SKIPPED)], ids=["killed", "none", "skipped"]
+)
+def test_a_process_that_ran_no_test_fails(
+    monkeypatch: pytest.MonkeyPatch, request: Any, status: int, report: Any
+) -> None:
+    def run(command: list[str], **options: Any) -> Any:
+        if report is not None:
+            (file,) = (word.partition("=")[2] for word in command if word.startswith("--junitxml="))
+            Path(file).write_text(report)
+        return SimpleNamespace(returncode=status, stdout="", stderr="")
+
+    monkeypatch.setattr(_processes.subprocess, "run", run)
+    assert _processes.run_on_several_devices(request) == f"exit status {status}\n"
+
+
+def test_every_kernel_of_a_distribution_has_a_test_class() -> None:
+    classes = testing.kernel_proofs("ejkernel-xla", roundings=2.0)
+    names = {point.name for point in distribution("ejkernel-xla").entry_points}
+    assert {proofs.kernel for proofs in classes.values()} == {name for name in names if "_bwd." not in name}
+    attention = classes["TestFlashAttentionXla"]
+    assert (attention.kernel, attention.backward) == ("flash_attention.xla", "flash_attention_bwd.xla")
+    assert attention.roundings == 2.0
+
+
+def test_a_kernel_declares_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("ejkernel_xla.flash_attention")
+    monkeypatch.setattr(module, "REFUSES", frozenset({"bias"}), raising=False)
+    classes = testing.kernel_proofs("ejkernel-xla", refuses=frozenset({"float64"}))
+    assert classes["TestFlashAttentionXla"].refuses == {"bias", "float64"}
+
+
+def test_a_distribution_without_kernels_to_prove_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ejkernel-cache: no entry point of the group .* is a kernel to prove"):
+        testing.kernel_proofs("ejkernel-cache")
+    with pytest.raises(ValueError, match="no entry point .* is a kernel to prove"):
+        testing.kernel_proofs("ejkernel-xla", elsewhere={"xla"})
+
+
+def test_a_share_of_the_proofs_stays_quick(tmp_path: Path) -> None:
+    """Other kernels draw others, each at least one of every test, and none is lost."""
+    (tmp_path / "test_shares.py").write_text(
+        "from ejkernel_testing import KernelProofs\n\n\n"
+        "class TestAll(KernelProofs):\n    kernel = 'flash_attention.xla'\n\n\n"
+        "class TestShare(TestAll):\n    quick = 0.25\n\n\n"
+        "class TestReference(TestShare):\n    kernel = 'flash_attention.reference'\n    grid = False\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+
+    def collected(*options: str) -> dict[str, set[str]]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options]
+        output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        tests = [line.split("::", 2)[1:] for line in output.splitlines() if "::" in line]
+        return {kernel: {test for name, test in tests if name == kernel} for kernel, _ in tests}
+
+    every, quick = collected(), collected("-m", "not long")
+    assert every["TestShare"] == every["TestAll"]
+    assert {test for test in every["TestReference"] if "[grid" in test} == set()
+    for test in ("test_example", "test_transforms", "test_sensitivity", "test_accumulation"):
+        whole, share, other = (
+            {name for name in quick[kernel] if name.startswith(f"{test}[")}
+            for kernel in ("TestAll", "TestShare", "TestReference")
+        )
+        assert share < whole or len(whole) == 1
+        assert len(share) == -(-len(whole) // 4)
+        assert len(whole) < 4 or share != other
+
+
+def test_an_example_without_checks_is_never_drawn() -> None:
+    """The examples of benchmarks have gigabytes, which must not be drawn when tests are collected."""
+
+    def raise_memory_error(draw: int) -> dict[str, Any]:
+        raise MemoryError(draw)
+
+    def signature(x: Any) -> None: ...
+
+    def small_arguments(draw: int) -> dict[str, Any]:
+        return {"x": np.ones(3)}
+
+    registry = Registry(plugins="")
+    examples = [
+        Example("large", "double", raise_memory_error, checks=frozenset(), uses=frozenset({"benchmark"})),
+        Example("small", "double", small_arguments),
+    ]
+    registry.register(Operation(name="double", signature=signature, examples=lambda: examples))
+    registry.register(SimpleNamespace(run_backend=hookimpl(lambda inv, cfg: inv["x"])), "double.plain")
+
+    class Proofs(testing.KernelProofs):
+        kernel = "double.plain"
+
+    Proofs.registry = registry
+    assert [example.name for example in Proofs().examples()] == ["small"]
+
+
+def test_a_few_eight_bit_results_may_be_rounded_to_a_neighbour() -> None:
+    rng = np.random.default_rng(2)
+    exact = rng.integers(-127, 127, 5000).astype(np.int8)
+
+    def compare(actual: np.ndarray, expected: np.ndarray) -> None:
+        example = Example("some", "double", lambda draw: {})
+        _checks.compare("values", "double.plain", example, "result", actual, expected, 1e-5)
+
+    rounded = exact.copy()
+    rounded[:3] += 1
+    compare(rounded, exact)
+    for wrong in (
+        exact + (np.arange(5000) % 100 == 0).astype(np.int8),
+        np.where(np.arange(5000) == 7, exact ^ 3, exact),
+    ):
+        with pytest.raises(AssertionError, match="result is off by"):
+            compare(wrong.astype(np.int8), exact)
+    floats = exact.astype(np.float32).astype(jnp.float8_e4m3fn)
+    compare((floats.view(np.uint8) ^ (np.arange(5000) == 3)).view(jnp.float8_e4m3fn), floats)
+    with pytest.raises(AssertionError, match="NaN"):
+        compare(np.where(np.arange(5000) == 3, np.nan, floats.astype(np.float32)).astype(jnp.float8_e4m3fn), floats)
