@@ -1,1 +1,1 @@
-"""Kernels that cuDNN has, one folder an operation."""
+"""Kernels by cuDNN, one folder for each operation."""

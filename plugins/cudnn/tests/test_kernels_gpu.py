@@ -1,4 +1,4 @@
-"""The kernels on a card: the operation's cases, without what cuDNN refuses."""
+"""The kernels on a GPU, with the operation's examples without the arguments that cuDNN refuses."""
 
 from __future__ import annotations
 
@@ -9,35 +9,34 @@ from typing import Any
 import attrs
 import pytest
 
-from ejkernel_ops.flash_attention.examples import case
-from ejkernel_testing import Case, KernelProofs
+from ejkernel_core import Example
+from ejkernel_ops.flash_attention.examples import example
+from ejkernel_testing import KernelProofs, kernel_proofs
 
 pytestmark = pytest.mark.gpu
 
-REFUSED = {
+REFUSED_ARGUMENTS = {
     *("bias", "attention_mask", "q_segment_ids", "kv_segment_ids", "softmax_aux", "logits_soft_cap"),
     *("dropout_prob", "dropout_seed", "return_lse"),
 }
-#: What depends on where a query stands; cuDNN counts that from the other end where lengths differ.
-PLACES = {"causal", "sliding_window"}
+#: Arguments that depend on positions. If the lengths differ, cuDNN aligns the first query with the first key, and the
+#: operation the last query with the last key.
+POSITIONAL_ARGUMENTS = {"causal", "sliding_window"}
 
 
-class TestFlashAttention(KernelProofs):
-    kernel = "flash_attention.cudnn"
-    backward = "flash_attention_bwd.cudnn"
-    platform = "gpu"
-    #: It rounds weights to 16 bits, and its gradients' once more.
-    roundings = 2.0
-
-    def cases(self) -> Sequence[Case]:
-        return [
-            narrowed(wide) for wide in super().cases() if "float32" in wide.features and _remains(wide.arguments(0))
-        ]
+def examples(self: KernelProofs) -> Sequence[Example]:
+    """The float32 examples that cuDNN supports, in 16 bits."""
+    originals = [example for example in KernelProofs.examples(self) if "float32" in example.features]
+    return [supported_example(example) for example in originals if is_supported(example.abstract())]
 
 
-def _remains(made: Mapping[str, Any]) -> bool:
-    query, key, value = (made[name].shape for name in ("query", "key", "value"))
-    scale = made.get("softmax_scale")
+# cuDNN rounds the weights to 16 bits, and in the backward once more.
+globals().update(kernel_proofs("ejkernel-cudnn", platform="gpu", roundings=2.0, examples=examples))
+
+
+def is_supported(arguments: Mapping[str, Any]) -> bool:
+    query, key, value = (arguments[name].shape for name in ("query", "key", "value"))
+    scale = arguments.get("softmax_scale")
     return (
         len(query) == 4
         and query[-1] == value[-1]
@@ -47,21 +46,29 @@ def _remains(made: Mapping[str, Any]) -> bool:
     )
 
 
-def narrowed(wide: Case) -> Case:
-    dtype = ("bfloat16", "float16")[zlib.crc32(wide.name.encode()) % 2]
+def supported_example(original: Example) -> Example:
+    dtype = ("bfloat16", "float16")[zlib.crc32(original.name.encode()) % 2]
 
     def arguments(draw: int) -> dict[str, object]:
-        made = {name: x for name, x in wide.arguments(draw).items() if name not in REFUSED}
-        if made["query"].shape[1] != made["key"].shape[1] or not made.get("causal"):
-            made = {name: x for name, x in made.items() if name not in PLACES}
-        if isinstance(made.get("sliding_window"), tuple):
-            made["sliding_window"] = (made["sliding_window"][0], 0)
-        return made
+        call = {name: x for name, x in original.arguments(draw).items() if name not in REFUSED_ARGUMENTS}
+        if call["query"].shape[1] != call["key"].shape[1] or not call.get("causal"):
+            call = {name: x for name, x in call.items() if name not in POSITIONAL_ARGUMENTS}
+        if isinstance(call.get("sliding_window"), tuple):
+            call["sliding_window"] = (call["sliding_window"][0], 0)
+        return call
 
-    sets = tuple(names for names in wide.wrt_sets if not REFUSED & {*names})
-    # Some of what is varied is what cuDNN refuses: the other kernels prove that results depend on every argument.
-    checks = wide.checks - {"sensitivity"}
+    wrt_sets = tuple(names for names in original.wrt_sets if not REFUSED_ARGUMENTS & {*names})
+    # cuDNN refuses some of the variations. The other kernels prove that results depend on every argument.
+    checks = original.checks - {"sensitivity"}
     return attrs.evolve(
-        case(wide.name, arguments, checks, dtype=dtype, long=wide.long, batched=wide.batched, wrt_sets=sets),
+        example(
+            original.name,
+            arguments,
+            checks,
+            dtype=dtype,
+            long=original.long,
+            batched=original.batched,
+            wrt_sets=wrt_sets,
+        ),
         variations=(),
     )

@@ -1,4 +1,4 @@
-"""Calls that cuDNN would compute otherwise than the operation says, and where it is not."""
+"""Calls that cuDNN would compute differently from the operation, and machines without it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ejkernel_cudnn.flash_attention import library
 from ejkernel_triton.launch import _jax_triton
 
 
-def invocation(dtype: Any = jnp.bfloat16, op: str = "flash_attention", **given: Any) -> Any:
+def invocation(dtype: Any = jnp.bfloat16, op: str = "flash_attention", **arguments: Any) -> Any:
     arrays = {name: jax.ShapeDtypeStruct((2, 64, 4, 16), dtype) for name in ("query", "key", "value")}
-    return registry.plan(op, **{**arrays, **given}).invocation
+    return registry.plan(op, **{**arrays, **arguments}).invocation
 
 
 INT = jnp.int32
@@ -51,10 +51,10 @@ def test_cudnn_refuses_what_it_would_not_do_exactly(reason: str) -> None:
     assert reason in str(library.refusal(invocation(**REFUSED[reason])))
 
 
-@pytest.mark.parametrize("given", [{}, {"causal": True}, {"causal": True, "sliding_window": (8, 0)}])
-def test_cudnn_lacks_nothing_but_the_gpu_elsewhere(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "sliding_window": (8, 0)}])
+def test_without_a_gpu_other_calls_are_refused_for_that_alone(options: dict[str, Any]) -> None:
     if jax.default_backend() != "gpu":
-        assert "GPU" in str(library.refusal(invocation(**given)))
+        assert "GPU" in str(library.refusal(invocation(**options)))
 
 
 def test_cudnns_backward_takes_no_gradient_of_the_log_sum_exp() -> None:
@@ -72,19 +72,19 @@ def test_an_explicit_cudnn_is_refused_with_the_reason() -> None:
 
 @pytest.mark.parametrize("queries", [1, 2])
 def test_the_last_query_alone_sees_all_keys(queries: int) -> None:
-    """Causality lets one query see every key; of two the first does not, and cuDNN would align them otherwise."""
+    """With causality a single query sees all keys. The first of two does not, and cuDNN would align them differently."""
     arrays = {
         "query": jax.ShapeDtypeStruct((2, queries, 8, 64), jnp.bfloat16),
         **{name: jax.ShapeDtypeStruct((2, 99, 2, 64), jnp.bfloat16) for name in ("key", "value")},
     }
-    reason = library._out_of_band(invocation(**arrays, causal=True))
+    reason = library._unsupported_mask(invocation(**arrays, causal=True))
     assert (reason is None) == (queries == 1)
 
 
 @pytest.mark.parametrize(("queries", "backends"), [(1, ["cudnn", "triton"]), (2, ["triton", "cudnn"])])
 def test_one_query_goes_to_cudnn_first(queries: int, backends: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "refusal", lambda arguments: None)
-    monkeypatch.setattr(_jax_triton, "missing", lambda: None)
+    monkeypatch.setattr(_jax_triton, "unavailable_reason", lambda: None)
     arrays = {
         "query": jax.ShapeDtypeStruct((64, queries, 32, 128), jnp.bfloat16),
         **{name: jax.ShapeDtypeStruct((64, 8192, 8, 128), jnp.bfloat16) for name in ("key", "value")},

@@ -1,4 +1,4 @@
-"""Rows that a finite bias hides whole: their gradients are those of a float32 softmax of the same logits."""
+"""Rows in which a finite bias hides all keys have the gradients of a float32 softmax of the same logits."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NUMBERS = {"-1e4": -1e4, "-1e9": -1e9, "-1e30": -1e30, "lowest": float(np.finfo(
 
 def inputs(number: float) -> dict[str, jax.Array]:
     keys = jax.random.split(jax.random.key(0), 3)
-    made = {
+    arrays = {
         name: jax.random.normal(key, (2, length, 2, 8))
         for key, name, length in zip(keys, ("query", "key", "value"), (70, 90, 90), strict=True)
     }
     bias = jnp.zeros((2, 2, 70, 90)).at[:, :, 1::3].set(number).at[:, :, 2::3, ::2].set(number)
-    return {**made, "bias": bias}
+    return {**arrays, "bias": bias}
 
 
 def by_softmax(query: Any, key: Any, value: Any, bias: Any) -> Any:
@@ -33,7 +33,7 @@ def by_softmax(query: Any, key: Any, value: Any, bias: Any) -> Any:
 def loss(attention: Any) -> Any:
     def total(arrays: Any) -> Any:
         out, lse = attention(**arrays)
-        # Of log-sum-exps as large as the bias, a sum would leave nothing of the rest.
+        # The mean of lse, because a sum as large as the bias would lose the other terms in rounding.
         return (out * jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)).sum() + (0.5 * lse).mean()
 
     return total
@@ -41,19 +41,19 @@ def loss(attention: Any) -> Any:
 
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("backend", ["reference", "xla"])
-def test_gradients(backend: str, number: str) -> None:
+def test_gradients_of_rows_without_visible_keys(backend: str, number: str) -> None:
     arrays = inputs(NUMBERS[number])
 
     def attention(**arrays: Any) -> Any:
         return ejkernel_core.call("flash_attention", **arrays, return_lse=True, backend=backend)
 
-    got, wanted = (jax.grad(loss(function))(arrays) for function in (attention, by_softmax))
-    # Near -1e4 the logits themselves are rounded to a thousandth, in an order that is each program's own.
-    allowed = 1e-3 if number == "-1e4" else 1e-5
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=allowed, atol=allowed), got, wanted)
+    gradients, expected = (jax.grad(loss(function))(arrays) for function in (attention, by_softmax))
+    # Near -1e4 logits are multiples of 1e-3, and each program rounds them in a different order.
+    tolerance = 1e-3 if number == "-1e4" else 1e-5
+    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=tolerance, atol=tolerance), gradients, expected)
 
 
-def test_no_row_is_looked_at_without_a_bias() -> None:
+def test_programs_without_a_bias_have_no_branch_for_such_rows() -> None:
     arrays = inputs(0.0)
 
     def program(arrays: Any) -> str:

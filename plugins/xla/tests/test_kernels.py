@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from ejkernel_testing import KernelProofs
+from ejkernel_testing import kernel_proofs
 
-
-class TestFlashAttention(KernelProofs):
-    kernel = "flash_attention.xla"
-    backward = "flash_attention_bwd.xla"
+globals().update(kernel_proofs("ejkernel-xla", quick=0.25))

@@ -1,4 +1,4 @@
-"""``flash_attention`` by cuDNN, where it does exactly what is asked."""
+"""``flash_attention`` by cuDNN, for calls that it computes exactly as the operation defines them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import attrs
 import jax
 
 from ejkernel_core import Invocation, Unsupported, hookimpl
-from ejkernel_ops.flash_attention.symbolic import refuse_symbolic
+from ejkernel_ops.symbolic import refuse_symbolic
 
 from . import library
 
-#: Of the kernel and of its Config: what was measured with another one is measured again.
+#: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
 
 
 def rank(inv: Invocation) -> int:
-    """First for one query, else after the Triton kernels: cuDNN alone divides the keys of one query among programs."""
+    """First for a single query, else after Triton: only cuDNN splits the keys of a query over programs."""
     return 70 if inv["query"].shape[1] == 1 else 40
 
 
@@ -27,12 +27,12 @@ COMPILERS = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 @attrs.frozen
 class Config:
-    """Nothing to choose: cuDNN has heuristics of its own."""
+    """Empty: cuDNN has heuristics of its own."""
 
 
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> Config:
-    """The only one; ``Unsupported`` where cuDNN would compute something else."""
+    """The only configuration; ``Unsupported`` where cuDNN would compute something else."""
     refuse_symbolic(inv)
     reason = library.refusal(inv)
     if reason is not None:
@@ -42,5 +42,5 @@ def heuristic_cfg(inv: Invocation) -> Config:
 
 @hookimpl
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
-    """The output and the log-sum-exp of every row."""
+    """The output and the lse of every row."""
     return library.forward(inv)

@@ -1,4 +1,4 @@
-"""``flash_attention_bwd`` by cuDNN, where it does exactly what is asked."""
+"""``flash_attention_bwd`` by cuDNN, for calls that it computes exactly as the operation defines them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import attrs
 import jax
 
 from ejkernel_core import Invocation, Unsupported, hookimpl
-from ejkernel_ops.flash_attention.symbolic import refuse_symbolic
+from ejkernel_ops.symbolic import refuse_symbolic
 
 from . import library
 
-#: Of the kernel and of its Config: what was measured with another one is measured again.
+#: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"gpu": 40}
@@ -20,12 +20,12 @@ COMPILERS = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 @attrs.frozen
 class Config:
-    """Nothing to choose: cuDNN has heuristics of its own."""
+    """Empty: cuDNN has heuristics of its own."""
 
 
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> Config:
-    """The only one; ``Unsupported`` where cuDNN would compute something else."""
+    """The only configuration; ``Unsupported`` where cuDNN would compute something else."""
     refuse_symbolic(inv)
     reason = library.refusal(inv)
     if reason is not None:

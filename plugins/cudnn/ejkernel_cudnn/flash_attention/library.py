@@ -1,8 +1,8 @@
-"""Which attention calls cuDNN computes exactly as the operation says, and how it is called.
+"""Which attention calls cuDNN computes exactly as the operation defines them, and how to call it.
 
-``jax.nn.dot_product_attention`` reaches the same library, but it rounds the log-sum-exp to the output's dtype and has
-no backward from saved results. Both are there one level below, in a module that JAX does not promise to keep: every use
-of it is in ``_library``, which refuses an interface that it does not know.
+``jax.nn.dot_product_attention`` uses the same library, but it rounds the lse to the output's dtype and has no backward
+from saved results. Both exist one level below, in a private module of JAX: every use of it is in ``_library``, which
+refuses an interface that it does not know.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NO_FEATURE = {
 
 
 def refusal(arguments: Mapping[str, Any]) -> str | None:
-    """Why cuDNN would not do exactly this, or None where it does; the backward has ``wrt`` among its arguments."""
-    for reason in (_unsupported(arguments), _out_of_band(arguments), _not_backward(arguments)):
+    """Why cuDNN does not compute exactly this call, or None if it does; a backward has ``wrt`` among its arguments."""
+    for reason in (_unsupported(arguments), _unsupported_mask(arguments), _unsupported_backward(arguments)):
         if reason is not None:
             return reason
     library = _library()
@@ -42,18 +42,18 @@ def refusal(arguments: Mapping[str, Any]) -> str | None:
 
 
 def forward(arguments: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-    """The output and the log-sum-exp in float32; only where ``refusal`` is None."""
+    """The output and the lse in float32; only where ``refusal`` is None."""
     attend, _ = _functions()
     return attend(arguments["query"], arguments["key"], arguments["value"], **_options(arguments))
 
 
 def backward(arguments: Mapping[str, Any]) -> tuple[jax.Array, ...]:
-    """The gradients that ``wrt`` names, from the forward's out and lse, whichever backend made them."""
+    """The gradients that ``wrt`` names, from out and lse of the forward by any backend."""
     _, differentiate = _functions()
     inputs = (arguments[name] for name in ("query", "key", "value", "lse", "out", "d_out"))
     gradients = differentiate(*inputs, **_options(arguments))
-    named = dict(zip(("query", "key", "value"), gradients, strict=True))
-    return tuple(named[name] for name in arguments["wrt"])
+    by_name = dict(zip(("query", "key", "value"), gradients, strict=True))
+    return tuple(by_name[name] for name in arguments["wrt"])
 
 
 def _unsupported(arguments: Mapping[str, Any]) -> str | None:
@@ -64,7 +64,7 @@ def _unsupported(arguments: Mapping[str, Any]) -> str | None:
         if arguments[name] is not None:
             return f"cuDNN attention is not used with {text} (argument {name})"
     if arguments["dropout_prob"]:
-        return "cuDNN's dropout draws another mask than the other backends do"
+        return "cuDNN draws another dropout mask than the other backends do"
     if 0 in query.shape or 0 in value.shape:
         return "cuDNN attention takes no empty arrays"
     if query.shape[-1] != value.shape[-1]:
@@ -76,19 +76,19 @@ def _unsupported(arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _out_of_band(arguments: Mapping[str, Any]) -> str | None:
+def _unsupported_mask(arguments: Mapping[str, Any]) -> str | None:
     left, right = _limits(arguments)
     if (left, right) == (None, None):
         return None
     if arguments["query"].shape[1] != arguments["key"].shape[1]:
-        # Its diagonal starts in the top left corner; ours ends in the bottom right one.
+        # cuDNN's diagonal starts in the top left corner; the operation's ends in the bottom right one.
         return "cuDNN's causal mask and window are aligned differently when query and key lengths differ"
     if right != 0:
         return "cuDNN's window has no right side: it needs causal=True or sliding_window=(left, 0)"
     return None
 
 
-def _not_backward(arguments: Mapping[str, Any]) -> str | None:
+def _unsupported_backward(arguments: Mapping[str, Any]) -> str | None:
     if "wrt" not in arguments:
         return None
     if arguments["d_lse"] is not None:
@@ -102,7 +102,7 @@ def _too_wide(head_dim: int, is_backward: bool) -> str | None:
     major, _, _ = jax.local_devices(backend="gpu")[0].compute_capability.partition(".")
     if int(major) < 8:
         return "cuDNN attention needs a GPU of compute capability 8.0 or later"
-    # Newer cards than Hopper take 256 forward, but not in every release backward.
+    # On cards after Hopper cuDNN takes 256 forward, but backward not in every release.
     limit = 256 if int(major) == 9 or (int(major) > 9 and not is_backward) else 128
     return f"cuDNN attention takes head dims up to {limit} on this GPU, not {head_dim}" if head_dim > limit else None
 
@@ -112,13 +112,13 @@ def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "scale": float(arguments["softmax_scale"]),
         "causal": right == 0,
-        # cuDNN counts the token itself in.
+        # cuDNN includes the token itself.
         "window": None if left is None else left + 1,
     }
 
 
 def _limits(arguments: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    # A limit that reaches beyond every key is none.
+    # A limit that no key is beyond has no effect.
     left, right = band(arguments["causal"], arguments["sliding_window"])
     q_length, k_length = arguments["query"].shape[1], arguments["key"].shape[1]
     left = None if left is not None and left >= k_length - 1 else left
@@ -134,23 +134,23 @@ def _functions() -> tuple[Forward, Backward]:
 
 @cache
 def _library() -> tuple[Forward, Backward] | str:
-    # What is private to JAX is named here and nowhere else.
+    # All uses of JAX's private interface are here.
     try:
         from jax._src.cudnn import fused_attention_stablehlo as cudnn
     except ImportError:
-        return "this JAX has no cuDNN attention where it is looked for"
+        return "this version of JAX has no module jax._src.cudnn.fused_attention_stablehlo"
     if getattr(cudnn, "cuda_versions", None) is None or jax.default_backend() != "gpu":
         return "JAX finds no CUDA GPU with cuDNN here"
     rule = getattr(cudnn, "_dot_product_attention_bwd_rule", None)
-    takes = tuple(inspect.signature(rule).parameters) if rule is not None else ()
+    parameters = tuple(inspect.signature(rule).parameters) if rule is not None else ()
     entry = cudnn.dot_product_attention
     options = {"scale", "mask_type", "sliding_window_length", "return_residual"}
     if (
         rule is None
-        or takes not in (RULE_UNTIL_0_11, RULE_SINCE_0_12)
+        or parameters not in (RULE_UNTIL_0_11, RULE_SINCE_0_12)
         or not options <= set(inspect.signature(entry).parameters)
     ):
-        return f"JAX {jax.__version__} has another interface to cuDNN than is known here"
+        return f"the cuDNN kernels do not know the interface to cuDNN of JAX {jax.__version__}"
 
     def mask(causal: bool) -> Any:
         return cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
@@ -164,12 +164,12 @@ def _library() -> tuple[Forward, Backward] | str:
         *, scale: float, causal: bool, window: int | None,
     ) -> Any:  # fmt: skip
         unused = jnp.zeros(0, query.dtype)
-        newer = takes == RULE_SINCE_0_12
-        # Bias, two lengths, two offsets and two page tables that are not there; and a score function's arguments.
-        residuals = (query, key, value, *(unused,) * 7, *(((),) if newer else ()), lse, out)
+        is_newer = parameters == RULE_SINCE_0_12
+        # Empty arrays for bias, two lengths, two offsets and two page tables; then the arguments of a score function.
+        residuals = (query, key, value, *(unused,) * 7, *(((),) if is_newer else ()), lse, out)
         static = (scale, 42, 0.0, (False, False), mask(causal), cudnn.AttentionLayout.BTNH.value, window)
         version = cudnn.check_cudnn_version()
-        return rule(*static, *((None,) if newer else ()), version, False, residuals, d_out)[:3]
+        return rule(*static, *((None,) if is_newer else ()), version, False, residuals, d_out)[:3]
 
     return attend, differentiate
 

@@ -10,22 +10,22 @@ from attrs.validators import ge, instance_of
 
 from ejkernel_core import Invocation, hookimpl
 from ejkernel_ops.flash_attention.far import near_and_far
-from ejkernel_ops.flash_attention.symbolic import refuse_symbolic
+from ejkernel_ops.symbolic import refuse_symbolic
 
 from . import blockwise_bwd
-from .blocks import blocks, nearby
+from .blocks import block_sizes, neighbours
 
-#: Of the kernel and of its Config: what was measured with another one is measured again.
+#: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"cpu": 10, "gpu": 10, "tpu": 10}
-#: The largest blocks of queries and keys that pay on a CPU.
+#: The largest blocks of queries and keys that are worth it on a CPU.
 CPU_BLOCKS = (1024, 128)
 
 
 @attrs.frozen
 class Config:
-    """How many queries and keys a tile has."""
+    """The sizes of the blocks of queries and of keys."""
 
     q_block: int = attrs.field(default=512, validator=[instance_of(int), ge(1)])
     kv_block: int = attrs.field(default=128, validator=[instance_of(int), ge(1)])
@@ -35,18 +35,19 @@ class Config:
 def heuristic_cfg(inv: Invocation) -> Config:
     """Blocks that keep the device busy."""
     refuse_symbolic(inv)
-    return Config(*blocks(inv, inv.platform, CPU_BLOCKS))
+    return Config(*block_sizes(inv, inv.platform, CPU_BLOCKS))
 
 
 @hookimpl
 def config_space(inv: Invocation) -> Iterable[Config]:
     """The heuristic's blocks and their neighbours."""
-    return [Config(*pair) for pair in nearby(inv, inv.platform, blocks(inv, inv.platform, CPU_BLOCKS))]
+    first = block_sizes(inv, inv.platform, CPU_BLOCKS)
+    return [Config(*sizes) for sizes in neighbours(inv, inv.platform, first)]
 
 
 @hookimpl
 def check_cfg(inv: Invocation, cfg: Config) -> None:
-    """Raise where the sizes are symbolic: any blocks compute the rest."""
+    """Raise for symbolic sizes; with others, blocks of any size are right."""
     refuse_symbolic(inv)
 
 
