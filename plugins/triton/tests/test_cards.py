@@ -1,4 +1,4 @@
-"""What is known of a card: by itself where it is here, by its name where it is only compiled for."""
+"""The compute capability of a card: of the device, or by the name of a card that is absent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMED = {
 }
 
 
-def told(card: str | None, own: tuple[int, int] | None = None, platform: str = "gpu") -> Invocation:
+def message(card: str | None, own: tuple[int, int] | None = None, platform: str = "gpu") -> Invocation:
     array = jax.ShapeDtypeStruct((1, 4096, 4, 128), "bfloat16")
     inv = ejkernel_core.invocation("flash_attention", array, array, array, causal=True)
     return attrs.evolve(inv, platform=platform, device_kind=card, compute_capability=own)
@@ -43,24 +43,24 @@ def compiling_for(card: str, platform: str = "gpu") -> Any:
 
 
 @pytest.mark.parametrize("card", NAMED)
-def test_a_card_that_is_not_here_is_known_by_its_name(card: str) -> None:
-    assert capability(told(card)) == NAMED[card]
+def test_the_capability_of_an_absent_card_follows_from_its_name(card: str) -> None:
+    assert capability(message(card)) == NAMED[card]
 
 
-def test_what_a_card_says_of_itself_goes_before_its_name() -> None:
-    assert capability(told("NVIDIA H200", (8, 6))) == (8, 6)
-    assert capability(told("a card to come", (9, 0))) == (9, 0)
+def test_the_capability_of_the_device_comes_before_that_of_its_name() -> None:
+    assert capability(message("NVIDIA H200", (8, 6))) == (8, 6)
+    assert capability(message("a card to come", (9, 0))) == (9, 0)
 
 
-def test_neither_another_platform_nor_no_device_is_a_card() -> None:
-    assert capability(told("NVIDIA H200", platform="tpu")) is None
-    assert capability(told(None)) is None
+def test_other_platforms_and_absent_devices_have_no_capability() -> None:
+    assert capability(message("NVIDIA H200", platform="tpu")) is None
+    assert capability(message(None)) is None
 
 
 @pytest.mark.parametrize("module", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("card", [card for card, known in NAMED.items() if known])
-def test_a_kernel_is_cut_as_if_the_card_were_here(card: str, module: ModuleType) -> None:
-    there, here = told(card), told(card, NAMED[card])
+def test_configurations_are_chosen_for_an_absent_card(card: str, module: ModuleType) -> None:
+    there, here = message(card), message(card, NAMED[card])
     assert module.heuristic_cfg(there) == module.heuristic_cfg(here)
     assert list(module.config_space(there)) == list(module.config_space(here))
     assert _tuning.reads_shared_memory(there) == (NAMED[card] in ((9, 0), (10, 0)))
@@ -68,11 +68,11 @@ def test_a_kernel_is_cut_as_if_the_card_were_here(card: str, module: ModuleType)
 
 def test_cards_that_are_refused_by_their_names() -> None:
     with pytest.raises(Unsupported, match=re.escape("(Ampere) or later; this GPU has 7.5")):
-        flash_attention.heuristic_cfg(told("Tesla T4"))
+        flash_attention.heuristic_cfg(message("Tesla T4"))
     with pytest.raises(Unsupported, match="a card to come is not known as one"):
-        flash_attention.heuristic_cfg(told("a card to come"))
+        flash_attention.heuristic_cfg(message("a card to come"))
     with pytest.raises(Unsupported, match=re.escape("for compute capability 9.0 (Hopper); this GPU has 8.0")):
-        gluon.check(told("NVIDIA A100-SXM4-40GB"))
+        gluon.check(message("NVIDIA A100-SXM4-40GB"))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_cards_that_are_refused_by_their_names() -> None:
         ("a card to come", "gpu", 70),
     ],
 )
-def test_other_kernels_are_compiled_for_the_card_that_is_meant(card: str, platform: str, arch: int) -> None:
+def test_other_kernels_are_compiled_for_the_card_of_the_mesh(card: str, platform: str, arch: int) -> None:
     with compiling_for(card, platform):
-        assert _jax_triton._of_target(lambda device: 70, 0) == arch
-    assert _jax_triton._of_target(lambda device: 70, 0) == 70
+        assert _jax_triton._target_capability(lambda device: 70, 0) == arch
+    assert _jax_triton._target_capability(lambda device: 70, 0) == 70

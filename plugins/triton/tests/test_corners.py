@@ -1,4 +1,4 @@
-"""Corners that a review found, each in values and gradients against the reference, through the interpreter."""
+"""Edge cases, in values and gradients against the reference, through the interpreter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 
 from ejkernel_triton import flash_attention
 from ejkernel_triton.flash_attention import backward as flash_attention_bwd
-from ejkernel_triton.flash_attention._rows import LOG2E, Rows, of_sinks
 from ejkernel_triton.interpreter import compiled_for, interpreted, interpreted_registry
 
 REGISTRY = interpreted_registry(
@@ -39,7 +38,7 @@ def qkv(q_length: int, k_length: int, dtype: Any = np.float32) -> dict[str, Any]
 
 
 def errors(given: dict[str, Any], cfg: Any = None) -> list[float]:
-    """Of the output, the log-sum-exp and all gradients."""
+    """The errors of the output, the log-sum-exp and all gradients."""
     wrt = tuple(name for name in ("query", "key", "value", "bias", "softmax_aux") if name in given)
     right = REGISTRY.call("flash_attention", **given, return_lse=True, backend="reference")
     d_out, d_lse = (normal(7 + place, *result.shape, dtype=result.dtype) for place, result in enumerate(right))
@@ -71,8 +70,8 @@ def test_the_lowest_finite_bias_hides_a_key_beside_others() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bias", "allowed"), [(np.float32, -200.0, 2e-5), (np.float16, -20.0, 2e-3)])
-def test_atomics_leave_out_what_is_no_key(dtype: Any, bias: float, allowed: float) -> None:
-    """Twenty keys in a block of 32: the weights of the others are huge, because all real logits are small."""
+def test_atomics_do_not_add_padding(dtype: Any, bias: float, allowed: float) -> None:
+    """Twenty keys in a block of 32: the weights of padding would be huge, because all logits are small."""
     given = qkv(40, 20, dtype) | {"bias": jnp.full((1, 1, 1, 20), bias, dtype)}
     wrt_less = errors(given, BY_ATOMICS)
     assert max(wrt_less[:-1]) < allowed  # the last is that of a bias which is the same for all keys: 0 by cancellation
@@ -88,18 +87,10 @@ def test_a_scale_may_be_anything(scale: float) -> None:
 
 @pytest.mark.parametrize(("q_length", "k_length"), [(1, 1), (1, 16), (16, 16), (5, 1)])
 @pytest.mark.parametrize("queries", ["each", "one"])
-def test_numbers_that_become_1(q_length: int, k_length: int, queries: str) -> None:
-    """A number of 1 is a constant to jax-triton, and lengths and strides come divided by what they are multiples of."""
+def test_lengths_and_strides_of_1(q_length: int, k_length: int, queries: str) -> None:
+    """For jax-triton an argument of 1 is a constant; lengths and strides are divided by their units."""
     bias = normal(3, 1, 4, q_length if queries == "each" else 1, k_length)
     assert max(errors(qkv(q_length, k_length) | {"bias": bias})[:-1]) < 2e-5
-
-
-def test_sinks_that_are_all_that_a_row_sees_weigh_no_more_than_1() -> None:
-    # Far from 0 the log-sum-exp is a number beside the sink, by how it was rounded.
-    top = jnp.full((1, 1, 3), -1e30 * LOG2E) * jnp.asarray([1.0, 1 + 1e-6, 1 - 1e-6])
-    inv: Any = {"softmax_aux": jnp.full((1, 1), -1e30)}
-    assert of_sinks(inv, Rows(top, top, jnp.zeros_like(top))).tolist() == [[0.0]]
-    assert of_sinks(inv, Rows(top, top, -jnp.ones_like(top))).tolist() == [[2.0]]
 
 
 # -- rows so far from 0 that the log-sum-exp does not tell their sum -------------------------------------------------
@@ -108,7 +99,7 @@ FAR = jnp.array([5, 6, 69])
 
 
 def far_among_near(number: float, hidden: Any = np.False_) -> dict[str, Any]:
-    """Several blocks of queries and of keys; what is hidden has no huge bias, and would change all if it was seen."""
+    """Several blocks of queries and of keys. Masked keys have no huge bias, so that they would change everything."""
     far = jnp.zeros((70, 1), bool).at[FAR].set(True) & ~hidden
     numbers = number * (1 + jnp.arange(8.0).reshape(2, 4, 1, 1) / 2)
     return qkv(70, 90) | {"bias": jnp.where(far, numbers, normal(3, 2, 4, 70, 90))}
@@ -117,14 +108,14 @@ def far_among_near(number: float, hidden: Any = np.False_) -> dict[str, Any]:
 @pytest.mark.parametrize("number", [-1030.0, -5e3, -1e9, -1e30, 1e6])
 def test_rows_far_from_0(number: float) -> None:
     given = far_among_near(number)
-    # Queries of 0: their logits are one number, and no order of sums rounds it otherwise.
+    # With queries of 0, all logits are the bias, in any order of sums.
     assert max(errors(given | {"query": given["query"].at[:, FAR].set(0)})) < 2e-5
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_logits_far_from_0_count_as_far_as_float32_holds_them(sign: int) -> None:
+def test_logits_far_from_0_are_as_precise_as_float32(sign: int) -> None:
     given = far_among_near(sign * 1100.0)
-    # To a thousandth, in an order of roundings that is each kernel's own.
+    # To a thousandth, because each kernel rounds in its own order.
     assert max(errors(given | {"bias": given["bias"] + normal(4, 2, 4, 70, 90)})) < 1e-3
 
 
@@ -151,7 +142,7 @@ HIDING: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", HIDING)
-def test_far_rows_see_what_the_forward_saw(name: str) -> None:
+def test_rows_far_from_0_see_the_same_keys_as_in_the_forward(name: str) -> None:
     options, hidden = HIDING[name]
     given = far_among_near(-1e9, hidden)
     if name == "packed":
@@ -165,41 +156,41 @@ def test_all_rows_may_be_far(axes: tuple[int, ...]) -> None:
     assert max(errors(given | {"causal": True})) < 2e-5
 
 
-def test_rows_may_have_sinks_alone_far_from_0() -> None:
-    """Two of them are neighbours in float32, and in units of log2 the same number."""
+def test_rows_far_from_0_may_have_only_sinks() -> None:
+    """Two logits are neighbours in float32, and the same number in units of log2."""
     sinks = jnp.full((4, 2), -2e9).at[0].set([-999999872.0, -999999808.0]).at[2].set(0.0)
     mask = jnp.ones((70, 90), bool).at[FAR[:2]].set(False)
     given = far_among_near(-2e9) | {"softmax_aux": sinks, "attention_mask": mask}
     assert max(errors(given)) < 2e-5
 
 
-def test_a_logit_a_step_above_its_row_weighs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a product comes out otherwise than in the kernel that looked for the greatest."""
-    found = flash_attention_bwd._tops
+def test_no_weight_is_above_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product may be rounded differently than in the kernel that computes the maximum."""
+    exact_lse = flash_attention_bwd._exact_lse
 
-    def lower(*given: Any) -> Any:
-        top, factor = found(*given)
-        return jnp.where(factor < 1, jnp.nextafter(top, -jnp.inf), top), factor
+    def lower(*arguments: Any) -> Any:
+        lse, factor = exact_lse(*arguments)
+        return jnp.where(factor < 1, jnp.nextafter(lse, -jnp.inf), lse), factor
 
-    monkeypatch.setattr(flash_attention_bwd, "_tops", lower)
+    monkeypatch.setattr(flash_attention_bwd, "_exact_lse", lower)
     jax.clear_caches()
     for cfg in (None, BY_ATOMICS):
         assert max(errors(far_among_near(-1e9), cfg)) < 2e-5
     jax.clear_caches()
 
 
-def test_boundaries_beyond_the_tokens_read_nothing_beyond_them() -> None:
+def test_boundaries_after_the_last_token_do_not_read_past_it() -> None:
     given = {name: array[0] for name, array in qkv(32, 32).items()}
     bounds = jnp.array([0, 10, 80])
     out = REGISTRY.call("flash_attention", **given, cum_seqlens_q=bounds, cum_seqlens_k=bounds, backend="triton")
     right = jnp.array([0, 10, 32])
-    wanted = REGISTRY.call("flash_attention", **given, cum_seqlens_q=right, cum_seqlens_k=right, backend="reference")
-    np.testing.assert_allclose(out[:10], wanted[:10], atol=1e-5)
+    expected = REGISTRY.call("flash_attention", **given, cum_seqlens_q=right, cum_seqlens_k=right, backend="reference")
+    np.testing.assert_allclose(out[:10], expected[:10], atol=1e-5)
     assert np.isfinite(out).all()
 
 
 def test_programs_are_on_one_axis() -> None:
-    """The others end at 65,535, which batches and heads can pass."""
+    """The limit of the other axes is 65,535, which batch times heads can exceed."""
     query = jax.ShapeDtypeStruct((8192, 16, 16, 32), jnp.bfloat16)
 
     def pulled(q: Any) -> Any:
@@ -216,7 +207,7 @@ def _attend(query: Any) -> Any:
     return ejkernel_core.call("flash_attention", query, query, query, backend="triton")
 
 
-def test_a_plane_of_more_than_2_to_the_31_elements_has_wide_strides() -> None:
+def test_a_bias_of_more_than_2_to_the_31_elements_has_strides_of_64_bits() -> None:
     """Compiled only: there is no such array here. A 32-bit product of its stride would be negative."""
     import ejkernel_core
 

@@ -1,4 +1,4 @@
-"""The kernels for Hopper: what their tiles see, what they refuse, and what they take of a card, on a machine without one."""
+"""The kernels for Hopper, without a GPU: what tiles see, which program has which tiles, soft caps, refusals."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import ejkernel_core
 from ejkernel_core import Invocation, Registry, Unsupported
 from ejkernel_ops.flash_attention.tokens import band, tokens, visible
 from ejkernel_triton import flash_attention_sm90 as flash_attention
-from ejkernel_triton.flash_attention._problem import intervals, sides
-from ejkernel_triton.flash_attention_sm90 import _sight
+from ejkernel_triton.flash_attention._problem import packed_key_intervals, packed_query_intervals, sides
 from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
 from ejkernel_triton.flash_attention_sm90._launch import width
+from ejkernel_triton.flash_attention_sm90._ranges import key_ranges, query_ranges
 from ejkernel_triton.flash_attention_sm90._schedule import schedule
 from ejkernel_triton.interpreter import compiled_for
 from ejkernel_triton.launch import _jax_triton, _protocol
@@ -29,14 +29,14 @@ from ejkernel_triton.launch import _jax_triton, _protocol
 FORWARD, BACKWARD = "flash_attention", "flash_attention_bwd"
 H200 = "NVIDIA H200"
 
-if _jax_triton.missing():
-    pytest.skip(_jax_triton.missing(), allow_module_level=True)
+if _jax_triton.unavailable_reason():
+    pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
 
 # -- what tiles see -----------------------------------------------------------------------------------------------
 
 
-def drawn(rng: np.random.Generator, kind: str) -> dict[str, Any]:
-    """A call of few tokens, as the kernels would hear of it."""
+def random_call(rng: np.random.Generator, kind: str) -> dict[str, Any]:
+    """The arguments of a call of few tokens."""
     q_length, k_length = (int(n) for n in rng.integers(1, 500, 2))
     batch = 1 if kind == "packed" else int(rng.integers(1, 3))
     call: dict[str, Any] = {
@@ -56,54 +56,54 @@ def drawn(rng: np.random.Generator, kind: str) -> dict[str, Any]:
     return call
 
 
-def seen(call: dict[str, Any]) -> np.ndarray:
+def visible_pairs(call: dict[str, Any]) -> np.ndarray:
     """(batch, queries, keys), by the operation's own rule."""
     where = tokens(call)
-    found = visible(where.q_position, where.k_position, where.groups, *band(call["causal"], call["sliding_window"]))
+    mask = visible(where.q_position, where.k_position, where.groups, *band(call["causal"], call["sliding_window"]))
     shape = (call["query"].shape[0], call["query"].shape[1], call["key"].shape[1])
-    return np.ones(shape, bool) if found is None else np.broadcast_to(np.asarray(found), shape)
+    return np.ones(shape, bool) if mask is None else np.broadcast_to(np.asarray(mask), shape)
 
 
-def seen_whole(mine: np.ndarray, n: int, other_block: int) -> bool:
-    others = mine[:, n * other_block : (n + 1) * other_block]
+def is_full_block(own_rows: np.ndarray, n: int, other_block: int) -> bool:
+    others = own_rows[:, n * other_block : (n + 1) * other_block]
     return others.shape[1] == other_block and bool(others.all())
 
 
-def check_sight(sight: Any, pairs: np.ndarray, block: int, other_block: int, tight: bool) -> None:
+def check_ranges(ranges: Any, pairs: np.ndarray, block: int, other_block: int, is_exact: bool) -> None:
     for batch, rows in enumerate(pairs):
-        for i, (first, whole, whole_end, end) in enumerate(np.asarray(sight)[batch if len(sight) > 1 else 0]):
-            assert first <= whole <= whole_end <= end
-            mine = rows[i * block : (i + 1) * block]
-            others = np.flatnonzero(mine.any(0))
+        for i, (first, full, full_end, end) in enumerate(np.asarray(ranges)[batch if len(ranges) > 1 else 0]):
+            assert first <= full <= full_end <= end
+            own_rows = rows[i * block : (i + 1) * block]
+            others = np.flatnonzero(own_rows.any(0))
             if len(others):
-                # Tokens of a block that see others do not all see the same, so that with segments it may be more.
+                # With segments the range may have more blocks, because the tokens of a block see different ones.
                 assert first <= others[0] // other_block
                 assert others[-1] // other_block < end
-                if tight:
+                if is_exact:
                     assert (first, end) == (others[0] // other_block, others[-1] // other_block + 1)
-            if tight and len(mine) == block:
-                # Blocks of which all is seen, where these are all in a row.
-                full = [n for n in range(end) if seen_whole(mine, n, other_block)]
-                assert whole_end - whole == len(full)
-            inside = mine[:, whole * other_block : whole_end * other_block]
-            assert inside.shape[1] == (whole_end - whole) * other_block
+            if is_exact and len(own_rows) == block:
+                # Bands and packed sequences have contiguous full blocks.
+                full_blocks = [n for n in range(end) if is_full_block(own_rows, n, other_block)]
+                assert full_end - full == len(full_blocks)
+            inside = own_rows[:, full * other_block : full_end * other_block]
+            assert inside.shape[1] == (full_end - full) * other_block
             assert inside.all()
-            assert whole == whole_end or len(mine) == block
+            assert full == full_end or len(own_rows) == block
 
 
 @pytest.mark.parametrize("kind", ["band", "packed", "segments"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 30))])
 def test_tiles_see_all_that_their_tokens_see(kind: str, seed: int) -> None:
-    call = drawn(np.random.default_rng(seed), kind)
-    pairs = seen(call)
+    call = random_call(np.random.default_rng(seed), kind)
+    pairs = visible_pairs(call)
     for block, other_block in ((128, 64), (64, 128)):
-        tight = kind != "segments"
-        check_sight(_sight.of_queries(call, block, other_block)[0], pairs, block, other_block, tight)
-        check_sight(_sight.of_keys(call, block, other_block)[0], pairs.swapaxes(1, 2), block, other_block, tight)
+        is_exact = kind != "segments"
+        check_ranges(key_ranges(call, block, other_block)[0], pairs, block, other_block, is_exact)
+        check_ranges(query_ranges(call, block, other_block)[0], pairs.swapaxes(1, 2), block, other_block, is_exact)
 
 
 class Array(np.ndarray[Any, Any]):
-    """As device code has it."""
+    """An array with the methods of device code."""
 
     def to(self, dtype: Any) -> Array:
         return self.astype(dtype)
@@ -122,47 +122,54 @@ class Pointer:
         return np.where(mask, self.array.ravel()[np.where(mask, self.at, 0)], other)
 
 
-def in_numpy(function: Any) -> Any:
-    """A function of the kernels', run as it stands."""
+def run_in_numpy(function: Any) -> Any:
+    """A device function that runs with NumPy."""
 
-    def made(operation: Any) -> Any:
-        return lambda *given, **named: np.asarray(operation(*given, **named)).view(Array)
+    def numpy_operation(operation: Any) -> Any:
+        return lambda *values, **named: np.asarray(operation(*values, **named)).view(Array)
 
     names = SimpleNamespace(
-        arange=made(lambda first, end, layout: np.arange(first, end, dtype=np.int32)),
-        full=made(lambda shape, value, dtype, layout: np.full(shape, value, dtype)),
-        load=made(lambda pointer, mask, other: pointer.load(mask, other)),
-        where=made(np.where),
-        minimum=made(np.minimum),
-        maximum=made(np.maximum),
+        arange=numpy_operation(lambda first, end, layout: np.arange(first, end, dtype=np.int32)),
+        full=numpy_operation(lambda shape, value, dtype, layout: np.full(shape, value, dtype)),
+        load=numpy_operation(lambda pointer, mask, other: pointer.load(mask, other)),
+        where=numpy_operation(np.where),
+        minimum=numpy_operation(np.minimum),
+        maximum=numpy_operation(np.maximum),
         SliceLayout=lambda dim, parent: None,
         int1=bool,
         uint32=np.uint32,
     )
-    kept = {"Own": lambda *given: SimpleNamespace(**dict(zip(("index", "start", "stop", "ids"), given, strict=True)))}
-    return types.FunctionType(function.fn.__code__, {"gl": names, **kept})
+    aggregates = {
+        "OwnTokens": lambda *values: SimpleNamespace(
+            **dict(zip(("index", "start", "stop", "ids"), values, strict=True))
+        )
+    }
+    return types.FunctionType(function.fn.__code__, {"gl": names, **aggregates})
 
 
-def masks(call: dict[str, Any], of_queries: bool, ends: bool, block: int, other_block: int) -> Iterator[np.ndarray]:
+def kernel_masks(
+    call: dict[str, Any], of_queries: bool, ends: bool, block: int, other_block: int
+) -> Iterator[np.ndarray]:
     """For each batch, all pairs of blocks as the kernels mask them: of queries forward, of keys backward."""
-    with _jax_triton.importing():
+    with _jax_triton.import_lock():
         from ejkernel_triton.flash_attention_sm90 import _shared
-    own_tokens, seen = in_numpy(_shared.own_tokens), in_numpy(_shared.seen)
+    own_tokens, is_visible = run_in_numpy(_shared.own_tokens), run_in_numpy(_shared.is_visible)
     before, after = sides(call)
     names = [("query", "q_segment_ids"), ("key", "kv_segment_ids")]
     (own, own_ids), (other, other_ids) = names if of_queries else names[::-1]
     length, other_length = call[own].shape[1], call[other].shape[1]
     packed, segments = call["cum_seqlens_q"] is not None, call["q_segment_ids"] is not None
-    limits = intervals(call)[slice(0, 2) if of_queries else slice(2, 4)] if packed else (np.zeros(1, np.int32),) * 2
+    intervals = packed_key_intervals if of_queries else packed_query_intervals
+    limits = intervals(call) if packed else (np.zeros(1, np.int32),) * 2
     for batch in range(call[own].shape[0]):
-        known = SimpleNamespace(
+        call_fields = SimpleNamespace(
             own_length=length,
             other_length=other_length,
             PACKED=packed,
             SEGMENTS=segments,
-            BEFORE=before if of_queries else after,
-            AFTER=after if of_queries else before,
-            ENDS=ends,
+            LEFT=before if of_queries else after,
+            RIGHT=after if of_queries else before,
+            COMPARE_STOP=ends,
             starts=Pointer(np.asarray(limits[0])),
             stops=Pointer(np.asarray(limits[1])),
             own_ids=Pointer(np.asarray(call[own_ids])),
@@ -170,9 +177,11 @@ def masks(call: dict[str, Any], of_queries: bool, ends: bool, block: int, other_
         )
         rows = []
         for first in range(0, length, block):
-            tokens = own_tokens(known, batch, first, block, None)
+            tokens = own_tokens(call_fields, batch, first, block, None)
             firsts = range(0, other_length, other_block)
-            rows.append(np.concatenate([seen(known, tokens, batch, at, other_block, None) for at in firsts], 1))
+            rows.append(
+                np.concatenate([is_visible(call_fields, tokens, batch, at, other_block, None) for at in firsts], 1)
+            )
         yield np.concatenate(rows)
 
 
@@ -182,105 +191,105 @@ def masks(call: dict[str, Any], of_queries: bool, ends: bool, block: int, other_
     ids=["queries", "keys", "keys with a soft cap"],
 )
 @pytest.mark.parametrize("kind", ["band", "packed", "segments"])
-def test_masks_let_through_what_tokens_see(kind: str, of_queries: bool, ends: bool) -> None:
+def test_masks_show_the_pairs_that_see_each_other(kind: str, of_queries: bool, ends: bool) -> None:
     for seed in range(8):
-        call = drawn(np.random.default_rng(seed), kind)
-        for batch, found in enumerate(masks(call, of_queries, ends, 128, 64)):
-            pairs = seen(call)[batch]
-            right = np.zeros_like(found)
-            right[: pairs.shape[not of_queries], : pairs.shape[of_queries]] = pairs if of_queries else pairs.T
-            np.testing.assert_array_equal(found, right)
+        call = random_call(np.random.default_rng(seed), kind)
+        for batch, mask in enumerate(kernel_masks(call, of_queries, ends, 128, 64)):
+            pairs = visible_pairs(call)[batch]
+            expected = np.zeros_like(mask)
+            expected[: pairs.shape[not of_queries], : pairs.shape[of_queries]] = pairs if of_queries else pairs.T
+            np.testing.assert_array_equal(mask, expected)
 
 
-def test_a_causal_call_looks_at_masks_on_the_diagonal_alone() -> None:
+def test_only_blocks_on_the_diagonal_of_a_causal_call_are_partial() -> None:
     shape = np.zeros((1, 1024, 1, 64))
     call = {"query": shape, "key": shape, "causal": True, "sliding_window": None}
     call |= dict.fromkeys(("cum_seqlens_q", "q_segment_ids"))
-    assert _sight.of_queries(call, 128, 128)[0][0].tolist() == [[0, 0, i, i + 1] for i in range(8)]
-    assert _sight.of_keys(call, 128, 64)[0][0].tolist() == [[2 * i, 2 * i + 2, 16, 16] for i in range(8)]
+    assert key_ranges(call, 128, 128)[0][0].tolist() == [[0, 0, i, i + 1] for i in range(8)]
+    assert query_ranges(call, 128, 64)[0][0].tolist() == [[2 * i, 2 * i + 2, 16, 16] for i in range(8)]
 
 
-def test_every_tile_of_a_long_call_has_a_block_to_begin_with() -> None:
-    # The groups take one in any case, and would wait for ever for one that is not fetched.
+def test_every_tile_of_a_long_call_has_a_first_block() -> None:
+    # Each group reads a first block without a check, and would wait forever if it were not fetched.
     shape = np.zeros((1, 16384, 1, 1))
     call = {"query": shape, "key": shape, "causal": True, "sliding_window": (4095, 0)}
     call |= dict.fromkeys(("cum_seqlens_q", "cum_seqlens_k", "q_segment_ids", "kv_segment_ids"))
-    first, whole, whole_end, end = np.asarray(_sight.of_queries(call, 128, 128)[0][0]).T
+    first, full, full_end, end = np.asarray(key_ranges(call, 128, 128)[0][0]).T
     tiles = np.arange(128)
     np.testing.assert_array_equal(end, tiles + 1)
     np.testing.assert_array_equal(first, np.maximum(tiles - 32, 0))
-    np.testing.assert_array_equal((whole, whole_end), (np.where(tiles >= 32, tiles - 31, 0), tiles))
+    np.testing.assert_array_equal((full, full_end), (np.where(tiles >= 32, tiles - 31, 0), tiles))
     bounds = jnp.asarray([0, 0, 1, 5000, 5000, 5120, 9000, 16000], jnp.int32)  # the last tokens are of no sequence
     packed = {**call, "sliding_window": None, "cum_seqlens_q": bounds, "cum_seqlens_k": bounds}
-    first, *_, end = np.asarray(_sight.of_queries(packed, 128, 128)[0][0]).T
+    first, *_, end = np.asarray(key_ranges(packed, 128, 128)[0][0]).T
     assert (first < end).all()
     assert (first[126:].tolist(), end[126:].tolist()) == ([128, 128], [129, 129])
 
 
-# -- who works on what ---------------------------------------------------------------------------------------------
+# -- which program has which tiles ---------------------------------------------------------------------------------------------
 
 CAUSAL = tuple(range(1, 17))
 
 
 @pytest.mark.parametrize("steps", [CAUSAL, (16,) * 16, (1,), (0, 3, 0)])
 @pytest.mark.parametrize("rows", [1, 3, 16, 128])
-def test_every_tile_is_dealt_once_and_all_end_together(rows: int, steps: tuple[int, ...]) -> None:
-    dealt = schedule(rows, steps, row_bytes=4 << 20)
-    hands = [row[1 : 1 + row[0]] for row in dealt]
-    assert sorted(np.concatenate(hands)) == list(range(rows * len(steps)))
-    assert len(dealt) == min(132, rows * len(steps))
-    work = [sum(steps[tile % len(steps)] + 1 for tile in hand) for hand in hands]
-    # Who is last began a tile when nobody else was free.
+def test_every_tile_is_assigned_once_and_programs_end_together(rows: int, steps: tuple[int, ...]) -> None:
+    table = schedule(rows, steps, row_bytes=4 << 20)
+    tiles_of_programs = [row[1 : 1 + row[0]] for row in table]
+    assert sorted(np.concatenate(tiles_of_programs)) == list(range(rows * len(steps)))
+    assert len(table) == min(132, rows * len(steps))
+    work = [sum(steps[tile % len(steps)] + 1 for tile in tiles) for tiles in tiles_of_programs]
+    # The last program started its last tile when no other program was idle.
     assert max(work) <= sum(work) / len(work) + max(steps) + 1
 
 
 @pytest.mark.parametrize(("rows", "blocks"), [(16, 128), (6, 50), (3, 45), (1, 7)])
-def test_tiles_whose_lengths_only_an_array_tells_are_dealt_once_and_end_together(rows: int, blocks: int) -> None:
+def test_tiles_of_unknown_lengths_are_assigned_once_and_programs_end_together(rows: int, blocks: int) -> None:
     steps = np.random.default_rng(blocks).integers(0, 20, blocks)
-    dealt = np.asarray(jax.jit(lambda steps: schedule(rows, steps, row_bytes=4 << 20))(jnp.asarray(steps)))
-    hands = [row[1 : 1 + row[0]] for row in dealt]
-    assert sorted(np.concatenate(hands)) == list(range(rows * blocks))
-    assert dealt.shape == (min(132, rows * blocks), 1 + -(-rows * blocks // 132))
-    lengths = [steps[hand % blocks] + 1 for hand in hands]
-    work = [sum(hand) for hand in lengths]
+    table = np.asarray(jax.jit(lambda steps: schedule(rows, steps, row_bytes=4 << 20))(jnp.asarray(steps)))
+    tiles_of_programs = [row[1 : 1 + row[0]] for row in table]
+    assert sorted(np.concatenate(tiles_of_programs)) == list(range(rows * blocks))
+    assert table.shape == (min(132, rows * blocks), 1 + -(-rows * blocks // 132))
+    lengths = [steps[tiles % blocks] + 1 for tiles in tiles_of_programs]
+    work = [sum(tiles) for tiles in lengths]
     assert max(work) <= (1.02 * np.mean(work) if blocks == 128 else np.mean(work) + steps.max() + 1)
     # From the longest to the shortest.
-    assert all((np.diff(hand) <= 0).all() for hand in lengths)
+    assert all((np.diff(tiles) <= 0).all() for tiles in lengths)
 
 
-def test_long_packed_heads_are_dealt_by_few() -> None:
+def test_tiles_of_few_long_packed_heads_run_at_a_time() -> None:
     steps = np.random.default_rng(0).integers(0, 30, 128)
-    dealt = np.asarray(schedule(16, jnp.asarray(steps), row_bytes=16 << 20))
-    # At any time these are tiles of four heads, 33 of each.
-    assert [len({*(tiles // 128)}) for tiles in dealt[:, 1:13].T] == [4] * 12
-    work = [sum(steps[tile % 128] + 1 for tile in row[1 : 1 + row[0]]) for row in dealt]
+    table = np.asarray(schedule(16, jnp.asarray(steps), row_bytes=16 << 20))
+    # At any time tiles of four heads run, 33 of each.
+    assert [len({*(tiles // 128)}) for tiles in table[:, 1:13].T] == [4] * 12
+    work = [sum(steps[tile % 128] + 1 for tile in row[1 : 1 + row[0]]) for row in table]
     assert max(work) <= 1.06 * np.mean(work)
-    # All tiles of one rank come before those of the next, whosever they are.
-    ranks = np.argsort(np.argsort(-steps, kind="stable"))[dealt[:, 1:-1] % 128] // 33
+    # All tiles of one rank, of any head, come before those of the next rank.
+    ranks = np.argsort(np.argsort(-steps, kind="stable"))[table[:, 1:-1] % 128] // 33
     assert (np.diff(ranks, axis=1) >= 0).all()
 
 
 @pytest.mark.parametrize(("rows", "blocks", "mebibytes"), [(16, 128, 16), (8, 128, 64), (8, 64, 32), (8, 256, 128)])
-def test_packed_heads_are_dealt_evenly_however_few_share_the_cache(rows: int, blocks: int, mebibytes: int) -> None:
+def test_programs_have_equal_work_when_few_packed_heads_fit_the_cache(rows: int, blocks: int, mebibytes: int) -> None:
     steps = np.random.default_rng(blocks).integers(0, 60, blocks)
-    dealt = np.asarray(schedule(rows, jnp.asarray(steps), row_bytes=mebibytes << 20))
-    hands = [row[1 : 1 + row[0]] for row in dealt]
-    assert sorted(np.concatenate(hands)) == list(range(rows * blocks))
-    work = [sum(steps[hand % blocks] + 1) for hand in hands]
+    table = np.asarray(schedule(rows, jnp.asarray(steps), row_bytes=mebibytes << 20))
+    tiles_of_programs = [row[1 : 1 + row[0]] for row in table]
+    assert sorted(np.concatenate(tiles_of_programs)) == list(range(rows * blocks))
+    work = [sum(steps[tiles % blocks] + 1) for tiles in tiles_of_programs]
     assert max(work) <= 1.12 * np.mean(work)
 
 
-def test_packed_heads_that_read_the_same_are_dealt_together() -> None:
-    dealt = np.asarray(schedule(40, jnp.arange(128), row_bytes=32 << 20, group=8))
-    assert {*(dealt[:, 1] // 128)} == {*range(16)}
+def test_packed_heads_that_share_keys_run_together() -> None:
+    table = np.asarray(schedule(40, jnp.arange(128), row_bytes=32 << 20, group=8))
+    assert {*(table[:, 1] // 128)} == {*range(16)}
 
 
-def test_what_packed_tokens_see_says_how_long_their_tiles_are() -> None:
-    call = drawn(np.random.default_rng(1), "packed")
-    for found, steps in (_sight.of_queries(call, 64, 64), _sight.of_keys(call, 64, 64)):
+def test_steps_of_packed_tiles_are_the_blocks_that_they_see() -> None:
+    call = random_call(np.random.default_rng(1), "packed")
+    for ranges, steps in (key_ranges(call, 64, 64), query_ranges(call, 64, 64)):
         assert len(set(np.asarray(steps).tolist())) > 1
-        # One that sees nothing does a step all the same, forward, and none backward.
-        assert ((found[0, :, 3] - found[0, :, 0] == steps) | (steps == 0)).all()
+        # A tile that sees nothing has one step in the forward pass, and none in the backward.
+        assert ((ranges[0, :, 3] - ranges[0, :, 0] == steps) | (steps == 0)).all()
 
 
 @pytest.mark.parametrize(
@@ -289,29 +298,29 @@ def test_what_packed_tokens_see_says_how_long_their_tiles_are() -> None:
         (64, 32, 4, 1, 16),
         (16, 128, 16, 1, 4),
         (16, 256, 32, 1, 2),
-        (16, 64, 32, 1, 4),  # two would have to be five to come out even, and all parts are alike
+        (16, 64, 32, 1, 4),  # two would have to be five for equal work
         (8, 64, 64, 1, 4),
         (64, 64, 4, 4, 64),
         (2, 1024, 128, 1, 1),
     ],
 )
-def test_long_heads_are_dealt_by_few_and_all_end_together(
+def test_few_long_heads_run_at_a_time_and_programs_end_together(
     rows: int, blocks: int, row_mib: int, group: int, at_once: int
 ) -> None:
-    dealt = schedule(rows, tuple(range(1, blocks + 1)), row_mib << 20, group)
-    work = [sum(tile % blocks + 2 for tile in row[1 : 1 + row[0]]) for row in dealt]
+    table = schedule(rows, tuple(range(1, blocks + 1)), row_mib << 20, group)
+    work = [sum(tile % blocks + 2 for tile in row[1 : 1 + row[0]]) for row in table]
     assert max(work) <= 1.01 * sum(work) / len(work)
-    longest = (tile // blocks for tile in dealt[:, 1] if tile % blocks == blocks - 1)
+    longest = (tile // blocks for tile in table[:, 1] if tile % blocks == blocks - 1)
     assert {*longest} >= {*range(at_once)}
     # No program begins with the longest tile of a head of the next part.
-    assert len({tile // blocks for tile in dealt[:, 1]} - {*range(at_once)}) <= max(1, 132 // blocks)
+    assert len({tile // blocks for tile in table[:, 1]} - {*range(at_once)}) <= max(1, 132 // blocks)
 
 
-def test_so_many_heads_as_the_cache_holds_go_first() -> None:
-    dealt = schedule(72, CAUSAL, row_bytes=1 << 20)
-    assert {tile // 16 for tile in dealt[:, 1]} == set(range(24))
-    # The longest blocks of those heads, and then the next ones.
-    assert sorted(tile % 16 for tile in dealt[:, 1])[-24:] == [15] * 24
+def test_as_many_heads_as_the_cache_holds_run_first() -> None:
+    table = schedule(72, CAUSAL, row_bytes=1 << 20)
+    assert {tile // 16 for tile in table[:, 1]} == set(range(24))
+    # The longest blocks of those heads, then the next longest.
+    assert sorted(tile % 16 for tile in table[:, 1])[-24:] == [15] * 24
     with_group = schedule(96, CAUSAL, row_bytes=1 << 20, group=2)
     assert {tile // 16 for tile in with_group[:, 1]} == set(range(48))
 
@@ -319,12 +328,17 @@ def test_so_many_heads_as_the_cache_holds_go_first() -> None:
 # -- soft caps ------------------------------------------------------------------------------------------------------
 
 
-def run_ptx(code: str, given: np.ndarray) -> tuple[np.ndarray, set[str]]:
-    """What a warp makes of its numbers, (count, 32), and the operations that it takes."""
-    count = len(given)
-    registers: dict[str, Any] = {f"${count + i}": x for i, x in enumerate(given)}
-    statements = [one.strip() for line in code.strip("{} \n").split("\n") for one in line.split(";") if one.strip()]
-    places = {one[:-1]: at for at, one in enumerate(statements) if one.endswith(":")}
+def run_ptx(code: str, values: np.ndarray) -> tuple[np.ndarray, set[str]]:
+    """The results of a warp for its numbers, (count, 32), and the operations that it runs."""
+    count = len(values)
+    registers: dict[str, Any] = {f"${count + i}": x for i, x in enumerate(values)}
+    statements = [
+        statement.strip()
+        for line in code.strip("{} \n").split("\n")
+        for statement in line.split(";")
+        if statement.strip()
+    ]
+    labels = {statement[:-1]: position for position, statement in enumerate(statements) if statement.endswith(":")}
     operations: dict[str, Any] = {
         "abs.f32": abs,
         "max.f32": np.maximum,
@@ -335,84 +349,88 @@ def run_ptx(code: str, given: np.ndarray) -> tuple[np.ndarray, set[str]]:
         "setp.gt.f32": operator.gt,
         "vote.sync.any.pred": lambda p, lanes: np.full(32, p.any()),
     }
-    at, taken = 0, set[str]()
-    while at < len(statements):
-        words = statements[at].replace(",", "").split()
-        at += 1
+    position, operations_run = 0, set[str]()
+    while position < len(statements):
+        words = statements[position].replace(",", "").split()
+        position += 1
         if words[0].startswith("@"):
-            at = places[words[2]] if registers[words[0][1:]].all() else at
+            position = labels[words[2]] if registers[words[0][1:]].all() else position
         elif words[0] == "bra.uni":
-            at = places[words[1]]
+            position = labels[words[1]]
         elif words[0] in operations:
-            taken.add(words[0])
-            values = [
+            operations_run.add(words[0])
+            operands = [
                 registers[word] if word in registers else np.float32(float.fromhex(word) if "x" in word else word)
                 for word in words[2:]
             ]
-            registers[words[1]] = operations[words[0]](*values)
-    return np.stack([registers[f"${i}"] for i in range(count)]), taken
+            registers[words[1]] = operations[words[0]](*operands)
+    return np.stack([registers[f"${i}"] for i in range(count)]), operations_run
 
 
 @pytest.mark.parametrize("scale", [1 / 8 / 30, 1 / 8 / 5])
-@pytest.mark.parametrize("far", [False, True])
-def test_weights_of_a_soft_cap_are_right_near_zero_and_far_from_it(scale: float, far: bool) -> None:
-    with _jax_triton.importing():
+@pytest.mark.parametrize("has_large_logit", [False, True])
+def test_weights_with_a_soft_cap_are_right_near_zero_and_far_from_it(scale: float, has_large_logit: bool) -> None:
+    with _jax_triton.import_lock():
         from ejkernel_triton.flash_attention_sm90 import _shared
-    code, kinds = _shared._bent_weights.fn(scale, 40.0, 64)
+    code, kinds = _shared._soft_cap_weights_ptx.fn(scale, 40.0, 64)
     assert kinds.count("=&f") == kinds.count("f") - 64 == 64
-    drawn = np.random.default_rng(0).uniform(-0.349, 0.349, (64, 32)).astype(np.float32)
-    drawn[5] = 0
-    if far:
-        drawn[63, 17] = -3  # one of a thread is enough
-    found, taken = run_ptx(code, drawn / np.float32(scale))
-    assert ("tanh.approx.f32" in taken) == far
-    np.testing.assert_allclose(np.log2(found), 40 * np.tanh(drawn), rtol=1e-6 if far else 3e-4, atol=1e-5)
-    if not far:
-        assert (abs(np.log2(found) - 40 * np.tanh(drawn)) > 1e-5).any()  # it has been a polynomial
+    logits = np.random.default_rng(0).uniform(-0.349, 0.349, (64, 32)).astype(np.float32)
+    logits[5] = 0
+    if has_large_logit:
+        logits[63, 17] = -3  # one number of one thread is enough
+    weights, operations_run = run_ptx(code, logits / np.float32(scale))
+    assert ("tanh.approx.f32" in operations_run) == has_large_logit
+    np.testing.assert_allclose(
+        np.log2(weights), 40 * np.tanh(logits), rtol=1e-6 if has_large_logit else 3e-4, atol=1e-5
+    )
+    if not has_large_logit:
+        assert (abs(np.log2(weights) - 40 * np.tanh(logits)) > 1e-5).any()  # the polynomial was used
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-14, 1e-8, 1e8, 1e9, 1e18])
-def test_weights_of_a_soft_cap_are_right_for_logits_of_any_size(scale: float) -> None:
-    with _jax_triton.importing():
+def test_weights_with_a_soft_cap_are_right_for_logits_of_any_size(scale: float) -> None:
+    with _jax_triton.import_lock():
         from ejkernel_triton.flash_attention_sm90 import _shared
-    code, _ = _shared._bent_weights.fn(scale, 40.0, 64)
-    drawn = np.random.default_rng(0).uniform(-0.34, 0.34, (64, 32)).astype(np.float32)
-    found, _ = run_ptx(code, drawn / np.float32(scale))
-    np.testing.assert_allclose(np.log2(found), 40 * np.tanh(drawn), rtol=3e-4, atol=1e-5)
+    code, _ = _shared._soft_cap_weights_ptx.fn(scale, 40.0, 64)
+    logits = np.random.default_rng(0).uniform(-0.34, 0.34, (64, 32)).astype(np.float32)
+    weights, _ = run_ptx(code, logits / np.float32(scale))
+    np.testing.assert_allclose(np.log2(weights), 40 * np.tanh(logits), rtol=3e-4, atol=1e-5)
 
 
 # -- the gradient of queries ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("q_block", "dim"), [(64, 128), (128, 64), (64, 64), (64, 104), (64, 256), (64, 192)])
-def test_what_threads_leave_is_put_in_order(q_block: int, dim: int) -> None:
+def test_the_gradient_of_queries_is_reordered_from_the_layout_of_threads(q_block: int, dim: int) -> None:
     batch, length, heads, wide = 2, 300, 3, width(dim)
     blocks = -(-length // q_block)
-    right = np.random.default_rng(0).normal(size=(batch, blocks * q_block, heads, wide)).astype("float32")
-    left = np.zeros((batch, heads, blocks, q_block // 64, wide // 64, 128, 32), "float32")
+    expected = np.random.default_rng(0).normal(size=(batch, blocks * q_block, heads, wide)).astype("float32")
+    rows_of_threads = np.zeros((batch, heads, blocks, q_block // 64, wide // 64, 128, 32), "float32")
     for thread in range(128):
         warp, lane = divmod(thread, 32)
         for number in range(32):
             # As a warp group has the result of a product.
             row = 16 * warp + 8 * (number // 2 % 2) + lane // 4
             column = 8 * (number // 4) + 2 * (lane % 4) + number % 2
-            tiles = right[:, row::64, :, column::64].reshape(batch, blocks, q_block // 64, heads, -1)
-            left[..., thread, number] = tiles.transpose(0, 3, 1, 2, 4)
-    found = flash_attention_bwd.in_order(jnp.asarray(left.reshape(-1, 32)), (batch, length, heads, dim), q_block)
-    np.testing.assert_array_equal(found, right[:, :length, :, :dim])
+            tiles = expected[:, row::64, :, column::64].reshape(batch, blocks, q_block // 64, heads, -1)
+            rows_of_threads[..., thread, number] = tiles.transpose(0, 3, 1, 2, 4)
+    d_query = flash_attention_bwd.in_order(
+        jnp.asarray(rows_of_threads.reshape(-1, 32)), (batch, length, heads, dim), q_block
+    )
+    np.testing.assert_array_equal(d_query, expected[:, :length, :, :dim])
 
 
-# -- who is refused -----------------------------------------------------------------------------------------------
+# -- refusals -----------------------------------------------------------------------------------------------
 
 
-def invocation(dim: int = 128, value_dim: int | None = None, dtype: str = "bfloat16", **given: Any) -> Invocation:
-    capability = given.pop("capability", (9, 0))
+def invocation(dim: int = 128, value_dim: int | None = None, dtype: str = "bfloat16", **values: Any) -> Invocation:
+    capability = values.pop("capability", (9, 0))
     query, value = (jax.ShapeDtypeStruct((2, 512, 4, d), dtype) for d in (dim, value_dim or dim))
-    inv = ejkernel_core.invocation(FORWARD, query, query, value, **given)
+    inv = ejkernel_core.invocation(FORWARD, query, query, value, **values)
     return attrs.evolve(inv, platform="gpu", device_kind=H200, compute_capability=capability)
 
 
-REFUSED = {
+REFUSALS = {
     "compute capability 9.0 .Hopper.; this GPU has 10.0": {"capability": (10, 0)},
     "float16 and bfloat16; not float32": {"dtype": "float32"},
     "not 128 for queries and 64 for values": {"value_dim": 64},
@@ -427,41 +445,41 @@ REFUSED = {
 
 
 @pytest.fixture
-def new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def supported_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_jax_triton, "version", lambda: (0, 4, 1))
-    monkeypatch.setattr(_jax_triton, "why_no_descriptors", lambda: None)
+    monkeypatch.setattr(_jax_triton, "no_descriptors_reason", lambda: None)
 
 
-@pytest.mark.usefixtures("new_enough")
-@pytest.mark.parametrize("reason", REFUSED)
-def test_what_it_does_not_do_is_refused_with_the_reason(reason: str) -> None:
+@pytest.mark.usefixtures("supported_versions")
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_unsupported_calls_are_refused_with_the_reason(reason: str) -> None:
     with pytest.raises(Unsupported, match=reason):
-        flash_attention.heuristic_cfg(invocation(**REFUSED[reason]))
+        flash_attention.heuristic_cfg(invocation(**REFUSALS[reason]))
 
 
-@pytest.mark.usefixtures("new_enough")
+@pytest.mark.usefixtures("supported_versions")
 def test_a_configuration_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(Unsupported, match=r"stages=3. is none of those that fit"):
+    with pytest.raises(Unsupported, match=r"stages=3. does not fit; these do"):
         flash_attention.check_cfg(invocation(), flash_attention.Config(128, 3))
 
 
-def test_an_old_jax_triton_is_refused_with_the_line_that_mends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_jax_triton_is_refused_with_the_command_that_updates_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_jax_triton, "version", lambda: (0, 3, 1))
     with pytest.raises(Unsupported, match=r"pip install .jax-triton>=0.4.1"):
         flash_attention.heuristic_cfg(invocation())
 
 
-# -- how they are launched ----------------------------------------------------------------------------------------
+# -- launches ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(
-    _jax_triton.version() < (0, 4, 1) or _jax_triton.why_no_descriptors() is not None, reason="jax-triton is too old"
+    _jax_triton.version() < (0, 4, 1) or _jax_triton.no_descriptors_reason() is not None, reason="jax-triton is too old"
 )
 def test_jax_triton_compiles_both_passes_and_no_launch_allocates_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     # XLA makes graphs of several launches, and there is no place for it there.
     kernels: list[Any] = []
     original = _protocol.TritonKernel
-    monkeypatch.setattr(_protocol, "TritonKernel", lambda *given: kernels.append(original(*given)) or kernels[-1])
+    monkeypatch.setattr(_protocol, "TritonKernel", lambda *values: kernels.append(original(*values)) or kernels[-1])
     registry = Registry(plugins="ejkernel-ops")
     registry.register(flash_attention, f"{FORWARD}.gluon_sm90")
     registry.register(flash_attention_bwd, f"{BACKWARD}.gluon_sm90")
@@ -471,8 +489,8 @@ def test_jax_triton_compiles_both_passes_and_no_launch_allocates_memory(monkeypa
         out, pull_back = jax.vjp(lambda *qkv: registry.call(FORWARD, *qkv, causal=True), *arrays)
         return pull_back(out)
 
-    found = compiled_for(H200, step, shape, shape, shape)
-    assert [kernel.num_warps for kernel in found] == [12, 12]
+    kernels_of_step = compiled_for(H200, step, shape, shape, shape)
+    assert [kernel.num_warps for kernel in kernels_of_step] == [12, 12]
     assert [(kernel.kernel_name, kernel.global_scratch_size) for kernel in kernels] == [
         ("attend", None),
         ("sum_over_queries", None),

@@ -1,4 +1,4 @@
-"""The harness that runs Triton kernels on the CPU: right numbers, and an error for each thing that must not happen."""
+"""The interpreter of Triton kernels: right numbers, and an error for each mistake of a kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,8 +22,8 @@ import ejkernel_core as core  # noqa: E402
 from ejkernel_triton.interpreter import interpreted, interpreted_registry  # noqa: E402
 from ejkernel_triton.launch import _jax_triton  # noqa: E402
 
-if _jax_triton.missing():
-    pytest.skip(_jax_triton.missing(), allow_module_level=True)
+if _jax_triton.unavailable_reason():
+    pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
 
 NEW = _jax_triton.version() >= (0, 4)
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -52,7 +51,7 @@ def launch(kernel, arrays, outputs, *, scalars=(), grid=(1,), **constants):
         compute_capability=(9, 0),
         name=kernel.fn.__name__ if hasattr(kernel, "fn") else "kernel",
     )
-    # JAX may run it while Python goes on: what a kernel raises is to be raised here.
+    # JAX may run the kernel asynchronously: its errors are to be raised here.
     jax.block_until_ready(found)
     return found[0] if len(found) == 1 else found
 
@@ -66,7 +65,7 @@ def normal(*sizes, dtype="float32", key=0):
 
 
 def fails(*words):
-    """JAX raises an error of its own around what a callback raises, with the whole message in it."""
+    """The error of JAX contains the message of the error that the callback raises."""
     return pytest.raises(Exception, match="(?s)" + ".*".join(words))
 
 
@@ -133,8 +132,8 @@ def test_rounds_to_nearest_even(dtype):
 
 def test_float8_becomes_the_largest_not_nan():
     x = jnp.asarray([1.0, 500.0, -1e6, 0.07] * 4)
-    got = exact(cast(x, "float8_e4m3fn"))
-    np.testing.assert_array_equal(got[:4], [1.0, 448.0, -448.0, exact(x.astype("float8_e4m3fn"))[3]])
+    actual = exact(cast(x, "float8_e4m3fn"))
+    np.testing.assert_array_equal(actual[:4], [1.0, 448.0, -448.0, exact(x.astype("float8_e4m3fn"))[3]])
     np.testing.assert_array_equal(exact(cast(x.astype("float8_e5m2"), "float32")), exact(x.astype("float8_e5m2")))
 
 
@@ -144,7 +143,7 @@ def cut_off(x, out, BLOCK: tl.constexpr):
     tl.store(out + at, tl.load(x + at).to(tl.bfloat16, fp_downcast_rounding="rtz"))
 
 
-def test_rounds_towards_zero_when_asked():
+def test_rounds_towards_zero_with_rtz():
     x = normal(64) * 10
     bits = np.asarray(x).view(np.uint32) & 0xFFFF0000
     np.testing.assert_array_equal(
@@ -161,8 +160,8 @@ def test_floats_become_whole_numbers_as_on_the_gpu():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn"])
 def test_dot_accumulates_in_float32(dtype):
     a, b = normal(16, 512, dtype=dtype), normal(512, 16, dtype=dtype, key=1)
-    wanted = exact(a) @ exact(b)
-    assert np.abs(exact(product(a, b)) - wanted).max() < 1e-4
+    expected = exact(a) @ exact(b)
+    assert np.abs(exact(product(a, b)) - expected).max() < 1e-4
 
 
 def test_dot_of_float64_and_int8():
@@ -182,8 +181,8 @@ def test_dot_into_float16_rounds_its_sums():
 
 def test_tf32_rounds_its_inputs():
     a, b = normal(16, 32), normal(32, 16, key=1)
-    wanted = exact(a) @ exact(b)
-    off = {p: np.abs(exact(product(a, b, p)) - wanted).max() for p in ("tf32", "tf32x3", "ieee")}
+    expected = exact(a) @ exact(b)
+    off = {p: np.abs(exact(product(a, b, p)) - expected).max() for p in ("tf32", "tf32x3", "ieee")}
     assert off["tf32"] > 1e-4
     assert max(off["tf32x3"], off["ieee"]) < 1e-5
     # To nearest even at ten bits: exact where the inputs have no more.
@@ -191,7 +190,7 @@ def test_tf32_rounds_its_inputs():
     np.testing.assert_array_equal(product(small, jnp.eye(32)[:, :16], "tf32"), small[:, :16])
 
 
-def test_dot_of_less_than_the_tensor_cores_take_is_refused():
+def test_dot_of_matrices_too_small_for_tensor_cores_is_refused():
     with fails("multiply", "Input shapes should have"):
         product(normal(16, 4), normal(4, 16))
 
@@ -211,11 +210,11 @@ def functions(x, out, BLOCK: tl.constexpr):
 
 def test_functions():
     x = jnp.abs(normal(32)) + 0.1
-    got = exact(launch(functions, [x], shape(7, 32), BLOCK=32))
+    actual = exact(launch(functions, [x], shape(7, 32), BLOCK=32))
     v = exact(x)
-    wanted = [np.exp2(v), np.log2(v), np.sqrt(v), np.maximum(v, 1), np.where(v > 1, v, -v)]
-    wanted += [1 / np.sqrt(v) + np.exp(v) - np.log(v), v + (v * v + v) + np.minimum(v, 0.5)]
-    np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=2e-6)
+    expected = [np.exp2(v), np.log2(v), np.sqrt(v), np.maximum(v, 1), np.where(v > 1, v, -v)]
+    expected += [1 / np.sqrt(v) + np.exp(v) - np.log(v), v + (v * v + v) + np.minimum(v, 0.5)]
+    np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=2e-6)
 
 
 @triton.jit
@@ -243,9 +242,9 @@ def test_unsigned_numbers_wrap_and_have_no_sign():
     v ^= v >> 15
     v = (v * 0x846CA68B + 0x9E3779B9) % 2**32
     rows = [v, v // 7, v % 1000, v > 2**31, np.maximum(v, 2**31), v * v >> 32, v.astype(np.float32)]
-    wanted = np.stack([np.asarray(row).astype(np.uint64) for row in rows])
+    expected = np.stack([np.asarray(row).astype(np.uint64) for row in rows])
     np.testing.assert_array_equal(
-        launch(unsigned, [x], shape(7, 64, dtype="uint32"), BLOCK=64), wanted.astype(np.uint32)
+        launch(unsigned, [x], shape(7, 64, dtype="uint32"), BLOCK=64), expected.astype(np.uint32)
     )
 
 
@@ -261,12 +260,12 @@ def whole(x, y, out, BLOCK: tl.constexpr):
     tl.store(out + 5 * BLOCK + at, NEGATIVE * a - a * NEGATIVE + (2**31 - 1) + 1)
 
 
-def test_whole_numbers_divide_towards_zero():
+def test_integer_division_rounds_towards_zero():
     x, y = jnp.asarray([7, -7, 7, -7, 6, -6, 5, 0], "int32"), jnp.asarray([2, 2, -2, -2, 3, -3, 9, 5], "int32")
     a, b = np.asarray(x), np.asarray(y)
-    wanted = [np.trunc(a / b), np.fmod(a, b), a >> 3, (a < b) * 1 + (a != b), a ^ ~b, np.full(8, -(2**31))]
+    expected = [np.trunc(a / b), np.fmod(a, b), a >> 3, (a < b) * 1 + (a != b), a ^ ~b, np.full(8, -(2**31))]
     np.testing.assert_array_equal(
-        launch(whole, [x, y], shape(6, 8, dtype="int32"), BLOCK=8), np.stack(wanted).astype(int)
+        launch(whole, [x, y], shape(6, 8, dtype="int32"), BLOCK=8), np.stack(expected).astype(int)
     )
 
 
@@ -294,9 +293,9 @@ def test_reductions_and_scans():
     x = normal(8, 16)
     v = exact(x)
     back = np.cumprod(v[:, ::-1], 1)
-    wanted = [v.max(1), v.min(1), v.sum(1), v.argmax(1), np.full(8, v.max(0).sum()), v.sum(1), v.prod(1)]
-    wanted += [np.cumsum(v, 1).max(1), back.max(1)]
-    np.testing.assert_allclose(launch(reductions, [x], shape(9, 8), M=8, N=16), wanted, rtol=2e-5, atol=1e-6)
+    expected = [v.max(1), v.min(1), v.sum(1), v.argmax(1), np.full(8, v.max(0).sum()), v.sum(1), v.prod(1)]
+    expected += [np.cumsum(v, 1).max(1), back.max(1)]
+    np.testing.assert_allclose(launch(reductions, [x], shape(9, 8), M=8, N=16), expected, rtol=2e-5, atol=1e-6)
 
 
 @triton.jit
@@ -304,7 +303,7 @@ def greatest(x, out, N: tl.constexpr):
     tl.store(out, tl.max(tl.load(x + tl.arange(0, N)), 0))
 
 
-def test_maximum_passes_over_nan_and_knows_unsigned():
+def test_maximum_ignores_nan_and_compares_unsigned_numbers():
     assert launch(greatest, [jnp.asarray([1.0, math.nan, 3.0, 2.0])], shape(1), N=4)[0] == 3
     numbers = jnp.asarray([1, 2**32 - 1, 3, 2], "uint32")
     assert exact(launch(greatest, [numbers], shape(1, dtype="uint32"), N=4))[0] == 2**32 - 1
@@ -361,11 +360,11 @@ def loops(count, out, KIND: tl.constexpr, STEPS: tl.constexpr):
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted"),
+    ("kind", "expected"),
     [("range", 45), ("tl.range", 20), ("warp", 45), ("static", 24), ("while", 22), ("branch", -11)],
 )
-def test_loops_and_branches(kind, wanted):
-    assert launch(loops, [], shape(1, dtype="int32"), scalars=(10,), KIND=kind, STEPS=4)[0] == wanted
+def test_loops_and_branches(kind, expected):
+    assert launch(loops, [], shape(1, dtype="int32"), scalars=(10,), KIND=kind, STEPS=4)[0] == expected
 
 
 @triton.jit
@@ -394,10 +393,10 @@ def _pair(v, SQUARE: tl.constexpr, EXTRA):
 
 def test_nested_functions_and_constants():
     x = normal(16)
-    got = launch(nested, [x], shape(16), scalars=(16,), BLOCK=16)
-    np.testing.assert_allclose(got, exact(x) ** 2 + 6 + 8 + 1, rtol=1e-6)
-    got = launch(nested, [x], shape(16), scalars=(16,), BLOCK=16, SQUARE=False, NOTHING=1)
-    np.testing.assert_allclose(got, exact(x) + 6 + 1, rtol=1e-6)
+    actual = launch(nested, [x], shape(16), scalars=(16,), BLOCK=16)
+    np.testing.assert_allclose(actual, exact(x) ** 2 + 6 + 8 + 1, rtol=1e-6)
+    actual = launch(nested, [x], shape(16), scalars=(16,), BLOCK=16, SQUARE=False, NOTHING=1)
+    np.testing.assert_allclose(actual, exact(x) + 6 + 1, rtol=1e-6)
 
 
 def test_kernels_with_free_variables():
@@ -418,9 +417,11 @@ def numbered(out):
     tl.store(out + place, x * 100 + y * 10 + z)
 
 
-def test_programs_know_where_they_are():
-    got = launch(numbered, [], shape(2, 3, 4, dtype="int32"), grid=(2, 3, 4))
-    np.testing.assert_array_equal(got, np.add.outer(np.add.outer(np.arange(2) * 100, np.arange(3) * 10), np.arange(4)))
+def test_program_ids():
+    actual = launch(numbered, [], shape(2, 3, 4, dtype="int32"), grid=(2, 3, 4))
+    np.testing.assert_array_equal(
+        actual, np.add.outer(np.add.outer(np.arange(2) * 100, np.arange(3) * 10), np.arange(4))
+    )
 
 
 @triton.jit
@@ -471,7 +472,7 @@ def described_last(rows, columns, x, out, M: tl.constexpr, N: tl.constexpr):
     described(x, out, rows, columns, M, N)
 
 
-# The outputs come after the numbers: one more function in between shows that pointers are passed on.
+# The outputs come after the numbers, and one more function passes the pointers on.
 @triton.jit
 def descriptors(x, rows, columns, out, M: tl.constexpr, N: tl.constexpr):
     described_last(rows, columns, x, out, M, N)
@@ -484,11 +485,11 @@ def block_pointers(x, rows, columns, out, M: tl.constexpr, N: tl.constexpr):
 
 def test_tensor_descriptors():
     x = normal(10, 12)
-    got = launch(descriptors, [x], shape(10, 12), scalars=x.shape, grid=(3,), M=4, N=16)
-    np.testing.assert_array_equal(got, 2 * x)
+    actual = launch(descriptors, [x], shape(10, 12), scalars=x.shape, grid=(3,), M=4, N=16)
+    np.testing.assert_array_equal(actual, 2 * x)
 
 
-def test_tensor_descriptors_that_the_hardware_does_not_take():
+def test_tensor_descriptors_that_the_hardware_does_not_support_are_refused():
     x = normal(10, 11)
     with fails("descriptors", "multiples of 16 bytes"):
         launch(descriptors, [x], shape(10, 11), scalars=x.shape, grid=(3,), M=4, N=16)
@@ -538,11 +539,11 @@ def test_the_line_is_named():
         careful(normal(100), read=1)
 
 
-def test_what_is_masked_off_is_not_accessed():
+def test_masked_elements_are_not_accessed():
     np.testing.assert_array_equal(careful(normal(100), n=100)[:100], normal(100))
 
 
-def test_an_unwritten_element_shows():
+def test_elements_that_are_not_written_are_poison():
     assert np.isnan(careful(normal(100), n=90)[90:]).all()
     assert (np.asarray(careful(jnp.arange(100), n=90, dtype="int32"))[90:] == np.int32(-0x5A5A5A5B)).all()
 
@@ -554,9 +555,9 @@ def undefined(x, n, out, BLOCK: tl.constexpr):
 
 
 def test_a_masked_lane_without_other_is_undefined():
-    got = np.asarray(launch(undefined, [jnp.ones(8)], shape(8), scalars=(5,), BLOCK=8))
-    np.testing.assert_array_equal(got[:5], 1)
-    assert np.isnan(got[5:]).all()
+    actual = np.asarray(launch(undefined, [jnp.ones(8)], shape(8), scalars=(5,), BLOCK=8))
+    np.testing.assert_array_equal(actual[:5], 1)
+    assert np.isnan(actual[5:]).all()
 
 
 @triton.jit
@@ -581,7 +582,7 @@ def odd(x, out):
     tl.store(out, tl.load(bytes.to(tl.pointer_type(tl.float32))))
 
 
-def test_strange_addresses():
+def test_invalid_addresses():
     with fails("stray", "comes from no pointer argument"):
         launch(stray, [jnp.ones(4)], shape(1))
     with fails("odd", "at byte 2, which is not aligned"):
@@ -595,8 +596,8 @@ def choose(x, y, out, BLOCK: tl.constexpr):
 
 
 def test_pointers_into_several_buffers():
-    got = launch(choose, [jnp.zeros(8), jnp.ones(8)], shape(8), BLOCK=8)
-    np.testing.assert_array_equal(got, [0, 1] * 4)
+    actual = launch(choose, [jnp.zeros(8), jnp.ones(8)], shape(8), BLOCK=8)
+    np.testing.assert_array_equal(actual, [0, 1] * 4)
     with fails("loads element 5 of 'y', which has 4 elements"):
         launch(choose, [jnp.zeros(8), jnp.ones(4)], shape(8), BLOCK=8)
 
@@ -624,8 +625,8 @@ def test_races():
     assert run(grid=(4,), KIND="same")[0] == 7
     with fails("quarrel", "stores two values at once into element 0 of 'out'"):
         run(KIND="lanes")
-    for order, told in ("forward", "loads element 0"), ("reverse", "stores another value into element 0"):
-        with interpreted(order=order), fails("quarrel", told, "a race"):
+    for order, words in ("forward", "loads element 0"), ("reverse", "stores another value into element 0"):
+        with interpreted(order=order), fails("quarrel", words, "a race"):
             run(grid=(4,), KIND="uses")
 
 
@@ -677,12 +678,12 @@ def doubtful(x, out, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "words"),
     [
-        ("assume", "assumes what is not so"),
-        ("device", "asserts what is not so: too large"),
-        ("static", "asserts what is not so: three"),
-        ("assert", "asserts what is not so: three"),
+        ("assume", "has a false assumption"),
+        ("device", "has a false assertion: too large"),
+        ("static", "has a false assertion: three"),
+        ("assert", "has a false assertion: three"),
         ("multiple", "says that 3 is a multiple of 4"),
         ("if", "takes a whole tensor .* for a condition"),
         ("shape", "does not go with"),
@@ -691,8 +692,8 @@ def doubtful(x, out, KIND: tl.constexpr, BLOCK: tl.constexpr):
         ("length", "ValueError: arange's range must be a power of 2"),
     ],
 )
-def test_faults_reach_the_caller(kind, told):
-    with fails("KernelError: kernel 'doubtful', program", told, "test_interpreter.py:"):
+def test_faults_reach_the_caller(kind, words):
+    with fails("KernelError: kernel 'doubtful', program", words, "test_interpreter.py:"):
         launch(doubtful, [normal(8)], shape(8), KIND=kind, BLOCK=8)
 
 
@@ -712,7 +713,7 @@ def skips(x, out):
     tl.store(out, 1.0)
 
 
-def test_what_triton_does_not_compile_is_refused():
+def test_syntax_that_triton_does_not_compile_is_refused():
     with fails("kernel 'leaves'", "leaves a loop early, which Triton does not compile"):
         launch(leaves, [jnp.ones(1)], shape(1))
     with fails("kernel 'skips'", "skips the rest of a loop"):
@@ -744,8 +745,8 @@ def test_scalars_and_a_callable_grid():
     x = normal(40)
     grid = lambda meta: (triton.cdiv(40, meta["BLOCK"]),)
     factor = 2.5 if NEW else np.float32(2.5)
-    got = call(x, 40, factor, True, kernel=scale, out=shape(40), grid=grid, BLOCK=16)
-    np.testing.assert_allclose(got, 2.5 * x, rtol=1e-6)
+    actual = call(x, 40, factor, True, kernel=scale, out=shape(40), grid=grid, BLOCK=16)
+    np.testing.assert_allclose(actual, 2.5 * x, rtol=1e-6)
     np.testing.assert_array_equal(call(x, 40, factor, False, kernel=scale, out=shape(40), grid=grid, BLOCK=16), x)
     assert exact(call(x, 1, factor, True, kernel=scale, out=shape(40), grid=3, BLOCK=16))[0] == np.float32(2.5) * x[0]
 
@@ -765,8 +766,8 @@ def test_a_number_that_is_one_is_a_constant():
 @pytest.mark.skipif(not NEW, reason="jax-triton 0.3 has no keyword operands")
 def test_keyword_operands_and_defaults_of_constants():
     x = normal(40)
-    got = call(x, 40, flag=True, factor=2.0, kernel=scale, out=shape(40), grid=3)
-    np.testing.assert_array_equal(got, 2 * x)
+    actual = call(x, 40, flag=True, factor=2.0, kernel=scale, out=shape(40), grid=3)
+    np.testing.assert_array_equal(actual, 2 * x)
 
 
 @triton.jit
@@ -782,7 +783,7 @@ def in_place_03(x, y, out, BLOCK: tl.constexpr):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_an_output_shares_the_memory_of_an_input():
+def test_an_output_aliases_an_input():
     x, y = normal(32), normal(32, key=1)
     kernel = in_place_04 if NEW else in_place_03
     aliased = jax.jit(
@@ -804,8 +805,8 @@ def test_references():
 def test_zeroed_outputs_and_atomics():
     x = normal(64)
     for zeroed in (0,), lambda meta: (0,):
-        got = call(x, kernel=sum_up, out=shape(4), grid=4, BLOCK=16, zeroed_outputs=zeroed)
-        np.testing.assert_allclose(got, exact(x).reshape(-1, 4).sum(0), rtol=1e-4, atol=1e-5)
+        actual = call(x, kernel=sum_up, out=shape(4), grid=4, BLOCK=16, zeroed_outputs=zeroed)
+        np.testing.assert_allclose(actual, exact(x).reshape(-1, 4).sum(0), rtol=1e-4, atol=1e-5)
     assert np.isnan(call(x, kernel=sum_up, out=shape(4), grid=4, BLOCK=16)).all()
 
 
@@ -851,8 +852,8 @@ def by_descriptor(source, out, M: tl.constexpr, N: tl.constexpr):
 def test_descriptors_made_on_the_host():
     x = normal(6, 8)
     descriptor = _jax_triton.load().TensorDescriptor.from_array(x, (8, 8))
-    got = call(descriptor, kernel=by_descriptor, out=shape(8, 8), grid=1, M=8, N=8)
-    np.testing.assert_array_equal(got, np.pad(x, ((0, 2), (0, 0))))
+    actual = call(descriptor, kernel=by_descriptor, out=shape(8, 8), grid=1, M=8, N=8)
+    np.testing.assert_array_equal(actual, np.pad(x, ((0, 2), (0, 0))))
 
 
 # -- JAX ---------------------------------------------------------------------------------------------------------
@@ -961,7 +962,7 @@ def _registry(seen, **card):
     return registry
 
 
-def test_a_registry_where_kernels_for_a_gpu_run():
+def test_a_registry_runs_kernels_for_a_gpu():
     seen, x = [], normal(100)
     registry = _registry(seen)
     assert registry.plan("double", x).choice.backend == "triton"
@@ -1007,7 +1008,7 @@ def test_the_same_process_compiles_for_a_gpu():
     assert "triton_kernel_call" in lowered.as_text()
 
 
-def test_outside_it_is_as_if_nothing_had_been():
+def test_nothing_has_changed_after_the_block():
     code = """
 import sys
 import jax, jax.numpy as jnp
@@ -1053,7 +1054,7 @@ def attend(q, k, v, n, out, SCALE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.co
 
 
 @pytest.mark.parametrize(("dtype", "length"), [("float32", 256), ("bfloat16", 200), ("float16", 130)])
-def test_attention_right_and_fast(dtype, length):
+def test_attention(dtype, length):
     q, k, v = (normal(2, length, 64, dtype=dtype, key=key) for key in range(3))
     run = jax.jit(
         lambda *arrays: launch(
@@ -1067,15 +1068,9 @@ def test_attention_right_and_fast(dtype, length):
             BLOCK=64,
         )
     )
-    got = exact(run(q, k, v))
+    actual = exact(run(q, k, v))
     logits = exact(q) @ exact(k).swapaxes(1, 2) / 8
     weights = np.exp(logits - logits.max(-1, keepdims=True))
-    wanted = weights @ exact(v) / weights.sum(-1, keepdims=True)
+    expected = weights @ exact(v) / weights.sum(-1, keepdims=True)
     rounding = {"float32": 1e-6, "bfloat16": 3e-3, "float16": 4e-4}[dtype]
-    assert np.linalg.norm(got - wanted) < rounding * np.linalg.norm(wanted)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        jax.block_until_ready(run(q, k, v))
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.5  # around 0.05; a machine that does other things too must not fail it
+    assert np.linalg.norm(actual - expected) < rounding * np.linalg.norm(expected)

@@ -1,12 +1,10 @@
-"""The kernels on the CPU, through Triton's interpreter: every case of the operation, in values and gradients."""
+"""The portable kernels on the CPU, through Triton's interpreter: every example, in values and gradients."""
 
 from __future__ import annotations
 
 import pytest
 
-from ejkernel_testing import KernelProofs
-from ejkernel_triton import flash_attention
-from ejkernel_triton.flash_attention import backward as flash_attention_bwd
+from ejkernel_testing import kernel_proofs
 from ejkernel_triton.interpreter import interpreted, interpreted_registry
 
 
@@ -16,11 +14,13 @@ def on_the_cpu():
         yield
 
 
-class TestFlashAttention(KernelProofs):
-    kernel = "flash_attention.triton"
-    backward = "flash_attention_bwd.triton"
-    registry = interpreted_registry(
-        {"flash_attention.triton": flash_attention, "flash_attention_bwd.triton": flash_attention_bwd}
+globals().update(
+    kernel_proofs(
+        "ejkernel-triton",
+        registry=interpreted_registry,
+        refuses=frozenset({"float64"}),
+        roundings=1.5,
+        quick=0.25,
+        elsewhere={"gluon_sm90"},  # in test_gluon.py, and on a card in test_kernels_gpu.py
     )
-    refuses = frozenset({"float64"})
-    roundings = 1.5
+)

@@ -1,4 +1,4 @@
-"""The kernels on a card."""
+"""The kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_core import call, invocation
-from ejkernel_ops.flash_attention.examples import case
-from ejkernel_testing import Case, KernelProofs
+from ejkernel_core import Example, call, invocation
+from ejkernel_ops.flash_attention.examples import example
+from ejkernel_testing import KernelProofs, kernel_proofs
 from ejkernel_triton import flash_attention_sm90 as flash_attention
 from ejkernel_triton.flash_attention_sm90 import _schedule
 from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
@@ -22,34 +22,31 @@ from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
 pytestmark = pytest.mark.gpu
 
 
-class TestFlashAttention(KernelProofs):
-    kernel = "flash_attention.triton"
-    platform = "gpu"
-    pairs = "ring"
-    refuses = frozenset({"float64"})
-    roundings = 1.5
+PORTABLE = kernel_proofs(
+    "ejkernel-triton", platform="gpu", refuses=frozenset({"float64"}), roundings=1.5, elsewhere={"gluon_sm90"}
+)
+globals().update(PORTABLE)
 
 
 class TestGluon(KernelProofs):
     kernel = "flash_attention.gluon_sm90"
     platform = "gpu"
-    pairs = "ring"
     refuses = frozenset({"float32", "float64", "bias", "attention_mask", "dropout", "other value_dim"})
     roundings = 1.5
 
 
 class TestGluonOnAllItTakes(TestGluon):
-    """Most cases have something that it refuses: here they are without it."""
+    """The examples without the features that the kernel refuses."""
 
     dtypes = ("bfloat16", "float16")
 
-    def cases(self) -> Sequence[Case]:
-        return tuple(_narrowed(super().cases(), self.dtypes))
+    def examples(self) -> Sequence[Example]:
+        return tuple(_narrowed(super().examples(), self.dtypes))
 
 
 @pytest.fixture(scope="class")
 def two_programs() -> Iterator[None]:
-    """As many as have all tiles of a call, where there would be one for each."""
+    """Two programs for all tiles of a call, instead of one for each tile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_schedule, "programs", lambda device_kind: 2)
         jax.clear_caches()
@@ -58,47 +55,47 @@ def two_programs() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_programs")
-class TestGluonInTurns(TestGluonOnAllItTakes):
-    """The cases are so small that every program would have one tile: here they come one after another. In the other of
-    the two dtypes.
-    """
+class TestGluonWithTwoPrograms(TestGluonOnAllItTakes):
+    """The examples are so small that every program has one tile. Here programs have several, and the dtypes are swapped."""
 
     dtypes = ("float16", "bfloat16")
 
 
-REFUSED = {"bias", "attention_mask", "dropout_prob", "dropout_seed"}
+REFUSED_ARGUMENTS = {"bias", "attention_mask", "dropout_prob", "dropout_seed"}
 #: Numbers that float16 does not have.
-GREAT = {"soft-cap-of-overflowing-logits"}
+OVERFLOWING = {"soft-cap-of-overflowing-logits"}
 NEGATIVE = {"softmax_scale-negative"}
 
 
-def _narrowed(cases: Sequence[Case], dtypes: tuple[str, str]) -> Iterator[Case]:
-    """What the operation has in float32 stands for all dtypes. Which it is here, a case's name tells, so that it stays
-    the same when others come.
+def _narrowed(examples: Sequence[Example], dtypes: tuple[str, str]) -> Iterator[Example]:
+    """The examples, in float16 or bfloat16 instead of float32. The name of an example decides, so that the choice does not
+    depend on other examples.
     """
-    for wide in cases:
-        made = wide.arguments(0)
+    for wide in examples:
+        made = wide.abstract()
         empty = 0 in (*made["query"].shape, *made["key"].shape)
         if "float32" in wide.features and "other value_dim" not in wide.features and not empty:
-            dtype = "bfloat16" if wide.name in GREAT else dtypes[zlib.crc32(wide.name.encode()) % 2]
+            dtype = "bfloat16" if wide.name in OVERFLOWING else dtypes[zlib.crc32(wide.name.encode()) % 2]
             if made["query"].shape[-1] % 8 == 0:
                 yield _without_what_is_refused(wide, dtype)
 
 
-def _without_what_is_refused(wide: Case, dtype: str) -> Case:
+def _without_what_is_refused(wide: Example, dtype: str) -> Example:
     def arguments(draw: int) -> dict[str, object]:
-        return {name: x for name, x in wide.arguments(draw).items() if name not in REFUSED}
+        return {name: x for name, x in wide.arguments(draw).items() if name not in REFUSED_ARGUMENTS}
 
-    sets = tuple(names for names in wide.wrt_sets if not REFUSED & {*names})
+    sets = tuple(names for names in wide.wrt_sets if not REFUSED_ARGUMENTS & {*names})
     shared = {"long": wide.long, "batched": wide.batched, "wrt_sets": sets}
-    narrowed = case(wide.name, arguments, wide.checks, dtype=dtype, **shared)
-    varied = [one for one in wide.variations if not REFUSED & {*one.arguments(0)} and one.name not in NEGATIVE]
+    narrowed = example(wide.name, arguments, wide.checks, dtype=dtype, **shared)
+    varied = [
+        one for one in wide.variations if not REFUSED_ARGUMENTS & {*one.arguments(0)} and one.name not in NEGATIVE
+    ]
     return attrs.evolve(narrowed, variations=tuple(_without_what_is_refused(one, dtype) for one in varied))
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "sliding_window": (70, 0)}, {}], ids=str)
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
-def test_every_configuration_gives_the_same(dim: int, options: dict[str, Any]) -> None:
+def test_every_configuration_has_the_same_results(dim: int, options: dict[str, Any]) -> None:
     query, key, value, d_out = drawn(dim)
     right, pull_back = jax.vjp(
         lambda *qkv: call("flash_attention", *qkv, **options, backend="reference"), *wide(query, key, value)
@@ -121,8 +118,8 @@ def test_every_configuration_gives_the_same(dim: int, options: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("cap", "dtype"), [(50.0, "bfloat16"), (5.0, "bfloat16"), (50.0, "float16"), (400.0, "bfloat16")]
 )
-def test_what_a_soft_cap_bounds(cap: float, dtype: str, size: float, sinks: float | None) -> None:
-    """Logits of both signs at the cap, rows that see nothing, or nothing but sinks."""
+def test_logits_bounded_by_a_soft_cap(cap: float, dtype: str, size: float, sinks: float | None) -> None:
+    """Logits of both signs at the cap, and rows that see nothing, or only sinks."""
     keys = jax.random.split(jax.random.key(3), 5)
     shapes = {"query": (2, 200, 2, 64), "key": (2, 330, 2, 64), "value": (2, 330, 2, 64), "d_out": (2, 200, 2, 64)}
     given = {
@@ -130,7 +127,7 @@ def test_what_a_soft_cap_bounds(cap: float, dtype: str, size: float, sinks: floa
     }
     d_out, d_lse = given.pop("d_out"), jax.random.normal(keys[4], (2, 2, 200))
     given["query"] = given["query"] * size
-    # Rows of id 0 stand among others.
+    # Rows of id 0 are between others.
     ids = {"q_segment_ids": jnp.arange(200) % 3, "kv_segment_ids": 1 + jnp.arange(330) % 3}
     options = {**{name: jnp.tile(x.astype(jnp.int32), (2, 1)) for name, x in ids.items()}, "logits_soft_cap": cap}
     if sinks is not None:
@@ -164,8 +161,8 @@ def test_what_a_soft_cap_bounds(cap: float, dtype: str, size: float, sinks: floa
     ],
     ids=["full", "window", "segments", "packed"],
 )
-def test_a_soft_cap_whose_next_logits_begin_early(group: int, options: dict[str, Any]) -> None:
-    """Tile after tile, among them some that no query sees: at the end of each there is no next step."""
+def test_a_soft_cap_with_early_logits(group: int, options: dict[str, Any]) -> None:
+    """Several tiles, some of which no query sees: the last step of a tile has no next step."""
     arrays = [x[:, :, : 2 * group] for x in drawn(128)]
     options = {**options, "logits_soft_cap": 20.0}
     if "cum_seqlens_q" in options:
@@ -173,7 +170,7 @@ def test_a_soft_cap_whose_next_logits_begin_early(group: int, options: dict[str,
         options |= {name: jnp.array(options[name], jnp.int32) for name in ("cum_seqlens_q", "cum_seqlens_k")}
     elif "q_segment_ids" in options:
         options["q_segment_ids"] = jnp.tile(1 + jnp.arange(333, dtype=jnp.int32) // 200, (2, 1))
-        # The keys from 128 to 300 are nobody's.
+        # No query sees the keys from 128 to 300.
         options["kv_segment_ids"] = jnp.tile(jnp.repeat(jnp.array([1, 7, 2]), jnp.array([128, 172, 101])), (2, 1))
     *qkv, d_out = arrays
     _, pull_back = jax.vjp(lambda *a: call("flash_attention", *a, **options, backend="reference"), *wide(*qkv))
@@ -185,13 +182,12 @@ def test_a_soft_cap_whose_next_logits_begin_early(group: int, options: dict[str,
 def _backward_passes(given: dict[str, Any]) -> Iterator[tuple[Any, tuple[str, ...]]]:
     everything = ("query", "key", "value")
     for cfg in flash_attention_bwd.config_space(invocation("flash_attention_bwd", **given, wrt=everything)):
-        for atomics in (True, False):
-            for wrt in (everything, ("query",), ("value", "key"), ("key", "query")):
-                yield attrs.evolve(cfg, atomics=atomics), wrt
+        for wrt in (everything, ("query",), ("value", "key"), ("key", "query")):
+            yield cfg, wrt
 
 
 def drawn(dim: int) -> list[jax.Array]:
-    """Query, key, value and a gradient of the output: grouped heads, lengths that no block divides."""
+    """Query, key, value and a gradient of the output, with grouped heads and lengths that no block divides."""
     shapes = (2, 333, 4, dim), (2, 401, 2, dim), (2, 401, 2, dim), (2, 333, 4, dim)
     keys = jax.random.split(jax.random.key(dim), 4)
     return [jax.random.normal(key, shape, "bfloat16") for key, shape in zip(keys, shapes, strict=True)]

@@ -1,4 +1,4 @@
-"""Who is refused and why, how a call is cut on each card, and that every way of cutting it gives the same."""
+"""Refusals with their reasons, the configurations of each card, and that every configuration has the same results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def invocation(
     lengths: tuple[int, int] = (4096, 4096),
     **more: Any,
 ) -> Invocation:
-    """A call as the kernels would hear of it on that card."""
+    """The invocation that kernels get on a card."""
     shape = jax.ShapeDtypeStruct
     query, key = (shape((1, length, 4, dim), dtype) for length in lengths)
     value = shape((1, lengths[1], 4, value_dim or dim), dtype)
@@ -57,9 +57,11 @@ def test_the_plugin_is_found_by_its_entry_points() -> None:
     found = {point.name: point.load() for point in importlib.metadata.entry_points(group="ejkernel.kernels")}
     assert {name: found.get(name) for name in KERNELS} == KERNELS
     for name, module in KERNELS.items():
-        plan = ejkernel_core.plan(name.partition(".")[0], **_arrays(name))  # it tells of ours, even on a CPU
-        (told,) = (verdict for verdict in plan.verdicts if verdict.name == name)
-        assert told.provider.startswith("ejkernel-triton")
+        plan = ejkernel_core.plan(
+            name.partition(".")[0], **_arrays(name)
+        )  # it has the verdicts on our kernels, even on a CPU
+        (message,) = (verdict for verdict in plan.verdicts if verdict.name == name)
+        assert message.provider.startswith("ejkernel-triton")
         assert module.PLATFORMS == {"gpu": 50}
         assert module.COMPILERS == ("triton", "jax-triton")
 
@@ -96,16 +98,16 @@ REFUSED = {
 
 @pytest.mark.parametrize("module", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_done_is_refused_with_the_reason(name: str, module: Any) -> None:
-    given, told = REFUSED[name]
+def test_unsupported_calls_are_refused_with_the_reason(name: str, module: Any) -> None:
+    given, message = REFUSED[name]
     for hook in (module.heuristic_cfg, module.config_space):
         with pytest.raises(Unsupported) as fault:
             _all(hook(invocation(**given)))
-        assert told in str(fault.value)
+        assert message in str(fault.value)
 
 
 def _all(found: Any) -> list[Any]:
-    """A generator refuses when it is asked for the first."""
+    """A generator raises when its first configuration is read."""
     return list(found) if isinstance(found, Iterable) else [found]
 
 
@@ -118,31 +120,33 @@ def test_float64_is_refused(module: Any) -> None:
 
 @pytest.mark.parametrize("module", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize(
-    "told",
+    "message",
     [
         "triton is not installed: pip install triton",
         "jax-triton 0.3.0 is too old, 0.3.1 is the least: pip install jax-triton",
     ],
 )
-def test_what_is_missing_is_the_reason(monkeypatch: pytest.MonkeyPatch, module: Any, told: str) -> None:
-    monkeypatch.setattr(_jax_triton, "missing", lambda: told)
+def test_a_missing_package_is_the_reason_of_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, module: Any, message: str
+) -> None:
+    monkeypatch.setattr(_jax_triton, "unavailable_reason", lambda: message)
     with pytest.raises(Unsupported) as fault:
-        module.heuristic_cfg(invocation(capability=None))  # what is not installed comes before all else
-    assert str(fault.value) == told
+        module.heuristic_cfg(invocation(capability=None))  # a missing package is the first reason
+    assert str(fault.value) == message
 
 
 def test_a_refusal_is_in_the_explanation_and_another_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = interpreted_registry(KERNELS)
     arrays = _arrays("flash_attention.triton")
     assert registry.plan("flash_attention", **arrays).kernel.name == "flash_attention.triton"
-    monkeypatch.setattr(_jax_triton, "missing", lambda: "triton is not installed: pip install triton")
+    monkeypatch.setattr(_jax_triton, "unavailable_reason", lambda: "triton is not installed: pip install triton")
     plan = interpreted_registry(KERNELS).plan("flash_attention", **arrays)
     assert plan.kernel.name != "flash_attention.triton"
-    (told,) = (verdict for verdict in plan.verdicts if verdict.name == "flash_attention.triton")
-    assert (told.status, told.reason) == ("refused", "triton is not installed: pip install triton")
+    (message,) = (verdict for verdict in plan.verdicts if verdict.name == "flash_attention.triton")
+    assert (message.status, message.reason) == ("refused", "triton is not installed: pip install triton")
 
 
-def test_what_is_done_is_not_refused() -> None:
+def test_supported_calls_are_not_refused() -> None:
     for dtype in ("float16", "bfloat16", "float32"):
         for dim in (8, 16, 80, 256):
             for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
@@ -159,20 +163,20 @@ def test_what_is_done_is_not_refused() -> None:
     ("name", "value"),
     [("q_block", 48), ("q_block", 8), ("k_block", 512), ("k_block", 0), ("num_warps", 3), ("num_stages", 0)],
 )
-def test_no_configuration_is_made_that_cannot_be_compiled(kind: Any, name: str, value: int) -> None:
+def test_configurations_that_cannot_be_compiled_raise(kind: Any, name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"'{name}' must be in"):
         kind(**{"q_block": 64, "k_block": 64, name: value})
 
 
 @pytest.mark.parametrize("name", ["keys", "queries", "bias"])
-def test_a_pass_is_a_pass(name: str) -> None:
+def test_passes_have_their_type(name: str) -> None:
     with pytest.raises(TypeError, match=f"'{name}' must be"):
         flash_attention_bwd.Config(**{name: (64, 64, 4, 2)})
     cfg = flash_attention_bwd.Config(**{name: Pass(32, 16)})
     assert getattr(cfg, name) == Pass(32, 16, 8, 2)
 
 
-def test_atomics_is_a_bool_and_off() -> None:
+def test_atomics_is_a_bool_and_false_by_default() -> None:
     assert flash_attention_bwd.Config().atomics is False
     with pytest.raises(TypeError, match="'atomics' must be"):
         flash_attention_bwd.Config(atomics=1)  # type: ignore[arg-type]
@@ -199,21 +203,21 @@ BACKWARD = {
 
 @pytest.mark.parametrize(("card", "dim"), FORWARD)
 def test_the_forward_heuristic(card: str, dim: int) -> None:
-    wanted = flash_attention.Config(*FORWARD[card, dim])
-    assert flash_attention.heuristic_cfg(on(card, dim=dim)) == wanted
-    assert flash_attention.heuristic_cfg(on(card, dim=dim, dtype="float16")) == wanted
-    assert flash_attention.heuristic_cfg(on(card, dim=16, value_dim=dim)) == wanted
+    expected = flash_attention.Config(*FORWARD[card, dim])
+    assert flash_attention.heuristic_cfg(on(card, dim=dim)) == expected
+    assert flash_attention.heuristic_cfg(on(card, dim=dim, dtype="float16")) == expected
+    assert flash_attention.heuristic_cfg(on(card, dim=16, value_dim=dim)) == expected
 
 
 @pytest.mark.parametrize(("card", "dim"), BACKWARD)
 def test_the_backward_heuristic(card: str, dim: int) -> None:
     keys, queries = BACKWARD[card, dim]
     bias = Pass(32, 32, 8 if dim > 128 else 4, 1)
-    wanted = flash_attention_bwd.Config(Pass(*keys), Pass(*queries), bias, atomics=False)
-    assert flash_attention_bwd.heuristic_cfg(on(card, dim=dim)) == wanted
+    expected = flash_attention_bwd.Config(Pass(*keys), Pass(*queries), bias, atomics=False)
+    assert flash_attention_bwd.heuristic_cfg(on(card, dim=dim)) == expected
 
 
-def test_a_narrow_window_is_cut_into_many_small_programs() -> None:
+def test_a_narrow_window_has_many_small_programs() -> None:
     def cut(window: int, card: str = H200, dim: int = 128) -> tuple[flash_attention.Config, Pass]:
         inv = on(card, dim=dim, lengths=(16384, 16384), causal=True, sliding_window=(window, 0))
         return flash_attention.heuristic_cfg(inv), flash_attention_bwd.heuristic_cfg(inv).queries
@@ -222,14 +226,14 @@ def test_a_narrow_window_is_cut_into_many_small_programs() -> None:
     large = flash_attention.Config(128, 128, 8, 3), Pass(128, 64, 8, 3)
     assert cut(1023) == cut(4096) == small
     assert cut(4097) == cut(16383) == large
-    # It was measured there alone.
+    # Only Hopper was measured.
     assert cut(1023, dim=256) == cut(16383, dim=256)
     assert cut(1023, card="NVIDIA A100-SXM4-80GB") == cut(16383, card="NVIDIA A100-SXM4-80GB")
 
 
-def test_the_forward_of_soft_caps_and_packed_sequences_is_cut_small() -> None:
+def test_the_forward_has_small_blocks_for_soft_caps_and_packed_sequences() -> None:
     def packed(tokens: int) -> Invocation:
-        """Eight sequences."""
+        """A call of eight packed sequences."""
         array, bounds = jax.ShapeDtypeStruct((tokens, 4, 128), "bfloat16"), jax.ShapeDtypeStruct((9,), "int32")
         given = {"cum_seqlens_q": bounds, "cum_seqlens_k": bounds, "causal": True}
         inv = ejkernel_core.invocation("flash_attention", array, array, array, **given)
@@ -238,17 +242,17 @@ def test_the_forward_of_soft_caps_and_packed_sequences_is_cut_small() -> None:
     for inv in (packed(16384), invocation(logits_soft_cap=30.0)):
         assert flash_attention.heuristic_cfg(inv) == flash_attention.Config(64, 64, 4, 3)
         assert flash_attention_bwd.heuristic_cfg(inv).queries == Pass(128, 64, 8, 3)
-    # Long ones are like any other call.
+    # Long sequences have the configuration of other calls.
     assert flash_attention.heuristic_cfg(packed(16392)) == flash_attention.Config(128, 128, 8, 3)
 
 
-def test_float32_is_cut_smaller() -> None:
+def test_float32_has_smaller_blocks() -> None:
     wide, narrow = (flash_attention.heuristic_cfg(invocation(dtype=dtype)) for dtype in ("float32", "bfloat16"))
     assert wide.q_block * wide.k_block < narrow.q_block * narrow.k_block
     assert flash_attention.heuristic_cfg(invocation(dtype="float32", dim=64)) == flash_attention.Config(64, 32, 8, 2)
 
 
-def test_a_single_query_needs_no_room_for_many() -> None:
+def test_a_single_query_has_a_small_block() -> None:
     assert flash_attention.heuristic_cfg(invocation(lengths=(1, 4096))) == flash_attention.Config(16, 128, 4, 3)
     assert flash_attention.heuristic_cfg(invocation(lengths=(1, 40))) == flash_attention.Config(16, 64, 4, 3)
     assert flash_attention.heuristic_cfg(invocation(lengths=(0, 0))) == flash_attention.Config(16, 16, 4, 3)
@@ -258,7 +262,7 @@ def test_a_single_query_needs_no_room_for_many() -> None:
 
 
 def test_a_card_with_little_shared_memory_gets_smaller_blocks() -> None:
-    """An L40S has 99 KiB, an A100 163, and their tables are one."""
+    """An L40S has 99 KiB and an A100 163, and they have the same table."""
     a100, l40s = (on(card, dim=128) for card in ("NVIDIA A100-SXM4-80GB", "NVIDIA L40S"))
     assert set(_tuning.forward(l40s)) < set(_tuning.forward(a100))
     assert flash_attention.heuristic_cfg(l40s) == flash_attention.Config(128, 64, 8, 2)
@@ -272,7 +276,7 @@ def test_the_limit_of_the_environment_is_honoured(monkeypatch: pytest.MonkeyPatc
     ]
     assert 0 < len(allowed) < len(_tuning.HOPPER["forward"][64])
     assert _tuning.forward(inv) == allowed
-    # Where none of them fits, fewer stages do; and where none does, it is told.
+    # If no shape fits, fewer stages may; if they do not, the kernel refuses.
     monkeypatch.setenv("EJKERNEL_TRITON_SMEM_LIMIT", str(30 * 1024))
     assert _tuning.forward(inv) == [(*_tuning.HOPPER["forward"][64][-1][:3], 1)]
     monkeypatch.setenv("EJKERNEL_TRITON_SMEM_LIMIT", "1000")
@@ -280,7 +284,7 @@ def test_the_limit_of_the_environment_is_honoured(monkeypatch: pytest.MonkeyPatc
         flash_attention.heuristic_cfg(inv)
 
 
-def test_planes_take_shared_memory_too() -> None:
+def test_bias_and_mask_need_shared_memory() -> None:
     plain, mask = invocation(), invocation(attention_mask=jax.ShapeDtypeStruct((1, 1, 4096, 4096), jnp.bool_))
     bias = invocation(bias=jax.ShapeDtypeStruct((1, 4, 4096, 4096), jnp.bfloat16))
     taken = [_tuning.shared_memory(inv, "forward", (64, 64, 4, 3)) for inv in (plain, mask, bias)]
@@ -294,7 +298,7 @@ def test_planes_take_shared_memory_too() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("card", CARDS)
-def test_the_space_has_the_heuristic_first_and_nothing_twice_and_all_fit(
+def test_the_space_starts_with_the_heuristic_and_has_no_duplicates_and_all_fit(
     card: str, dim: int, dtype: str, length: int
 ) -> None:
     inv = on(card, dim=dim, dtype=dtype, lengths=(length, length))
@@ -311,7 +315,7 @@ def test_the_space_has_the_heuristic_first_and_nothing_twice_and_all_fit(
         assert not cfg.atomics
 
 
-def test_there_is_something_to_choose_from() -> None:
+def test_the_space_has_several_configurations() -> None:
     for card in CARDS:
         for dim in (64, 128):
             assert len(list(flash_attention.config_space(on(card, dim=dim)))) >= 3
@@ -344,7 +348,7 @@ def registry() -> Any:
 
 @pytest.fixture(scope="module")
 def solved() -> dict[str, Any]:
-    """A call with everything that has a gradient, and what its results get."""
+    """A call with every array that has a gradient, and the cotangents of its results."""
     given = _problem()
     out, lse = ejkernel_core.call("flash_attention", **given, return_lse=True, backend="reference")
     d_out, d_lse = (jnp.asarray(RNG.normal(size=x.shape), jnp.float32) for x in (out, lse))
@@ -354,26 +358,24 @@ def solved() -> dict[str, Any]:
 ALL = ("query", "key", "value", "bias", "softmax_aux")
 
 
-def close(found: Any, wanted: Any, tolerance: float = 2e-5) -> None:
-    assert len(found) == len(wanted)
-    for got, right in zip(found, wanted, strict=True):
-        assert (got.shape, got.dtype) == (right.shape, right.dtype)
-        seen = jnp.isfinite(right)  # a row that sees nothing has a log-sum-exp of -inf
+def close(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
+    assert len(found) == len(expected)
+    for result, right in zip(found, expected, strict=True):
+        assert (result.shape, result.dtype) == (right.shape, right.dtype)
+        seen = jnp.isfinite(right)  # a row that sees no key has a log-sum-exp of -inf
         atol = tolerance * float(jnp.abs(jnp.where(seen, right, 0)).max(initial=0)) + 1e-30
-        np.testing.assert_allclose(got, right, rtol=0, atol=atol)
+        np.testing.assert_allclose(result, right, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("wrt", [*((name,) for name in ALL), ("value", "query"), ALL[::-1], ()], ids="-".join)
-def test_the_gradients_that_are_asked_for_in_the_order_they_are_asked_for(
-    registry: Any, solved: dict[str, Any], wrt: tuple[str, ...]
-) -> None:
+def test_gradients_are_those_of_wrt_in_its_order(registry: Any, solved: dict[str, Any], wrt: tuple[str, ...]) -> None:
     with interpreted():
         found = registry.call("flash_attention_bwd", **solved, wrt=wrt, backend="triton")
     close(found, ejkernel_core.call("flash_attention_bwd", **solved, wrt=wrt, backend="reference"))
 
 
 @pytest.mark.parametrize("absent", [("d_out",), ("d_lse",), ("d_out", "d_lse")], ids="-".join)
-def test_a_cotangent_that_is_not_there_is_zero(registry: Any, solved: dict[str, Any], absent: tuple[str, ...]) -> None:
+def test_an_absent_cotangent_is_zero(registry: Any, solved: dict[str, Any], absent: tuple[str, ...]) -> None:
     given = {**solved, **dict.fromkeys(absent)}
     zeros = {**solved, **{name: jnp.zeros_like(solved[name]) for name in absent}}
     with interpreted():
@@ -384,7 +386,7 @@ def test_a_cotangent_that_is_not_there_is_zero(registry: Any, solved: dict[str, 
 
 
 @pytest.mark.parametrize("wrt", [("query",), ("key", "query"), ALL], ids="-".join)
-def test_atomics_give_the_same(registry: Any, solved: dict[str, Any], wrt: tuple[str, ...]) -> None:
+def test_atomics_have_the_same_results(registry: Any, solved: dict[str, Any], wrt: tuple[str, ...]) -> None:
     blocks = {"keys": Pass(16, 16, 4, 1), "queries": Pass(16, 16, 4, 1), "bias": Pass(16, 16, 4, 1)}
     with interpreted():
         plain, atomic = (
@@ -421,8 +423,8 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("which", "dim", "blocks"), SHAPES)
-def test_every_shape_gives_the_same(registry: Any, which: str, dim: int, blocks: tuple[int, int]) -> None:
-    """Warps and stages mean nothing to the interpreter. Two blocks and a part of one, either way."""
+def test_every_shape_has_the_same_results(registry: Any, which: str, dim: int, blocks: tuple[int, int]) -> None:
+    """The interpreter ignores warps and stages. Both lengths are two blocks and a part of one."""
     given = _problem(*(block + block // 2 + 3 for block in blocks), dim=dim, heads=1)
     del given["bias"], given["softmax_aux"]
     out, lse = ejkernel_core.call("flash_attention", **given, return_lse=True, backend="reference")

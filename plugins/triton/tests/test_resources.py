@@ -1,110 +1,285 @@
-"""What every shape that is offered takes of a card: compiled for it, on a machine that has none."""
+"""The resources of a card that each configuration takes, for every example with the use "resources".
+
+They are in `resources.json`, with a hash of what decides them. Few of those whose hash has changed are compiled
+at once, the others in the long sweep, with a tenth of the recorded ones. To record them:
+`python -m ejkernel_triton.interpreter --lock plugins/triton/tests/resources.json --write`
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 import pytest
 
 import ejkernel_core
 from ejkernel_triton.interpreter import __main__ as command
-from ejkernel_triton.interpreter import compiled_for
-from ejkernel_triton.interpreter.__main__ import Case, cases
+from ejkernel_triton.interpreter import _resources, compiled_for
+from ejkernel_triton.interpreter._lock import Lock, key
+from ejkernel_triton.interpreter._resources import (
+    CARDS,
+    Case,
+    Program,
+    Resources,
+    cases,
+    installed_kernels,
+    programs,
+    sources,
+)
 from ejkernel_triton.launch import _jax_triton
 
-if _jax_triton.missing():
-    pytest.skip(_jax_triton.missing(), allow_module_level=True)
+if _jax_triton.unavailable_reason():
+    pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
 
-H200, A100, L40S, GB200 = command.CARDS
+LOCK_FILE = Path(__file__).with_name("resources.json")
+H200, A100, L40S, GB200 = CARDS
 KIB = 1024
-#: What CUDA gives to a program, written down anew: the limit that chose the shapes is under test.
+#: The shared memory that CUDA gives to a program. It is written down again, because the limit of the configuration space
+#: is under test.
 LIMITS = {H200: 227 * KIB, A100: 163 * KIB, L40S: 99 * KIB, GB200: 227 * KIB}
 
-#: The bytes that a shape may spill, the most of all versions of Triton: by card (None for all), pass, dtype, padded head
-#: dim and shape.
+#: The bytes that may be spilled, the most of all versions of Triton: by card (None for all), function, dtype, padded head
+#: dim and the values of the configuration.
 SPILLED: dict[tuple[str | None, str, str, int, tuple[int, int, int, int]], int] = {
     # At a head dim of 96 alone, and with Triton 3.6 alone.
-    (None, "forward", "float32", 128, (32, 32, 8, 1)): 48,
+    (None, "attend", "float32", 128, (32, 32, 8, 1)): 48,
     # In float32 the operands of wide heads are more than a program's registers, in any shape.
-    (None, "forward", "float32", 256, (16, 32, 8, 1)): 96,
-    (None, "keys", "float32", 256, (16, 16, 8, 1)): 1024,
-    (None, "queries", "float32", 256, (16, 16, 8, 1)): 192,
+    (None, "attend", "float32", 256, (16, 32, 8, 1)): 96,
+    (None, "sum_over_queries", "float32", 256, (16, 16, 8, 1)): 1024,
+    (None, "sum_over_keys", "float32", 256, (16, 16, 8, 1)): 192,
 }
 
 
-def check(case: Case) -> None:
-    found = case.compiled()
-    limit = LIMITS[case.card]
-    assert found.num_warps >= case.shape[2], case  # more where Triton has warps of its own for what it fetches
-    assert found.shared_memory <= min(case.promised, limit), f"{case}: {case.promised} were promised, {limit} there are"
-    padded = next(most for most in (64, 128, 256) if case.head_dim <= most)
-    allowed = max(SPILLED.get((card, case.which, case.dtype, padded, case.shape), 0) for card in (case.card, None))
-    assert found.spilled <= allowed, f"{case}: {found.registers} registers, {allowed} bytes may be spilled"
+#: The same for kernels of normalizations: by card, kernel and the values of the configuration.
+SPILLED_BY_NORMALIZATIONS = {
+    # One register, with 64 in use and 128 available.
+    (A100, "layer_norm_bwd.triton", "1, 16, 1, 0, 0"): 4,
+}
 
 
-def heuristics(chosen: Iterable[Case]) -> list[Case]:
-    """The first shape of each pass."""
-    first: dict[tuple[object, ...], Case] = {}
-    for case in chosen:
-        first.setdefault((case.card, case.which, case.head_dim), case)
-    return list(first.values())
+def spilled_at_most(case: Case, program: Program) -> int:
+    """The bytes that a program may spill."""
+    if "query" not in case.invocation.arguments:
+        return SPILLED_BY_NORMALIZATIONS.get((case.card, case.kernel, case.configuration), 0)
+    dtype = str(case.invocation["query"].dtype)
+    return max(SPILLED.get((card, program.name, dtype, *blocks_of(program)), 0) for card in (case.card, None))
 
 
-QUICK = heuristics(cases((H200, A100), (64, 128)))
-EVERY = [*cases(), *cases((H200, A100), dtype="float32")]
+def blocks_of(program: Program) -> tuple[int, tuple[int, int, int, int]]:
+    """The padded head dim of an attention kernel, and its blocks, warps and stages."""
+    launch, constants = program.launch, dict(program.launch.constants)
+    return constants["WIDTH"], (constants["Q_BLOCK"], constants["K_BLOCK"], launch.num_warps, launch.num_stages)
 
 
-@pytest.mark.parametrize("case", QUICK, ids=str)
-def test_the_heuristics_shapes_fit_and_spill_nothing(case: Case) -> None:
-    check(case)
+def check(case: Case, program: Program, resources: Resources) -> None:
+    description = f"{case}, {program.name}: {resources}"
+    most = min(case.estimates().get(program.name, LIMITS[case.card]), LIMITS[case.card])
+    assert resources.shared_memory <= most, f"{description}; the configuration space assumes at most {most}"
+    spilled = spilled_at_most(case, program)
+    assert resources.spilled <= spilled, f"{description}; at most {spilled} bytes may be spilled"
+
+
+@pytest.fixture(scope="module")
+def lock() -> Lock:
+    return Lock.read(LOCK_FILE)
+
+
+#: The examples that are compiled before the long sweep, if they have changed.
+QUICK = ("H16 D64 bfloat16 causal", "H16 D128 bfloat16 causal", "16384 x 4096 bfloat16")
+
+
+def is_quick(case: Case) -> bool:
+    """Whether a case that has changed is compiled before the long sweep: few heuristic configurations of two cards."""
+    return case.is_heuristic and case.card in (H200, A100) and case.example.endswith(QUICK)
+
+
+#: Those of the Gluon kernels, which jax-triton does not compile with every Python, are in test_gluon_resources.
+KERNELS = [point.name for point in installed_kernels() if point.name.endswith(".triton")]
+CALLS = sorted({(case.kernel, case.example) for case in cases([H200], KERNELS)})
+
+
+def programs_of_call(kernel: str, example: str, cards: Sequence[str] = CARDS) -> Iterator[tuple[Case, Program]]:
+    return programs(case for case in cases(cards, [kernel], example) if case.example == example)
+
+
+@pytest.mark.parametrize(("kernel", "example"), CALLS, ids=str)
+def test_every_configuration_fits_and_spills_nothing(lock: Lock, kernel: str, example: str) -> None:
+    for case, program in programs_of_call(kernel, example):
+        resources = lock.get(program)
+        if resources is None and is_quick(case):
+            resources = program.compile()
+        if resources is not None:
+            check(case, program, resources)
+
+
+def is_drawn(program: Program, seed: str) -> bool:
+    """Whether a recorded program is among the tenth that is compiled all the same, so that a wrong record is found."""
+    return int(hashlib.sha256(f"{seed} {program.digest}".encode()).hexdigest(), 16) % 10 == 0
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", [case for case in EVERY if case not in QUICK], ids=str)
-def test_every_shape_fits_and_spills_nothing(case: Case) -> None:
-    check(case)
+@pytest.mark.parametrize("card", [H200, A100])  # the records of the others are not complete
+@pytest.mark.parametrize(("kernel", "example"), CALLS, ids=str)
+def test_the_compiler_reports_what_is_recorded(
+    pytestconfig: pytest.Config, lock: Lock, kernel: str, example: str, card: str
+) -> None:
+    seed = pytestconfig.getoption("--seed")
+    for case, program in programs_of_call(kernel, example, [card]):
+        recorded = lock.get(program)
+        if recorded is None or is_drawn(program, seed):
+            resources = program.compile()
+            check(case, program, resources)
+            assert recorded in (None, resources), f"{case}, {program.name}: {LOCK_FILE.name} differs"
+
+
+def test_every_kernel_has_calls() -> None:
+    assert {kernel for kernel, _ in CALLS} == {*KERNELS}
+
+
+def test_every_exception_is_a_configuration_that_is_offered() -> None:
+    configurations = set()
+    for case, program in programs(cases(kernels=["flash_attention.triton", "flash_attention_bwd.triton"])):
+        for card in (case.card, None):
+            configurations.add((card, program.name, str(case.invocation["query"].dtype), *blocks_of(program)))
+    assert {*SPILLED} <= configurations
+
+
+# -- hashes ----------------------------------------------------------------------------------------------------------
+
+
+def first_program(**options: Any) -> Program:
+    case = next(cases([H200], ["rms_norm.triton"], "8192 x 8192"))
+    (program,) = case.programs()
+    return attrs.evolve(program, launch=attrs.evolve(program.launch, **options))
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_warps": 32}, {"compute_capability": 80}, {"scalars": (1,)}, {"constants": ()}], ids=str
+)
+def test_a_hash_depends_on_the_launch(options: dict[str, Any]) -> None:
+    assert first_program().digest == first_program().digest != first_program(**options).digest
+
+
+def test_a_hash_depends_on_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = first_program().digest
+    monkeypatch.setattr(_resources.metadata, "version", lambda name: "0")
+    assert first_program().digest != before
+
+
+def test_a_hash_depends_on_the_code_of_all_imported_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "device_code"
+    package.mkdir()
+    files = {
+        "__init__": "",
+        "_tile": "def tile(x):\n    return x\n",
+        "_kernel": "from device_code import _tile\n\ndef kernel(x):\n    return _tile.tile(x)\n",
+        "_other": "def other(x):\n    return x\n",
+    }
+
+    def digest(**changes: str) -> str:
+        for name, code in {**files, **changes}.items():
+            (package / f"{name}.py").write_text(code)
+        _resources.sources.cache_clear()
+        _resources._code.cache_clear()
+        return sources("device_code._kernel")
+
+    monkeypatch.syspath_prepend(tmp_path)
+    before = digest()
+    assert digest(_tile=files["_tile"].replace("return x", "return -x")) != before
+    assert digest(_kernel=files["_kernel"].replace("tile(x)", "tile(x + 1)")) != before
+    assert digest(_other="") == before
+    assert digest(_tile='def tile(x):\n    """A docstring."""\n    return x  # a comment\n') == before
+
+
+def test_what_has_changed_is_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiled: list[str] = []
+    resources = Resources(1024, 32, 0)
+
+    def compile(program: Program) -> Resources:
+        compiled.append(program.name)
+        return resources
+
+    monkeypatch.setattr(Program, "compile", compile)
+    chosen = list(cases([H200], ["rms_norm.triton"], "8192 x 8192"))
+    file = tmp_path / "resources.json"
+    lock = Lock.read(file)
+    records = list(lock.record(chosen))
+    assert len(compiled) == len(records) == len(chosen)
+    lock.write(file)
+    ((_, _, recorded),) = Lock.read(file).record(chosen[:1])
+    assert recorded == resources
+    assert len(compiled) == len(chosen)
+    monkeypatch.setattr(_resources.metadata, "version", lambda name: "0")
+    list(Lock.read(file).record(chosen[:1]))
+    assert len(compiled) == len(chosen) + 1
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--card", A100, "--kernel", "flash_attention.triton", "--example", "H16 D64 bfloat16 causal"]
+    assert command.main([*options, "--lock", str(LOCK_FILE)]) == 0
+    title, _, row, *_ = capsys.readouterr().out.splitlines()
+    assert title == (
+        "| card | kernel | example | configuration | function | shared KiB | at most | registers | spilled bytes |"
+    )
+    case = next(cases([A100], ["flash_attention.triton"], "S4096 H16 D64 bfloat16"))
+    (program,) = case.programs()
+    resources = program.compile()
+    sizes = [f"{size / KIB:.1f}" for size in (resources.shared_memory, case.estimates()["attend"])]
+    cells = [case.card, case.kernel, case.example, "128, 64, 8, 3", "attend", *sizes, str(resources.registers), "0"]
+    assert [cell.strip() for cell in row.strip("|").split("|")] == cells
+
+
+def test_a_lock_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Program, "compile", lambda program: Resources(0, 40, 0))
+    file = tmp_path / "resources.json"
+    options = ["--card", H200, "--kernel", "rms_norm_bwd.triton", "--example", "8192 x 8192"]
+    command.main([*options, "--lock", str(file), "--write"])
+    chosen = list(programs(cases([H200], ["rms_norm_bwd.triton"], "8192 x 8192")))
+    assert all(Lock.read(file).get(program) == Resources(0, 40, 0) for _, program in chosen)
+    assert len(file.read_text().splitlines()) == len(chosen) + 2
+
+
+def test_a_complete_lock_file_has_no_rows_of_removed_cases(tmp_path: Path) -> None:
+    chosen = list(cases([H200], ["rms_norm.triton"], "8192 x 8192"))
+    resources = Resources(0, 40, 0)
+    lock = Lock({key(case, program): (program.digest, resources) for case, program in programs(chosen)})
+    file = tmp_path / "resources.json"
+    for is_complete, count in ((False, len(chosen)), (True, 1)):
+        list(command.write(lock, chosen[:1], file, is_complete))
+        assert len(Lock.read(file).rows) == count
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--card", "NVIDIA K80"], "invalid choice: 'NVIDIA K80'"), (["--write"], "--write needs --lock")],
+)
+def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    with pytest.raises(SystemExit):
+        command.main(options)
+    assert message in capsys.readouterr().err
+
+
+# -- loads -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["bias", "attention_mask"])
-def test_an_odd_length_loads_planes_as_an_even_one_does(name: str) -> None:
+def test_rows_of_an_odd_length_are_loaded_as_those_of_an_even_one(name: str) -> None:
     def loads(length: int) -> tuple[int, ...]:
         array = jax.ShapeDtypeStruct((1, length, 4, 128), jnp.bfloat16)
-        plane = jax.ShapeDtypeStruct((1, 4, length, length), jnp.bfloat16 if name == "bias" else jnp.bool_)
-        given = {"query": array, "key": array, "value": array, name: plane}
-        (found,) = compiled_for(
-            H200, lambda a: ejkernel_core.call("flash_attention", **a, causal=True, backend="triton"), given
+        extra = jax.ShapeDtypeStruct((1, 4, length, length), jnp.bfloat16 if name == "bias" else jnp.bool_)
+        arrays = {"query": array, "key": array, "value": array, name: extra}
+        (kernel,) = compiled_for(
+            H200, lambda a: ejkernel_core.call("flash_attention", **a, causal=True, backend="triton"), arrays
         )
-        return tuple(map(found.count, ("ld.global.b8", "ld.global.b16", "cp.async.ca", "cp.async.cg")))
+        return tuple(map(kernel.count, ("ld.global.b8", "ld.global.b16", "cp.async.ca", "cp.async.cg")))
 
     assert loads(1023) == loads(1024)
-    assert loads(1024)[:2] == (0, 0)  # no element alone
-
-
-def test_what_may_be_spilled_is_offered() -> None:
-    """No exception outlives its shape."""
-    offered = set()
-    for dtype in ("bfloat16", "float32"):
-        for case in cases(dtype=dtype):
-            offered |= {(card, case.which, dtype, case.head_dim, case.shape) for card in (case.card, None)}
-    assert set(SPILLED) <= offered
-
-
-def test_the_table_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    (case,) = heuristics(cases((A100,), (64,), ("forward",)))
-    for which in command.PASSES:
-        monkeypatch.setitem(command.PASSES, which, lambda inv, which=which: [case.shape] * (which == "forward"))
-    assert command.main(["--card", A100, "--head-dim", "64"]) == 0
-    title, _, row = capsys.readouterr().out.splitlines()
-    assert title == "| card | pass | head dim | queries, keys, warps, stages | shared KiB | registers | spilled bytes |"
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    found = case.compiled()
-    shape = ", ".join(map(str, case.shape))
-    assert cells == [A100, "forward", "64", shape, f"{found.shared_memory / KIB:.1f}", str(found.registers), "0"]
-
-
-def test_a_card_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["--card", "NVIDIA K80"])
-    assert "invalid choice: 'NVIDIA K80'" in capsys.readouterr().err
+    assert loads(1024)[:2] == (0, 0)  # no load of a single element

@@ -1,4 +1,4 @@
-"""The kernels under what JAX does with functions: cut over devices, lowered and exported for a card that is not here."""
+"""The kernels under transformations of JAX: sharded, lowered and exported for an absent card, with checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ejkernel_triton.launch import _jax_triton
 
 TARGET = "triton_kernel_call_ffi" if _jax_triton.version() >= (0, 4) else "triton_kernel_call"
 FORWARD, KEYS, QUERIES, BIAS = "attend", "sum_over_queries", "sum_over_keys", "sum_into_bias"
-TOPS = "find_tops"
+EXACT_LSE = "exact_lse"
 RNG = np.random.default_rng(11)
 
 
@@ -58,13 +58,13 @@ def sharded(attention: Any, check: bool = True) -> Any:
     return jax.shard_map(attention, mesh=mesh, in_specs=(rows, rows, rows, P("heads")), out_specs=rows, check_vma=check)
 
 
-def close(found: Any, wanted: Any) -> None:
-    for got, right in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(got, right, rtol=0, atol=1e-5 * float(jnp.abs(right).max()))
+def close(found: Any, expected: Any) -> None:
+    for result, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(result, right, rtol=0, atol=1e-5 * float(jnp.abs(right).max()))
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_batch_and_heads_may_be_cut_over_devices(attention: Any, check: bool) -> None:
+def test_batch_and_heads_may_be_sharded(attention: Any, check: bool) -> None:
     assert len(jax.devices()) == 8
     cut = sharded(attention, check)
     loss = lambda function: lambda *given: (function(*given) * WEIGHTS).sum()
@@ -72,33 +72,33 @@ def test_batch_and_heads_may_be_cut_over_devices(attention: Any, check: bool) ->
     assert len(found.sharding.device_set) == 8
     close([found], [attention(*ARRAYS, SINKS)])
     gradients = jax.jit(jax.grad(loss(cut), argnums=(0, 1, 2, 3)))(*ARRAYS, SINKS)
-    wanted = jax.grad(loss(attention), argnums=(0, 1, 2, 3))(*ARRAYS, SINKS)
-    close(gradients, wanted)
-    # A sink has one gradient, of all batch entries wherever they are.
+    expected = jax.grad(loss(attention), argnums=(0, 1, 2, 3))(*ARRAYS, SINKS)
+    close(gradients, expected)
+    # The gradient of a sink is a sum over the whole batch, on all devices.
     reference = lambda *given: ejkernel_core.call(
         "flash_attention", *given[:3], softmax_aux=given[3], causal=True, backend="reference"
     )
     close(gradients, jax.grad(loss(reference), argnums=(0, 1, 2, 3))(*ARRAYS, SINKS))
 
 
-def test_a_call_on_each_shard_is_a_call_on_its_own_shape(attention: Any) -> None:
+def test_a_call_on_a_shard_is_chosen_for_its_shape(attention: Any) -> None:
     shapes = []
 
-    def told(*given: Any) -> Any:
+    def message(*given: Any) -> Any:
         shapes.append(tuple(array.shape for array in given))
         return attention(*given)
 
-    jax.eval_shape(sharded(told), *ARRAYS, SINKS)
+    jax.eval_shape(sharded(message), *ARRAYS, SINKS)
     assert set(shapes) == {((1, 20, 2, 16), (1, 20, 1, 16), (1, 20, 1, 16), (2,))}
 
 
-def test_a_second_device_that_nobody_asked_for_changes_nothing(attention: Any) -> None:
-    """More devices than one, and no mesh: the call runs where its arrays are."""
-    wanted = attention(*ARRAYS, SINKS)
+def test_a_second_device_changes_nothing(attention: Any) -> None:
+    """Several devices and no mesh: the call runs on the device of its arrays."""
+    expected = attention(*ARRAYS, SINKS)
     place = jax.devices()[5]
     found = jax.jit(attention)(*(jax.device_put(array, place) for array in (*ARRAYS, SINKS)))
     assert found.devices() == {place}
-    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_replicated_arrays_may_be_used_inside_jit(attention: Any) -> None:
@@ -122,7 +122,7 @@ QKV = (shape(2, 256, 4, 64), shape(2, 256, 2, 64), shape(2, 256, 2, 64))
 
 
 def chosen(module: Any, card: str) -> Any:
-    """The heuristic's configuration there."""
+    """The heuristic configuration for a card."""
     inv = ejkernel_core.invocation("flash_attention", *QKV, causal=True)
     capability = {"NVIDIA H200": (9, 0), "NVIDIA A100-SXM4-80GB": (8, 0)}[card]
     return module.heuristic_cfg(attrs.evolve(inv, platform="gpu", device_kind=card, compute_capability=capability))
@@ -133,17 +133,17 @@ def called(*qkv: Any, **more: Any) -> Any:
 
 
 def trained(*qkv: Any, argnums: Any = (0, 1, 2), **more: Any) -> Any:
-    """What a step of training asks for."""
+    """The gradients of a training step."""
     return jax.grad(lambda *qkv: called(*qkv, **more).astype(jnp.float32).sum(), argnums=argnums)(*qkv)
 
 
 @pytest.mark.parametrize("card", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
-def test_a_function_with_the_kernels_is_lowered_for_a_card_that_is_not_here(card: str) -> None:
+def test_a_function_with_the_kernels_is_lowered_for_an_absent_card(card: str) -> None:
     with on(card):
         lowered = jax.jit(lambda *qkv: trained(*qkv, causal=True)).trace(*QKV).lower(lowering_platforms=("cuda",))
     found = kernels_in(lowered)
     assert sorted(kernel.name for kernel in found) == sorted([FORWARD, KEYS, QUERIES])
-    # So many rows of programs as there are heads; grouped queries are summed in the kernel, for the heads of keys.
+    # There is a row of programs for each head; the kernel sums over grouped queries, for each head of keys.
     rows = {FORWARD: 2 * 4, QUERIES: 2 * 4, KEYS: 2 * 2}
     cfg, cfg_bwd = (chosen(module, card) for module in (flash_attention, flash_attention_bwd))
     blocks = {FORWARD: cfg.q_block, QUERIES: cfg_bwd.queries.q_block, KEYS: cfg_bwd.keys.k_block}
@@ -168,14 +168,14 @@ def test_a_function_with_the_kernels_is_exported() -> None:
         made.call(*(jnp.zeros(aval.shape, aval.dtype) for aval in QKV))
 
 
-def test_what_is_exported_can_be_kept() -> None:
+def test_an_exported_function_can_be_serialized() -> None:
     made = exported()
     again = jax.export.deserialize(made.serialize())
     assert again.mlir_module() == made.mlir_module()
 
 
 def test_only_the_gradients_that_are_used_are_computed() -> None:
-    for argnum, wanted in ((0, QUERIES), (1, KEYS), (2, KEYS)):
+    for argnum, expected in ((0, QUERIES), (1, KEYS), (2, KEYS)):
         names = [
             kernel.name
             for kernel in compiled_for(
@@ -184,7 +184,7 @@ def test_only_the_gradients_that_are_used_are_computed() -> None:
                 *QKV,
             )
         ]
-        assert sorted(names) == sorted([FORWARD, wanted])
+        assert sorted(names) == sorted([FORWARD, expected])
 
 
 def test_the_gradient_of_a_bias_is_a_kernel_of_its_own() -> None:
@@ -192,17 +192,17 @@ def test_the_gradient_of_a_bias_is_a_kernel_of_its_own() -> None:
         return jax.grad(lambda bias: called(*qkv, bias=bias).astype(jnp.float32).sum())(bias)
 
     found = compiled_for("NVIDIA H200", of_bias, shape(1, 4, 256, 256), *QKV)
-    assert sorted(kernel.name for kernel in found) == sorted([FORWARD, TOPS, BIAS])
+    assert sorted(kernel.name for kernel in found) == sorted([FORWARD, EXACT_LSE, BIAS])
 
 
-def test_with_a_bias_nothing_waits_for_what_a_row_is() -> None:
+def test_a_bias_does_not_make_the_host_wait() -> None:
     def total(bias: Any, *qkv: Any) -> Any:
         return called(*qkv, bias=bias).astype(jnp.float32).sum()
 
     step = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))
     with on("NVIDIA H200"):
         lowered = step.trace(shape(1, 4, 256, 256), *QKV).lower(lowering_platforms=("cuda",))
-    assert sorted(kernel.name for kernel in kernels_in(lowered)) == sorted([FORWARD, TOPS, KEYS, QUERIES, BIAS])
+    assert sorted(kernel.name for kernel in kernels_in(lowered)) == sorted([FORWARD, EXACT_LSE, KEYS, QUERIES, BIAS])
     assert not re.search(r"stablehlo\.(case|if|while)", lowered.as_text())
 
 
@@ -219,13 +219,13 @@ EVERYTHING = {
 
 
 def instructions(ptx: str, word: str = "") -> int:
-    """How many there are whose name begins with the word, predicated or not."""
+    """How many instructions begin with a word, predicated or not."""
     return len(re.findall(rf"^\s*(?:@!?%p\d+\s+)?{re.escape(word)}[\w.:]*\s[^\n]*;$", ptx, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, dict[str, Any]]:
-    """The kernels of the same call with nothing, with causality, and with everything."""
+    """The kernels of the same call without features, with a causal mask, and with all features."""
     options: dict[str, dict[str, Any]] = {"plain": {}, "causal": {"causal": True}, "everything": EVERYTHING}
     return {
         name: {kernel.name: kernel for kernel in compiled_for("NVIDIA H200", partial(trained, **given), *QKV)}
@@ -234,12 +234,12 @@ def kernels() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [FORWARD, KEYS, QUERIES])
-def test_what_is_not_used_is_not_in_the_code(kernels: dict[str, dict[str, Any]], name: str) -> None:
+def test_unused_features_are_not_in_the_code(kernels: dict[str, dict[str, Any]], name: str) -> None:
     plain, causal, everything = (kernels[which][name] for which in ("plain", "causal", "everything"))
     counts = [instructions(kernel.ptx) for kernel in (plain, causal, everything)]
     assert counts == sorted(counts)
     assert counts[0] < 0.75 * counts[1]  # one loop, not two
-    # To hide a logit, cap it or drop it is an instruction or more for each: so many has a thread.
+    # A mask, a cap or dropout takes an instruction or more for each logit of a thread.
     logits = 64 * 64 // (32 * plain.num_warps)
     assert instructions(plain.ptx, "wgmma.mma_async") > 0
     for word, user in (("selp", causal), ("setp", causal), ("div", everything)):
@@ -264,7 +264,7 @@ save_only, offload = (
 @pytest.mark.parametrize(
     ("policy", "forwards"),
     [
-        (None, (7, 8)),  # XLA may find that the last layer need not be computed twice
+        (None, (7, 8)),  # XLA may not compute the last layer twice
         (save_only(OUT), (7, 8)),
         (save_only(OUT, LSE), (4,)),
         (offload(names_which_can_be_offloaded=[OUT, LSE]), (4,)),
@@ -272,7 +272,7 @@ save_only, offload = (
     ids=["nothing", "out", "out and lse", "offloaded"],
 )
 def test_saved_results_are_not_computed_again(attention: Any, policy: Any, forwards: tuple[int, ...]) -> None:
-    """Four layers, each rematerialised but for what is saved by its name: the launches in the compiled program."""
+    """The launches in a program of four layers, which are computed again except for the saved names."""
 
     def loss(layer: Any, x: Any) -> Any:
         for _ in range(4):

@@ -14,7 +14,7 @@ from ejkernel_triton.interpreter import kernels_in
 
 (found,) = kernels_in(lowered)
 assert (found.name, found.spilled) == ("attend", 0), found
-assert TestFlashAttention().cases()
+assert TestFlashAttention().examples()
 """
 
 

@@ -10,21 +10,23 @@ import jax.numpy as jnp
 from attrs.validators import in_
 
 from ejkernel_core import Invocation, hookimpl
+from ejkernel_ops.flash_attention.geometry import block_count
 from ejkernel_triton.flash_attention import _problem, _tuning
 from ejkernel_triton.flash_attention._refusals import check
 from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability
 
-#: Of the kernel and of its Config: what was measured with another one is measured again.
+#: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"gpu": 50}
 COMPILERS = ("triton", "jax-triton")
+KERNEL = "ejkernel_triton.flash_attention._forward:attend"
 
 
 @attrs.frozen
 class Config:
-    """How a forward pass is cut: queries a program, keys a step, and how each program is run."""
+    """The queries of a program, the keys of a step, and the warps and stages of each program."""
 
     q_block: int = attrs.field(default=128, validator=in_((16, 32, 64, 128, 256)))
     k_block: int = attrs.field(default=64, validator=in_((16, 32, 64, 128, 256)))
@@ -34,7 +36,7 @@ class Config:
 
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> Config:
-    """The best of what was measured for such heads and lengths."""
+    """The best measured configuration for the head dim and the lengths."""
     check(inv)
     return Config(*_tuning.forward(inv)[0])
 
@@ -46,12 +48,14 @@ def config_space(inv: Invocation) -> Iterable[Config]:
     return [Config(*shape) for shape in _tuning.forward(inv)]
 
 
+def shared_memory(inv: Invocation, cfg: Config) -> dict[str, int]:
+    """At most how many bytes of shared memory a program takes."""
+    return {"attend": _tuning.shared_memory(inv, "forward", attrs.astuple(cfg))}
+
+
 @hookimpl
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
-    """The output and the log-sum-exp of every row."""
-    with _jax_triton.importing():
-        from ejkernel_triton.flash_attention._forward import attend
-
+    """The output and the lse of every row."""
     inv = _problem.aligned(inv)
     query, value = inv["query"], inv["value"]
     batch, q_length, heads, _ = query.shape
@@ -62,29 +66,28 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     )
     if 0 in query.shape:
         return jnp.zeros(outputs[0].shape, value.dtype), jnp.zeros(outputs[1].shape, jnp.float32)
-    rows = _problem.intervals(inv)[:2] if inv["cum_seqlens_q"] is not None else (None, None)
     segments = inv["q_segment_ids"] is not None
-    k_blocks = _problem.blocks(k_length, cfg.k_block)
+    k_blocks = block_count(k_length, cfg.k_block)
     arrays = (
         *(inv[name] for name in ("query", "key", "value", "bias", "attention_mask", "q_segment_ids", "kv_segment_ids")),
-        _problem.extremes(inv["kv_segment_ids"], cfg.k_block) if segments else None,
-        *rows,
+        _problem.segment_table(inv["kv_segment_ids"], cfg.k_block),
+        *_problem.packed_key_intervals(inv),
         inv["softmax_aux"],
         inv["dropout_seed"],
     )
     out, lse = _jax_triton.call(
-        attend,
+        KERNEL,
         _problem.operands(inv, arrays),
         outputs,
-        scalars=(*_problem.numbers(inv), k_blocks),
-        grid=(_problem.blocks(q_length, cfg.q_block) * batch * heads,),
+        scalars=(*_problem.scalars(inv), k_blocks),
+        grid=(block_count(q_length, cfg.q_block) * batch * heads,),
         constants={
             **_problem.constants(inv),
-            **_problem.evenness(inv, cfg.q_block, cfg.k_block),
+            **_problem.even_blocks(inv, cfg.q_block, cfg.k_block),
             "NARROW": _tuning.is_narrow(inv),
             "BIAS": inv["bias"] is not None,
             "SEGMENTS": 1 << (k_blocks - 1).bit_length() if segments else 0,
-            **_problem.of_sinks(inv),
+            **_problem.sink_constants(inv),
             "Q_BLOCK": cfg.q_block,
             "K_BLOCK": cfg.k_block,
         },

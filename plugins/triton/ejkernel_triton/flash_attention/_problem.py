@@ -1,4 +1,4 @@
-"""A call as the device code takes it: pointers, numbers, and the constants that decide which code there is."""
+"""A call as the device code takes it: pointers, scalars, and the constants that select its features."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel_core import Invocation
 from ejkernel_ops.flash_attention.dropout import threshold
-from ejkernel_ops.flash_attention.tokens import band, tokens
+from ejkernel_ops.flash_attention.geometry import key_intervals, query_intervals, segment_extremes
+from ejkernel_ops.flash_attention.statistics import BackwardRows
+from ejkernel_ops.flash_attention.tokens import band
 
 Arguments = Mapping[str, Any]
 
-NO_INT = jnp.iinfo(jnp.int32).max
-#: What has an element for each query and key.
-PLANES = ("bias", "attention_mask")
-#: The elements that a thread loads at once, where they are bytes.
-MOST_AT_ONCE = 16
+LOWEST = float(np.finfo(np.float32).min)
+BIAS_AND_MASK = ("bias", "attention_mask")
+#: The largest number of elements that a thread loads at once: 16 bytes.
+VECTOR = 16
 
 
 def width(dim: int) -> int:
@@ -32,7 +34,7 @@ def width(dim: int) -> int:
 
 
 def sides(a: Arguments) -> tuple[int, int]:
-    """How far a query sees before its place and behind it; -1 where nothing limits it, or nothing that exists does."""
+    """How many keys to the left and to the right of its own a query sees; -1 for a side on which that hides no key."""
     left, right = band(a["causal"], a["sliding_window"])
     q_length, k_length = a["query"].shape[1], a["key"].shape[1]
     if a["cum_seqlens_q"] is None:
@@ -42,11 +44,11 @@ def sides(a: Arguments) -> tuple[int, int]:
 
 
 def constants(a: Arguments) -> dict[str, Any]:
-    """The compile-time constants that all kernels have in common, blocks aside."""
+    """The constants that all kernels have in common, except the blocks."""
     _, _, heads, dim = a["query"].shape
     v_dim, group = a["value"].shape[3], heads // a["key"].shape[2]
-    before, after = sides(a)
-    drop = a["dropout_prob"]
+    left, right = sides(a)
+    dropout = a["dropout_prob"]
     return {
         "HEADS": heads,
         "GROUP": group,
@@ -56,59 +58,59 @@ def constants(a: Arguments) -> dict[str, Any]:
         "V_WIDTH": width(v_dim),
         "SCALE": float(a["softmax_scale"]),
         "CAP": float(a["logits_soft_cap"] or 0.0),
-        "BEFORE": before,
-        "AFTER": after,
+        "LEFT": left,
+        "RIGHT": right,
         "PACKED": a["cum_seqlens_q"] is not None,
         "MASK": a["attention_mask"] is not None,
         **_units(a),
-        "DROP": float(drop),
-        "THRESHOLD": threshold(drop) if drop else 0,
+        "DROPOUT": float(dropout),
+        "THRESHOLD": threshold(dropout) if dropout else 0,
         "PRECISION": _precision(a),
     }
 
 
-def of_sinks(a: Arguments) -> dict[str, int]:
+def sink_constants(a: Arguments) -> dict[str, int]:
     """How many sinks a head has, and the power of two that they are padded to in registers."""
     count = 0 if a["softmax_aux"] is None else a["softmax_aux"].shape[1]
     return {"SINKS": count, "SINK_WIDTH": 1 << (count - 1).bit_length() if count else 1}
 
 
 def _precision(a: Arguments) -> str:
-    """How products are multiplied: "ieee" is exact for 16-bit factors.
+    """The precision of products: "ieee" is exact for 16-bit factors.
 
-    Three products of TF32 parts come within a rounding or two of float32, at a multiple of the speed that the
-    processor's own float32 has. Only where a soft cap takes what overflows back to a number, parts must not: infinity
-    and minus infinity would add up to NaN.
+    Three products of TF32 parts are within one or two roundings of float32, and several times as fast as float32
+    arithmetic. With a soft cap they are not used: a product that overflows has to become the cap, and its parts could
+    be infinities of both signs, whose sum is NaN.
     """
     return "tf32x3" if a["query"].dtype == jnp.float32 and a["logits_soft_cap"] is None else "ieee"
 
 
 def aligned(inv: Invocation) -> Invocation:
-    """The same call with rows of bias and mask that begin where a thread can load many elements at once.
+    """The same call with rows of bias and mask padded, so that a thread can load many elements at once.
 
-    Loads of one element each took five times as long as the copy and all the rest.
+    Loads of single elements took five times as long as the copy and all else together.
     """
-    planes = {name: inv[name] for name in PLANES}
-    return inv.with_arrays({name: _aligned(x) for name, x in planes.items() if x is not None})
+    arrays = {name: inv[name] for name in BIAS_AND_MASK}
+    return inv.with_arrays({name: _aligned(x) for name, x in arrays.items() if x is not None})
 
 
-def _aligned(plane: jax.Array) -> jax.Array:
-    keys = plane.shape[3]
+def _aligned(x: jax.Array) -> jax.Array:
+    keys = x.shape[3]
     if keys == 1 or keys % 8 == 0:
-        return plane
-    return jnp.pad(plane, ((0, 0), (0, 0), (0, 0), (0, -keys % MOST_AT_ONCE)))
+        return x
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -keys % VECTOR)))
 
 
 def _units(a: Arguments) -> dict[str, int]:
-    """What the lengths of rows of planes are multiples of, as far as it matters; 0 where a row has one element."""
+    """What the rows of bias and mask are multiples of, up to a vector; 0 for rows of one element and without rows."""
     bias, mask = (
-        0 if a[name] is None or a[name].shape[3] == 1 else math.gcd(a[name].shape[3], MOST_AT_ONCE) for name in PLANES
+        0 if a[name] is None or a[name].shape[3] == 1 else math.gcd(a[name].shape[3], VECTOR) for name in BIAS_AND_MASK
     )
     return {"BIAS_UNIT": bias, "MASK_UNIT": mask}
 
 
-def numbers(a: Arguments) -> tuple[int, ...]:
-    """The lengths, and the strides of planes: each of these divided by its unit as `_units` has it."""
+def scalars(a: Arguments) -> tuple[int, ...]:
+    """The lengths, and the strides of bias and mask, divided by their units."""
     units = _units(a)
     bias, mask = strides(a["bias"]), strides(a["attention_mask"])
     return (
@@ -120,17 +122,17 @@ def numbers(a: Arguments) -> tuple[int, ...]:
 
 
 def operands(a: Arguments, arrays: Iterable[jax.Array | None]) -> list[jax.Array]:
-    """What a call does not have is not read: any pointer will do in its place."""
+    """The arrays, with any pointer in place of an absent one, which no kernel reads."""
     return [a["query"] if array is None else array for array in arrays]
 
 
-def evenness(a: Arguments, q_block: int, k_block: int) -> dict[str, bool]:
-    """Whether blocks come out even, so that no access has to be checked."""
+def even_blocks(a: Arguments, q_block: int, k_block: int) -> dict[str, bool]:
+    """Whether the lengths are multiples of the blocks, so that no access needs a bounds check."""
     return {"EVEN_Q": a["query"].shape[1] % q_block == 0, "EVEN_K": a["key"].shape[1] % k_block == 0}
 
 
 def strides(x: Any) -> tuple[int, int, int]:
-    """How far apart two batches, heads and queries of a bias or mask are: 0 where there is one for all."""
+    """The strides of batch, heads and queries of a bias or mask: 0 along an axis that broadcasts."""
     if x is None:
         return 0, 0, 0
     _, heads, queries, keys = x.shape
@@ -138,38 +140,21 @@ def strides(x: Any) -> tuple[int, int, int]:
     return tuple(step if size > 1 else 0 for size, step in zip(x.shape[:3], steps, strict=True))  # type: ignore[return-value]
 
 
-def intervals(a: Arguments) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Of packed sequences: which keys each query may see, start and end, and which queries may see each key."""
-    where, (before, after) = tokens(a), sides(a)
-    q_ids, k_ids = (ids[0] for ids in where.groups[0])
-    bounds_q, bounds_k = a["cum_seqlens_q"], a["cum_seqlens_k"]
-    q_length, k_length = a["query"].shape[1], a["key"].shape[1]
-    rows = _interval(q_ids, where.q_position[0], bounds_k, k_length, before, after)
-    place = jnp.arange(k_length, dtype=jnp.int32) + (bounds_q[1:] - bounds_k[1:])[k_ids - 1]
-    return *rows, *_interval(k_ids, place, bounds_q, q_length, after, before)
+def packed_key_intervals(a: Arguments) -> tuple[jax.Array | None, jax.Array | None]:
+    """For each query, the start and the end of the keys it may see, if sequences are packed."""
+    return (None, None) if a["cum_seqlens_q"] is None else key_intervals(a)
 
 
-def _interval(
-    ids: jax.Array, place: jax.Array, bounds: jax.Array, length: int, before: int, after: int
-) -> tuple[jax.Array, jax.Array]:
-    # Boundaries beyond the tokens are wrong, and nobody can see it here; but nothing beyond them is read.
-    start, end = bounds[ids - 1], jnp.minimum(bounds[ids], length)
-    if before >= 0:
-        start = jnp.maximum(start, place - before)
-    if after >= 0:
-        end = jnp.minimum(end, place + after + 1)
-    return jnp.where(ids > 0, start, 0).astype(jnp.int32), jnp.where(ids > 0, end, 0).astype(jnp.int32)
+def packed_query_intervals(a: Arguments) -> tuple[jax.Array | None, jax.Array | None]:
+    """For each key, the start and the end of the queries that may see it, if sequences are packed."""
+    return (None, None) if a["cum_seqlens_q"] is None else query_intervals(a)
 
 
-def extremes(ids: jax.Array, block: int) -> jax.Array:
-    """(batch, 3, blocks): of each block of ids the lowest and the highest, padding aside, and the lowest with it."""
-    batch, length = ids.shape
-    count = max(1, math.ceil(length / block))
-    cut = jnp.pad(ids, ((0, 0), (0, count * block - length))).reshape(batch, count, block)
-    low = jnp.where(cut > 0, cut, NO_INT).min(-1)
-    return jnp.stack([low, cut.max(-1), cut.min(-1)], 1).astype(jnp.int32)
+def segment_table(ids: jax.Array | None, block: int) -> jax.Array | None:
+    """(batch, 3, blocks): `segment_extremes` of each block of ids, if there are segments."""
+    return None if ids is None else jnp.stack(segment_extremes(ids, block), 1).astype(jnp.int32)
 
 
-def blocks(length: int, block: int) -> int:
-    """How many blocks there are, at least one."""
-    return max(1, math.ceil(length / block))
+def backward_rows(a: Arguments) -> BackwardRows:
+    """What every backward pass reads for each query; an lse is no lower than the product of the lowest logit."""
+    return BackwardRows.of(a, LOWEST / 2)

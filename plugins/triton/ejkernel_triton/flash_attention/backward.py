@@ -12,21 +12,23 @@ from attrs.validators import in_, instance_of
 
 from ejkernel_core import Invocation, hookimpl
 from ejkernel_ops.flash_attention.far import FAR
+from ejkernel_ops.flash_attention.geometry import block_count
+from ejkernel_ops.flash_attention.statistics import BackwardRows, sinks_gradient
 from ejkernel_triton.flash_attention import _problem, _tuning
 from ejkernel_triton.flash_attention._refusals import check
-from ejkernel_triton.flash_attention._rows import Rows, of_sinks
 from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability
 
-#: Of the kernel and of its Config: what was measured with another one is measured again.
+#: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
 PLATFORMS = {"gpu": 50}
 COMPILERS = ("triton", "jax-triton")
+KERNELS = "ejkernel_triton.flash_attention._backward"
 
 
 @attrs.frozen
 class Pass:
-    """How one of the passes is cut, and how each program is run."""
+    """The blocks of one pass, and the warps and stages of each program."""
 
     q_block: int = attrs.field(validator=in_((16, 32, 64, 128, 256)))
     k_block: int = attrs.field(validator=in_((16, 32, 64, 128, 256)))
@@ -36,229 +38,225 @@ class Pass:
 
 @attrs.frozen
 class Config:
-    """The pass for keys and values, that for queries, and that for a bias."""
+    """The passes for keys and values, for queries, and for a bias."""
 
     keys: Pass = attrs.field(default=Pass(64, 128), validator=instance_of(Pass))
     queries: Pass = attrs.field(default=Pass(128, 64), validator=instance_of(Pass))
     bias: Pass = attrs.field(default=Pass(32, 32, 4, 1), validator=instance_of(Pass))
-    #: Have the pass for keys add up the gradient of queries, too, by atomics: five products instead of seven, and sums
-    #: in another order every time. Never chosen by itself.
+    #: Sum the gradient of queries in the pass for keys, by atomics: five products instead of seven, in an order that
+    #: differs from run to run. No heuristic chooses it.
     atomics: bool = attrs.field(default=False, validator=instance_of(bool))
 
 
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> Config:
-    """The best of what was measured for such heads and lengths."""
+    """The best measured configuration for the head dim and the lengths."""
     check(inv)
-    return Config(*(Pass(*shapes[0]) for shapes in (_tuning.keys(inv), _tuning.queries(inv), _tuning.bias(inv))))
+    keys, queries, bias = (Pass(*shapes(inv)[0]) for shapes in (_tuning.keys, _tuning.queries, _tuning.bias))
+    return Config(keys, queries, bias)
 
 
 @hookimpl
 def config_space(inv: Invocation) -> Iterable[Config]:
-    """Every pass cut in every way that fits the card, one pass at a time: what is best for one is so for all."""
+    """The shapes of each pass that fit the card, one pass at a time: the best of one does not depend on the others."""
     first = heuristic_cfg(inv)
     yield first
     yield from (attrs.evolve(first, keys=Pass(*shape)) for shape in _tuning.keys(inv)[1:])
     yield from (attrs.evolve(first, queries=Pass(*shape)) for shape in _tuning.queries(inv)[1:])
 
 
+def shared_memory(inv: Invocation, cfg: Config) -> dict[str, int]:
+    """At most how many bytes of shared memory a program of each pass takes."""
+    passes = {"sum_over_queries": ("keys", cfg.keys), "sum_over_keys": ("queries", cfg.queries)}
+    return {
+        kernel: _tuning.shared_memory(inv, pass_name, attrs.astuple(shape))
+        for kernel, (pass_name, shape) in passes.items()
+    }
+
+
 @hookimpl
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
     """The gradients that ``wrt`` names, in its order."""
     wrt = inv["wrt"]
-    found = {name: jnp.zeros_like(inv[name]) for name in wrt}
+    gradients = {name: jnp.zeros_like(inv[name]) for name in wrt}
     if 0 in inv["query"].shape or (inv["d_out"] is None and inv["d_lse"] is None):
-        return tuple(found.values())
+        return tuple(gradients.values())
     inv = _problem.aligned(inv)
-    rows = Rows.of(inv) if inv["bias"] is None or 0 in inv["key"].shape else _biased_rows(inv, cfg.bias)
+    rows = _problem.backward_rows(inv) if inv["bias"] is None or 0 in inv["key"].shape else _biased_rows(inv, cfg.bias)
     if "softmax_aux" in wrt:
-        found["softmax_aux"] = of_sinks(inv, rows)
-    if 0 in inv["key"].shape:  # the sinks are all there is
-        return tuple(found[name].astype(inv[name].dtype) for name in wrt)
+        gradients["softmax_aux"] = sinks_gradient(inv["softmax_aux"], rows.lse, rows.delta, base2=True)
+    if 0 in inv["key"].shape:  # nothing but sinks has a gradient
+        return tuple(gradients[name].astype(inv[name].dtype) for name in wrt)
     if "query" in wrt and not cfg.atomics:
-        found["query"] = of_queries(inv, rows, cfg.queries)
+        gradients["query"] = _over_keys(inv, rows, cfg.queries)
     if "key" in wrt or "value" in wrt or ("query" in wrt and cfg.atomics):
-        found |= zip(("key", "value", "query"), _over_queries(inv, rows, cfg.keys, cfg.atomics), strict=False)
+        gradients |= zip(("key", "value", "query"), _over_queries(inv, rows, cfg.keys, cfg.atomics), strict=False)
     if "bias" in wrt:
-        found["bias"] = _bias(inv, rows, cfg.bias)
-    return tuple(found[name].astype(inv[name].dtype) for name in wrt)
+        gradients["bias"] = _bias(inv, rows, cfg.bias)
+    return tuple(gradients[name].astype(inv[name].dtype) for name in wrt)
 
 
-def _biased_rows(inv: Invocation, cut: Pass) -> Rows:
-    """What rows bring with a bias, by which they may be where a log-sum-exp tells nothing of their sum: see
+def _biased_rows(inv: Invocation, shape: Pass) -> BackwardRows:
+    """The rows of a call with a bias, which may move an lse so far from 0 that weights cannot be computed from it: see
     `ejkernel_ops.flash_attention.far`.
 
-    The factor that their weights lack is given to what arrives at them: gradients are linear in both.
+    The kernel returns an lse that float32 holds exactly, and the factor by which the weights from it would have to be
+    multiplied. The cotangents are multiplied by it instead: gradients are linear in both.
     """
-    top, factor = _tops(inv, cut)
+    lse, factor = _exact_lse(inv, shape)
     factors = {"d_out": factor.transpose(0, 2, 1)[..., None], "d_lse": factor}
-    arriving = {name: inv[name] for name in factors if inv[name] is not None}
-    scaled = {name: (array * factors[name]).astype(array.dtype) for name, array in arriving.items()}
-    return attrs.evolve(Rows.of(inv.with_arrays(scaled)), top=top)
+    cotangents = {name: inv[name] for name in factors if inv[name] is not None}
+    scaled = {name: (array * factors[name]).astype(array.dtype) for name, array in cotangents.items()}
+    return attrs.evolve(_problem.backward_rows(inv.with_arrays(scaled)), lse=lse)
 
 
-def _tops(inv: Invocation, cut: Pass) -> tuple[jax.Array, ...]:
-    with _jax_triton.importing():
-        from ejkernel_triton.flash_attention._backward import find_tops
-
+def _exact_lse(inv: Invocation, shape: Pass) -> tuple[jax.Array, ...]:
     batch, length, heads, _ = inv["query"].shape
-    count = _problem.blocks(inv["key"].shape[1], cut.k_block)
+    count = block_count(inv["key"].shape[1], shape.k_block)
     ids = inv["kv_segment_ids"]
     arrays = (
         *(inv[name] for name in ("query", "key", "lse", "bias", "attention_mask", "q_segment_ids", "kv_segment_ids")),
-        None if ids is None else _problem.extremes(ids, cut.k_block),
-        *(_problem.intervals(inv)[:2] if inv["cum_seqlens_q"] is not None else (None, None)),
+        _problem.segment_table(ids, shape.k_block),
+        *_problem.packed_key_intervals(inv),
         inv["softmax_aux"],
     )
     return _jax_triton.call(
-        find_tops,
+        f"{KERNELS}:exact_lse",
         _problem.operands(inv, arrays),
         (jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),) * 2,
-        scalars=(*_problem.numbers(inv), count),
-        grid=(_problem.blocks(length, cut.q_block) * batch * heads,),
+        scalars=(*_problem.scalars(inv), count),
+        grid=(block_count(length, shape.q_block) * batch * heads,),
         constants={
             **_problem.constants(inv),
-            **_problem.of_sinks(inv),
+            **_problem.sink_constants(inv),
             "SEGMENTS": 0 if ids is None else 1 << (count - 1).bit_length(),
             "FAR": FAR,
-            "Q_BLOCK": cut.q_block,
-            "K_BLOCK": cut.k_block,
+            "Q_BLOCK": shape.q_block,
+            "K_BLOCK": shape.k_block,
         },
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
         compute_capability=capability(inv),
-        name="flash_attention_bwd_find_tops",
+        name="flash_attention_bwd_exact_lse",
     )
 
 
-def of_queries(inv: Invocation, rows: Rows, cut: Pass) -> jax.Array:
+def _over_keys(inv: Invocation, rows: BackwardRows, shape: Pass) -> jax.Array:
     """The gradient of queries."""
-    with _jax_triton.importing():
-        from ejkernel_triton.flash_attention._backward import sum_over_keys
-
     query = inv["query"]
     batch, length, heads, _ = query.shape
-    count = _problem.blocks(inv["key"].shape[1], cut.k_block)
-    ids = inv["kv_segment_ids"]
-    found = _launch(
-        sum_over_keys,
+    count = block_count(inv["key"].shape[1], shape.k_block)
+    (d_query,) = _launch(
+        "sum_over_keys",
         inv,
         rows,
-        cut,
-        extremes=None if ids is None else _problem.extremes(ids, cut.k_block),
+        shape,
+        segments=_problem.segment_table(inv["kv_segment_ids"], shape.k_block),
         count=count,
-        intervals=_problem.intervals(inv)[:2] if inv["cum_seqlens_q"] is not None else (None, None),
+        intervals=_problem.packed_key_intervals(inv),
         outputs=(jax.ShapeDtypeStruct(query.shape, query.dtype),),
-        grid=(_problem.blocks(length, cut.q_block) * batch * heads,),
+        grid=(block_count(length, shape.q_block) * batch * heads,),
     )
-    return found[0]
+    return d_query
 
 
-def _over_queries(inv: Invocation, rows: Rows, cut: Pass, atomics: bool) -> tuple[jax.Array, ...]:
-    """The gradients of keys and values, and by atomics of queries."""
-    with _jax_triton.importing():
-        from ejkernel_triton.flash_attention._backward import sum_over_queries
-
+def _over_queries(inv: Invocation, rows: BackwardRows, shape: Pass, atomics: bool) -> tuple[jax.Array, ...]:
+    """The gradients of keys and values, and with atomics of queries."""
     key, value = inv["key"], inv["value"]
     batch, length, kv_heads, _ = key.shape
-    count = _problem.blocks(inv["query"].shape[1], cut.q_block)
-    ids = inv["q_segment_ids"]
+    count = block_count(inv["query"].shape[1], shape.q_block)
     query = jax.ShapeDtypeStruct(inv["query"].shape if atomics else (1,), jnp.float32)
-    found = _launch(
-        sum_over_queries,
+    gradients = _launch(
+        "sum_over_queries",
         inv,
         rows,
-        cut,
-        extremes=None if ids is None else _problem.extremes(ids, cut.q_block),
+        shape,
+        segments=_problem.segment_table(inv["q_segment_ids"], shape.q_block),
         count=count,
-        intervals=_problem.intervals(inv)[2:] if inv["cum_seqlens_q"] is not None else (None, None),
+        intervals=_problem.packed_query_intervals(inv),
         outputs=(jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype), query),
-        zeroed=(2,) if atomics else (),
+        zeroed_outputs=(2,) if atomics else (),
         ATOMIC=atomics,
-        grid=(_problem.blocks(length, cut.k_block) * batch * kv_heads,),
-        # Where matrix instructions read shared memory, recomputing an address is cheap, and registers are not.
-        LEAN=_tuning.reads_shared_memory(inv),
+        grid=(block_count(length, shape.k_block) * batch * kv_heads,),
+        # Where matrix instructions read shared memory, it pays to compute addresses again and to save registers.
+        DISABLE_LICM=_tuning.reads_shared_memory(inv),
     )
-    return found if atomics else found[:2]
+    return gradients if atomics else gradients[:2]
 
 
 def _launch(
-    kernel: Any,
+    kernel: str,
     inv: Invocation,
-    rows: Rows,
-    cut: Pass,
-    extremes: Any,
+    rows: BackwardRows,
+    shape: Pass,
+    segments: jax.Array | None,
     count: int,
     intervals: Sequence[Any],
     outputs: Sequence[jax.ShapeDtypeStruct],
     grid: tuple[int],
-    zeroed: Sequence[int] = (),
-    **more: Any,
+    zeroed_outputs: Sequence[int] = (),
+    **constants: Any,
 ) -> tuple[jax.Array, ...]:
-    arrays = (*_shared(inv, rows), extremes, *intervals, inv["dropout_seed"])
+    arrays = (*_common_arrays(inv, rows), segments, *intervals, inv["dropout_seed"])
     return _jax_triton.call(
-        kernel,
+        f"{KERNELS}:{kernel}",
         _problem.operands(inv, arrays),
         outputs,
-        scalars=(*_problem.numbers(inv), count),
+        scalars=(*_problem.scalars(inv), count),
         grid=grid,
         constants={
             **_problem.constants(inv),
-            **_problem.evenness(inv, cut.q_block, cut.k_block),
+            **_problem.even_blocks(inv, shape.q_block, shape.k_block),
             "BIAS": inv["bias"] is not None,
-            "SEGMENTS": 1 << (count - 1).bit_length() if extremes is not None else 0,
-            "Q_BLOCK": cut.q_block,
-            "K_BLOCK": cut.k_block,
-            **more,
+            "SEGMENTS": 1 << (count - 1).bit_length() if segments is not None else 0,
+            "Q_BLOCK": shape.q_block,
+            "K_BLOCK": shape.k_block,
+            **constants,
         },
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
         compute_capability=capability(inv),
-        name=f"flash_attention_bwd_{kernel.__name__}",
-        zeroed=zeroed,
+        name=f"flash_attention_bwd_{kernel}",
+        zeroed_outputs=zeroed_outputs,
     )
 
 
-def _shared(inv: Invocation, rows: Rows) -> tuple[jax.Array | None, ...]:
-    """What every pass begins with."""
+def _common_arrays(inv: Invocation, rows: BackwardRows) -> tuple[jax.Array | None, ...]:
+    """The first parameters of every pass."""
     return (
-        *(inv["query"], inv["key"], inv["value"], rows.d_out, rows.top, rows.shift),
+        *(inv["query"], inv["key"], inv["value"], rows.d_out, rows.lse, rows.delta),
         *(inv["bias"], inv["attention_mask"], inv["q_segment_ids"], inv["kv_segment_ids"]),
     )
 
 
-def _bias(inv: Invocation, rows: Rows, cut: Pass) -> jax.Array:
-    with _jax_triton.importing():
-        from ejkernel_triton.flash_attention._backward import sum_into_bias
-
+def _bias(inv: Invocation, rows: BackwardRows, shape: Pass) -> jax.Array:
     bias = inv["bias"]
     batch, q_length, heads, _ = inv["query"].shape
     k_length = inv["key"].shape[1]
     b, h, q, _ = bias.shape
-    of_q, of_k = int(q > 1), int(bias.shape[3] > 1)
-    k = k_length if of_k else 1  # of the gradient; the rows of the bias may be longer
-    if not (of_q and of_k):
-        # Few programs would have all the work: a part a head is made, and added up behind.
+    has_q, has_k = int(q > 1), int(bias.shape[3] > 1)
+    k = k_length if has_k else 1  # of the gradient: the rows of the bias may be padded
+    if not (has_q and has_k):
+        # A sum for each head, because otherwise few programs would have all the work; the heads are summed below.
         b, h = batch, heads
-    q_blocks, k_blocks = _problem.blocks(q_length, cut.q_block), _problem.blocks(k_length, cut.k_block)
-    intervals = _problem.intervals(inv)[:2] if inv["cum_seqlens_q"] is not None else (None, None)
-    arrays = (*_shared(inv, rows), *intervals, inv["dropout_seed"])
+    q_blocks, k_blocks = block_count(q_length, shape.q_block), block_count(k_length, shape.k_block)
+    arrays = (*_common_arrays(inv, rows), *_problem.packed_key_intervals(inv), inv["dropout_seed"])
     constants = {**_problem.constants(inv), "SEGMENTS": int(inv["q_segment_ids"] is not None)}
-    (found,) = _jax_triton.call(
-        sum_into_bias,
+    (d_bias,) = _jax_triton.call(
+        f"{KERNELS}:sum_into_bias",
         _problem.operands(inv, arrays),
         (jax.ShapeDtypeStruct((b, h, q, k), jnp.float32),),
         scalars=(
-            *_problem.numbers(inv),
-            *(batch, b, h, q_blocks if of_q else 1, k_blocks if of_k else 1),
+            *_problem.scalars(inv),
+            *(batch, b, h, q_blocks if has_q else 1, k_blocks if has_k else 1),
             *(h * q * k, q * k, k),
         ),
-        grid=((q_blocks if of_q else 1) * (k_blocks if of_k else 1) * b * h,),
-        constants={**constants, "BIAS_Q": of_q, "Q_BLOCK": cut.q_block, "K_BLOCK": cut.k_block},
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
+        grid=((q_blocks if has_q else 1) * (k_blocks if has_k else 1) * b * h,),
+        constants={**constants, "BIAS_Q": has_q, "Q_BLOCK": shape.q_block, "K_BLOCK": shape.k_block},
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
         compute_capability=capability(inv),
         name="flash_attention_bwd_bias",
     )
-    over = tuple(axis for axis in (0, 1) if found.shape[axis] != bias.shape[axis])
-    return found.sum(over, keepdims=True)
+    over = tuple(axis for axis in (0, 1) if d_bias.shape[axis] != bias.shape[axis])
+    return d_bias.sum(over, keepdims=True)

@@ -14,31 +14,32 @@ from ejkernel_triton.flash_attention_sm90._refusals import check
 from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability
 
-#: Of the kernel and of its Config: what was measured with another one is measured again.
+#: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
-#: Of so few queries the larger tiles of these kernels are almost empty, and the portable ones are faster.
+#: With so few queries the large tiles of these kernels are almost empty, and the portable kernels are faster.
 FEW_QUERIES = 16
 
 
 def rank(inv: Invocation) -> int:
-    """Before the portable kernel, but for few queries."""
+    """Before the portable kernel, unless there are few queries."""
     return 60 if inv["query"].shape[1] > FEW_QUERIES else 45
 
 
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"gpu": rank}
 COMPILERS = ("triton", "jax-triton")
+KERNEL = "ejkernel_triton.flash_attention_sm90._forward:attend"
 
 Q_BLOCK = 128
-#: By padded head dim: blocks of keys and how many of them are in shared memory at a time, the best first; and how many
-#: tiles of queries are.
+#: By padded head dim: the sizes of blocks of keys and how many of them are in shared memory at a time, the best first;
+#: and the number of tiles of queries.
 SHAPES = {64: ((128, 3), (128, 2), (64, 4)), 128: ((128, 2), (64, 4)), 256: ((64, 2),)}
 TILES = {64: 2, 128: 2, 256: 1}
 
 
 @attrs.frozen
 class Config:
-    """How keys are cut, and how far the kernel fetches ahead."""
+    """The size of the blocks of keys, and how many are fetched ahead."""
 
     k_block: int = attrs.field(default=128, validator=in_((64, 128)))
     #: Blocks of keys and values in shared memory at a time.
@@ -47,58 +48,56 @@ class Config:
 
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> Config:
-    """The best of what was measured for such heads."""
+    """The best measured configuration for the head dim."""
     return config_space(inv)[0]
 
 
 @hookimpl
 def config_space(inv: Invocation) -> list[Config]:
-    """What fits into registers and shared memory."""
+    """The configurations that fit into registers and shared memory."""
     check(inv)
     return [Config(*shape) for shape in SHAPES[width(inv["query"].shape[3])]]
 
 
 @hookimpl
 def check_cfg(inv: Invocation, cfg: Config) -> None:
-    """Raise where it does not fit."""
-    if cfg not in (offered := config_space(inv)):
-        raise Unsupported(f"{cfg} is none of those that fit: {offered}")
+    """Raise for a configuration that does not fit."""
+    if cfg not in (space := config_space(inv)):
+        raise Unsupported(f"{cfg} does not fit; these do: {space}")
 
 
 @hookimpl
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
-    """The output and the log-sum-exp of every row."""
-    with _jax_triton.importing():
-        from ejkernel_triton.flash_attention_sm90._forward import attend
+    """The output and the lse of every row."""
+    from ejkernel_triton.flash_attention_sm90._ranges import key_ranges
     from ejkernel_triton.flash_attention_sm90._schedule import programs, schedule
-    from ejkernel_triton.flash_attention_sm90._sight import of_queries
 
     query, key, sinks = inv["query"], inv["key"], inv["softmax_aux"]
     batch, q_length, heads, dim = query.shape
-    sight, steps = of_queries(inv, Q_BLOCK, cfg.k_block)
+    ranges, steps = key_ranges(inv, Q_BLOCK, cfg.k_block)
     row_bytes = 2 * key.shape[1] * width(dim) * key.dtype.itemsize
-    dealt = schedule(batch * heads, steps, row_bytes, heads // key.shape[2], programs(inv.device_kind))
+    tiles = schedule(batch * heads, steps, row_bytes, heads // key.shape[2], programs(inv.device_kind))
     arrays = (
         tiled(query, 64, width(dim)),
         *(tiled(x, cfg.k_block, width(dim)) for x in (key, inv["value"])),
-        *(jnp.asarray(dealt), sight),
-        *(_problem.intervals(inv)[:2] if inv["cum_seqlens_q"] is not None else (None, None)),
+        *(jnp.asarray(tiles), ranges),
+        *_problem.packed_key_intervals(inv),
         *(inv["q_segment_ids"], inv["kv_segment_ids"], sinks),
     )
-    before, after = _problem.sides(inv)
+    left, right = _problem.sides(inv)
     out, lse = _jax_triton.call(
-        attend,
+        KERNEL,
         _problem.operands(inv, arrays),
         (
             jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32),
         ),
-        scalars=(q_length, key.shape[1], dealt.shape[1], sight[0].size if sight.shape[0] > 1 else 0),
-        grid=(dealt.shape[0],),
+        scalars=(q_length, key.shape[1], tiles.shape[1], ranges[0].size if ranges.shape[0] > 1 else 0),
+        grid=(tiles.shape[0],),
         constants={
             **constants(inv),
-            "BEFORE": before,
-            "AFTER": after,
+            "LEFT": left,
+            "RIGHT": right,
             "SINKS": 0 if sinks is None else sinks.shape[1],
             "SINK_WIDTH": 1 if sinks is None else 1 << (sinks.shape[1] - 1).bit_length(),
             "K_BLOCK": cfg.k_block,

@@ -1,12 +1,10 @@
-"""The forward pass: warps of three kinds, that meet in shared memory.
+"""The forward pass: one warp fetches tiles into shared memory, and two groups of four warps compute.
 
-One warp fetches tiles. Two groups of four warps each take half of the queries of a tile. Within a group the product
-with the values of one block runs beside the softmax of the next, and so the last of a tile beside the first of the
-next tile; while one group is at its softmax, the other multiplies. Programs stay on their multiprocessors and take one
-tile of queries after another.
+Each group takes half of the queries of a tile. In a group the product with the values of one block runs at the same
+time as the softmax of the next block, across tiles too. While one group computes a softmax, the other multiplies.
+Programs are persistent: each takes one tile of queries after another.
 
-Matrix units write their results behind the program's back. Between a product and the wait for it nothing may touch its
-registers: `warpgroup_mma_wait` is where they become numbers.
+Matrix products are asynchronous. Nothing may use the registers of a product before `warpgroup_mma_wait` returns them.
 """
 
 from triton.experimental import gluon
@@ -23,13 +21,13 @@ from ejkernel_triton.flash_attention_sm90 import _tma
 from ejkernel_triton.flash_attention_sm90._shared import (
     LOG2E,
     Call,
-    Own,
+    OwnTokens,
+    allocate_ring,
+    apply_soft_cap,
     barriers,
-    bent,
-    bent_weights,
+    is_visible,
     own_tokens,
-    ring,
-    seen,
+    soft_cap_weights,
     store_rows,
 )
 
@@ -37,44 +35,44 @@ from ejkernel_triton.flash_attention_sm90._shared import (
 Q_BLOCK = gl.constexpr(128)
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
-#: In units of log2, how far from 0 logits may be whose weights bfloat16 holds as they are. That leaves 2 ** 48 for
-#: values and for how many are summed up in float32.
-FAR = gl.constexpr(80)
+#: The largest magnitude of logits, in units of log2, for which weights are computed without a maximum. It leaves a
+#: factor of 2 ** 48 for the values and their number, in sums in float32.
+MOST_EXPONENT = gl.constexpr(80)
 
 
 @aggregate
 class Blocks:
-    """Blocks of keys and values, for one step after another. A step multiplies by its keys, and sums up its values:
-    those of the block before. So the first step of a program has no values, and its last no keys.
+    """A ring of blocks of keys and values. A step multiplies by the keys of one block and by the values of the block
+    before it. So the first step of a program has no values, and its last step has no keys.
     """
 
     keys: gl.shared_memory_descriptor
     values: gl.shared_memory_descriptor
     keys_full: gl.shared_memory_descriptor
     values_full: gl.shared_memory_descriptor
-    done: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
     COUNT: gl.constexpr
     ROWS: gl.constexpr
     WIDTH: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, keys, values, keys_full, values_full, done, COUNT, ROWS, WIDTH):
+    def __init__(self, keys, values, keys_full, values_full, empty, COUNT, ROWS, WIDTH):
         self.keys = keys
         self.values = values
         self.keys_full = keys_full
         self.values_full = values_full
-        self.done = done
+        self.empty = empty
         self.COUNT = gl.constexpr(COUNT)
         self.ROWS = gl.constexpr(ROWS)
         self.WIDTH = gl.constexpr(WIDTH)
 
     @gluon.jit
     def fill(self, step, key, value, k_batch, k_head, k_row, v_batch, v_head, v_row):
-        """Rows below 0 are those of no block."""
-        place = step % self.COUNT
-        mbarrier.wait(self.done.index(place), ((step // self.COUNT) & 1) ^ 1)
-        _fill(self.keys_full.index(place), key, k_batch, k_head, k_row, self.keys.index(place))
-        _fill(self.values_full.index(place), value, v_batch, v_head, v_row, self.values.index(place))
+        """Fetch the blocks of a step as soon as its slot is empty. A row below 0 means no block."""
+        slot = step % self.COUNT
+        mbarrier.wait(self.empty.index(slot), ((step // self.COUNT) & 1) ^ 1)
+        _fill(self.keys_full.index(slot), key, k_batch, k_head, k_row, self.keys.index(slot))
+        _fill(self.values_full.index(slot), value, v_batch, v_head, v_row, self.values.index(slot))
 
     @gluon.jit
     def wait_for_keys(self, step):
@@ -94,8 +92,8 @@ class Blocks:
 
     @gluon.jit
     def release(self, step):
-        """The step is done."""
-        mbarrier.arrive(self.done.index(step % self.COUNT))
+        """Give the slot of a step back, whose blocks have been read."""
+        mbarrier.arrive(self.empty.index(step % self.COUNT))
 
 
 @gluon.jit
@@ -108,7 +106,7 @@ def _fill(full, desc, batch, head, row, tile):
 
 
 @gluon.jit
-def _blocks(desc, COUNT: gl.constexpr):
+def allocate_blocks(desc, COUNT: gl.constexpr):
     keys = gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_shape, desc.layout)
     values = gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_shape, desc.layout)
     full = barriers(COUNT, 1), barriers(COUNT, 1)
@@ -117,7 +115,7 @@ def _blocks(desc, COUNT: gl.constexpr):
 
 @aggregate
 class Results:
-    """Where they go, and the sinks that take part."""
+    """The arrays of results, and the sinks."""
 
     out: gl.tensor
     lse: gl.tensor
@@ -125,67 +123,67 @@ class Results:
     DIM: gl.constexpr
     SINKS: gl.constexpr
     SINK_WIDTH: gl.constexpr
-    #: No weight needs the greatest logit to be held: a soft cap bounds them all.
-    BOUNDED: gl.constexpr
+    #: Whether a soft cap bounds all logits, so that weights need no maximum.
+    IS_BOUNDED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, out, lse, sinks, DIM, SINKS, SINK_WIDTH, BOUNDED):
+    def __init__(self, out, lse, sinks, DIM, SINKS, SINK_WIDTH, IS_BOUNDED):
         self.out = out
         self.lse = lse
         self.sinks = sinks
         self.DIM = gl.constexpr(DIM)
         self.SINKS = gl.constexpr(SINKS)
         self.SINK_WIDTH = gl.constexpr(SINK_WIDTH)
-        self.BOUNDED = gl.constexpr(BOUNDED)
+        self.IS_BOUNDED = gl.constexpr(IS_BOUNDED)
 
 
 @aggregate
 class Softmax:
-    """That of the rows so far: the greatest logit, the sum of the weights, in eight parts, that of the weighted values,
-    and the weights of the last block, whose values are still to come.
+    """The state of the online softmax: the maximum of the logits, eight partial sums of the weights, the sum of the
+    weighted values, and the weights of the last block, which have not met their values yet.
     """
 
-    top: gl.tensor
-    total: gl.tensor
+    row_max: gl.tensor
+    row_sum: gl.tensor
     sums: gl.tensor
     weights: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, top, total, sums, weights):
-        self.top = top
-        self.total = total
+    def __init__(self, row_max, row_sum, sums, weights):
+        self.row_max = row_max
+        self.row_sum = row_sum
         self.sums = sums
         self.weights = weights
 
 
 @gluon.jit
 def attend(
-    query, key, value, schedule, sight, starts, stops, q_ids, k_ids, sinks,
-    q_length, k_length, schedule_width, sight_batch,
+    query, key, value, schedule, ranges, starts, stops, q_ids, k_ids, sinks,
+    q_length, k_length, schedule_width, ranges_stride,
     out, lse,
     HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, SCALE: gl.constexpr,
-    CAP: gl.constexpr, BEFORE: gl.constexpr, AFTER: gl.constexpr, PACKED: gl.constexpr, SEGMENTS: gl.constexpr,
+    CAP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, SEGMENTS: gl.constexpr,
     SINKS: gl.constexpr, SINK_WIDTH: gl.constexpr, K_BLOCK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """(batch, length, heads, dim) in and out; the log-sum-exp is (batch, heads, length)."""
     call = Call(
         # Triton makes a constant of what is 1.
         gl.to_tensor(q_length), gl.to_tensor(k_length), schedule, gl.to_tensor(schedule_width),
-        sight, gl.to_tensor(sight_batch), starts, stops, q_ids, k_ids, HEADS, SCALE, CAP, BEFORE, AFTER, PACKED,
+        ranges, gl.to_tensor(ranges_stride), starts, stops, q_ids, k_ids, HEADS, SCALE, CAP, LEFT, RIGHT, PACKED,
         SEGMENTS, True, WIDTH, Q_BLOCK, K_BLOCK,
     )  # fmt: skip
-    # Nothing bounds sinks.
-    CAPPED: gl.constexpr = CAP > 0 and CAP * LOG2E <= FAR
-    BOUNDED: gl.constexpr = CAPPED and SINKS == 0 and out.dtype.element_ty == gl.bfloat16
-    results = Results(out, lse, sinks, DIM, SINKS, SINK_WIDTH, BOUNDED)
-    queries_0 = ring(query, TILES, 1)
-    queries_1 = ring(query, TILES, 1)
-    blocks = _blocks(key, STAGES)
+    # Sinks have no bound.
+    HAS_SMALL_CAP: gl.constexpr = CAP > 0 and CAP * LOG2E <= MOST_EXPONENT
+    IS_BOUNDED: gl.constexpr = HAS_SMALL_CAP and SINKS == 0 and out.dtype.element_ty == gl.bfloat16
+    results = Results(out, lse, sinks, DIM, SINKS, SINK_WIDTH, IS_BOUNDED)
+    queries_0 = allocate_ring(query, TILES, 1)
+    queries_1 = allocate_ring(query, TILES, 1)
+    blocks = allocate_blocks(key, STAGES)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_part_0, (call, queries_0, blocks, results)),
-            (_part_1, (call, queries_1, blocks, results)),
+            (_warp_group_0, (call, queries_0, blocks, results)),
+            (_warp_group_1, (call, queries_1, blocks, results)),
             (_fetch, (call, queries_0, queries_1, blocks, query, key, value, GROUP)),
         ],
         [4, 1],
@@ -195,224 +193,228 @@ def attend(
 
 @gluon.jit
 def _fetch(call, queries_0, queries_1, blocks, query, key, value, GROUP: gl.constexpr):
-    """One warp: everything that the others need, in the order in which they need it."""
+    """The work of the warp that fetches: all tiles, in the order in which the other warps read them."""
     step = 0
     v_batch, v_head, v_row = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(-1)
-    for turn in range(call.turns()):
-        batch, head, block = call.tile(turn)
-        first, _, _, end = call.blocks_seen(batch, block)
+    for t in range(call.tile_count()):
+        batch, head, block = call.tile(t)
+        first, _, _, end = call.block_range(batch, block)
         kv_head = head // GROUP
         for i in range(end - first):
             k_row = (end - 1 - i) * call.OTHER_BLOCK
             blocks.fill(step, key, value, batch, kv_head, k_row, v_batch, v_head, v_row)
             if i == 0:
                 row = block * call.OWN_BLOCK
-                queries_0.fill(turn, query, [batch, row, head, 0])
-                queries_1.fill(turn, query, [batch, row + 64, head, 0])
+                queries_0.fill(t, query, [batch, row, head, 0])
+                queries_1.fill(t, query, [batch, row + 64, head, 0])
             v_batch, v_head, v_row = batch, kv_head, k_row
             step += 1
     blocks.fill(step, key, value, v_batch, v_head, -1, v_batch, v_head, v_row)
 
 
 @gluon.jit
-def _part_0(call, queries, blocks, results):
+def _warp_group_0(call, queries, blocks, results):
     _attend(0, call, queries, blocks, results)
 
 
 @gluon.jit
-def _part_1(call, queries, blocks, results):
+def _warp_group_1(call, queries, blocks, results):
     _attend(1, call, queries, blocks, results)
 
 
 @aggregate
 class Tile:
-    """The queries that a group works on at a time, and the blocks of keys that they see, from the last to the first."""
+    """The queries of one group of warps, and the range of blocks of keys that they see, from the last to the first."""
 
     batch: gl.tensor
     head: gl.tensor
     row: gl.tensor
     first: gl.tensor
-    whole: gl.tensor
-    whole_end: gl.tensor
+    full: gl.tensor
+    full_end: gl.tensor
     end: gl.tensor
-    own: Own
+    own: OwnTokens
 
     @gluon.constexpr_function
-    def __init__(self, batch, head, row, first, whole, whole_end, end, own):
+    def __init__(self, batch, head, row, first, full, full_end, end, own):
         self.batch = batch
         self.head = head
         self.row = row
         self.first = first
-        self.whole = whole
-        self.whole_end = whole_end
+        self.full = full
+        self.full_end = full_end
         self.end = end
         self.own = own
 
 
 @gluon.jit
-def _tile(call, turn, ME: gl.constexpr, ROWS: gl.constexpr):
-    batch, head, block = call.tile(turn)
-    first, whole, whole_end, end = call.blocks_seen(batch, block)
-    row = block * call.OWN_BLOCK + ME * 64
+def _tile(call, t, WARP_GROUP: gl.constexpr, ROWS: gl.constexpr):
+    batch, head, block = call.tile(t)
+    first, full, full_end, end = call.block_range(batch, block)
+    row = block * call.OWN_BLOCK + WARP_GROUP * 64
     own = own_tokens(call, batch, row, 64, ROWS)
-    return Tile(batch, head, row, first, whole, whole_end, end, own)
+    return Tile(batch, head, row, first, full, full_end, end, own)
 
 
 @gluon.jit
-def _attend(ME: gl.constexpr, call, queries, blocks, results):
-    """Four warps: 64 of the queries of each tile."""
+def _attend(WARP_GROUP: gl.constexpr, call, queries, blocks, results):
+    """The work of a group of four warps: 64 of the queries of each tile."""
     WIDTH: gl.constexpr = call.WIDTH
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, call.OTHER_BLOCK, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, S)
-    count = call.turns()
-    tile = _tile(call, 0, ME, ROWS)
+    count = call.tile_count()
+    tile = _tile(call, 0, WARP_GROUP, ROWS)
     queries.wait(0)
     blocks.wait_for_keys(0)
-    product = _times_keys(queries, 0, blocks, 0, S)
-    top, total, weights = _begin(call, results, tile, warpgroup_mma_wait(0, [product]))
-    state = _begun(top, total, weights, WIDTH, OUT, queries.tiles.dtype)
+    product = _start_logits(queries, 0, blocks, 0, S)
+    row_max, row_sum, weights = _first_softmax(call, results, tile, warpgroup_mma_wait(0, [product]))
+    state = _initial_state(row_max, row_sum, weights, WIDTH, OUT, queries.tiles.dtype)
     blocks.release(0)
     blocks.wait_for_keys(1)
-    begin = 1
-    for turn in range(count):
-        # The step of the tile's last sums. It is also what comes after the loop: Triton 3.6 takes what is carried from
-        # tile to tile for dead if nothing but the bounds of an inner loop need it, and leaves it at what it was first.
-        last = begin + (tile.end - 1 - tile.first)
+    first_step = 1
+    for t in range(count):
+        # The step of the tile's last sums. It is used after the inner loop, too: Triton 3.6 treats a value that the
+        # outer loop carries as dead, and keeps its first value, if only the bounds of an inner loop use it.
+        last_step = first_step + (tile.end - 1 - tile.first)
         j = tile.end - 2
-        for step in range(begin, last):
-            state = _meet(call, queries, turn, blocks, results, state, step, tile, j)
+        for step in range(first_step, last_step):
+            state = _step(call, queries, t, blocks, results, state, step, tile, j)
             j -= 1
-        # The first logits of the next tile, beside the last sums of this one.
-        following = _tile(call, gl.minimum(turn + 1, count - 1), ME, ROWS)
-        top, total = state.top, state.total
-        next_top, next_total, weights = top, total, gl.zeros([64, call.OTHER_BLOCK], gl.float32, S)
+        # The first logits of the next tile, at the same time as the last sums of this one.
+        next_tile = _tile(call, gl.minimum(t + 1, count - 1), WARP_GROUP, ROWS)
+        row_max, row_sum = state.row_max, state.row_sum
+        next_max, next_sum, weights = row_max, row_sum, gl.zeros([64, call.OTHER_BLOCK], gl.float32, S)
         if queries.COUNT > 1:
-            if turn + 1 < count:
-                queries.wait(turn + 1)
-                product = _times_keys(queries, turn + 1, blocks, last, S)
-                summing = _times_values(state, blocks, last)
+            if t + 1 < count:
+                queries.wait(t + 1)
+                product = _start_logits(queries, t + 1, blocks, last_step, S)
+                sums_product = _start_sums(state, blocks, last_step)
                 logits = warpgroup_mma_wait(1, [product])
-                next_top, next_total, weights = _begin(call, results, following, logits)
-                blocks.wait_for_keys(last + 1)
-                sums = warpgroup_mma_wait(0, [summing])
+                next_max, next_sum, weights = _first_softmax(call, results, next_tile, logits)
+                blocks.wait_for_keys(last_step + 1)
+                sums = warpgroup_mma_wait(0, [sums_product])
             else:
-                sums = warpgroup_mma_wait(0, [_times_values(state, blocks, last)])
-            _finish(call, queries, turn, results, tile, top, total, sums)
+                sums = warpgroup_mma_wait(0, [_start_sums(state, blocks, last_step)])
+            _finish(call, queries, t, results, tile, row_max, row_sum, sums)
         else:
-            sums = warpgroup_mma_wait(0, [_times_values(state, blocks, last)])
-            _finish(call, queries, turn, results, tile, top, total, sums)
-            if turn + 1 < count:
-                queries.wait(turn + 1)
-                product = _times_keys(queries, turn + 1, blocks, last, S)
+            sums = warpgroup_mma_wait(0, [_start_sums(state, blocks, last_step)])
+            _finish(call, queries, t, results, tile, row_max, row_sum, sums)
+            if t + 1 < count:
+                queries.wait(t + 1)
+                product = _start_logits(queries, t + 1, blocks, last_step, S)
                 logits = warpgroup_mma_wait(0, [product])
-                next_top, next_total, weights = _begin(call, results, following, logits)
-                blocks.wait_for_keys(last + 1)
-        state = _begun(next_top, next_total, weights, WIDTH, OUT, queries.tiles.dtype)
-        blocks.release(last)
-        begin = last + 1
-        tile = following
+                next_max, next_sum, weights = _first_softmax(call, results, next_tile, logits)
+                blocks.wait_for_keys(last_step + 1)
+        state = _initial_state(next_max, next_sum, weights, WIDTH, OUT, queries.tiles.dtype)
+        blocks.release(last_step)
+        first_step = last_step + 1
+        tile = next_tile
 
 
 @gluon.jit
-def _begin(call, results, tile, logits):
+def _first_softmax(call, results, tile, logits):
     """The softmax of the sinks and of a tile's first block."""
     S: gl.constexpr = logits.type.layout
     ROWS: gl.constexpr = gl.SliceLayout(1, S)
-    top = gl.full([64], 0.0 if results.BOUNDED else LOWEST, gl.float32, ROWS)
-    total = _in_parts(gl.zeros([64, call.OTHER_BLOCK], gl.float32, S))
+    row_max = gl.full([64], 0.0 if results.IS_BOUNDED else LOWEST, gl.float32, ROWS)
+    row_sum = _partial_sums(gl.zeros([64, call.OTHER_BLOCK], gl.float32, S))
     if results.SINKS > 0:
-        at = gl.arange(0, results.SINK_WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
-        sink = gl.load(results.sinks + tile.head * results.SINKS + at, mask=at < results.SINKS, other=-float("inf"))
+        index = gl.arange(0, results.SINK_WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
+        sink = gl.load(
+            results.sinks + tile.head * results.SINKS + index, mask=index < results.SINKS, other=-float("inf")
+        )
         sink = sink.to(gl.float32)
-        greatest = gl.maximum(gl.max(sink, 0), LOWEST / 2)
-        top = gl.zeros([64], gl.float32, ROWS) + greatest * LOG2E
-        # The difference first: of a product and a number, of which one is the other rounded, little may be much.
-        total += gl.sum(gl.exp2((sink - greatest) * LOG2E), 0) / total.shape[1]
-    top, _, total, weights = _weigh(call, results, tile, tile.end - 1, logits, top, total)
-    return top, total, weights
+        largest = gl.maximum(gl.max(sink, 0), LOWEST / 2)
+        row_max = gl.zeros([64], gl.float32, ROWS) + largest * LOG2E
+        # Subtract before scaling: the difference of two rounded products would have a large relative error.
+        row_sum += gl.sum(gl.exp2((sink - largest) * LOG2E), 0) / row_sum.shape[1]
+    row_max, _, row_sum, weights = _softmax_step(call, results, tile, tile.end - 1, logits, row_max, row_sum)
+    return row_max, row_sum, weights
 
 
 @gluon.jit
-def _begun(top, total, weights, WIDTH: gl.constexpr, OUT: gl.constexpr, dtype: gl.constexpr):
+def _initial_state(row_max, row_sum, weights, WIDTH: gl.constexpr, OUT: gl.constexpr, dtype: gl.constexpr):
     sums = gl.zeros([64, WIDTH], gl.float32, OUT)
-    return Softmax(top, total, sums, gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, OUT, 2)))
+    return Softmax(row_max, row_sum, sums, gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, OUT, 2)))
 
 
 @gluon.jit
-def _meet(call, queries, turn, blocks, results, state, step, tile, j):
-    """The logits of one block, beside the sums of the one before."""
+def _step(call, queries, t, blocks, results, state, step, tile, j):
+    """The logits of one block, at the same time as the sums of the block before it."""
     S: gl.constexpr = tile.own.index.type.layout.parent
     OUT: gl.constexpr = state.sums.type.layout
-    product = _times_keys(queries, turn, blocks, step, S)
-    summing = _times_values(state, blocks, step)
+    product = _start_logits(queries, t, blocks, step, S)
+    sums_product = _start_sums(state, blocks, step)
     logits = warpgroup_mma_wait(1, [product])
-    top, shrink, total, weights = _weigh(call, results, tile, j, logits, state.top, state.total)
-    # A wait in between, or the assembler would have the softmax wait for the sums, too.
+    row_max, rescale, row_sum, weights = _softmax_step(call, results, tile, j, logits, state.row_max, state.row_sum)
+    # Without a wait between them, the assembler would let the softmax wait for the sums, too.
     blocks.wait_for_keys(step + 1)
-    sums = warpgroup_mma_wait(0, [summing])
+    sums = warpgroup_mma_wait(0, [sums_product])
     blocks.release(step)
-    if not results.BOUNDED:
-        sums = sums * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
+    if not results.IS_BOUNDED:
+        sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
     weights = gl.convert_layout(weights.to(state.weights.dtype), gl.DotOperandLayout(0, OUT, 2))
-    return Softmax(top, total, sums, weights)
+    return Softmax(row_max, row_sum, sums, weights)
 
 
 @gluon.jit
-def _finish(call, queries, turn, results, tile, top, total, sums):
-    """The queries were read: the output takes their place on its way."""
+def _finish(call, queries, t, results, tile, row_max, row_sum, sums):
+    """Store the results of a tile. The output passes through the shared memory of the queries, which have been read."""
     OUT: gl.constexpr = sums.type.layout
-    total = gl.convert_layout(gl.sum(total, 1), top.type.layout)
-    sums = sums * gl.convert_layout(gl.where(total > 0, 1.0 / total, 0.0), gl.SliceLayout(1, OUT))[:, None]
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
+    sums = sums * gl.convert_layout(gl.where(row_sum > 0, 1.0 / row_sum, 0.0), gl.SliceLayout(1, OUT))[:, None]
     store_rows(
-        queries.at(turn).reshape([64, call.WIDTH]), sums.to(queries.tiles.dtype), results.out, tile.batch, tile.row,
+        queries.tile(t).reshape([64, call.WIDTH]), sums.to(queries.tiles.dtype), results.out, tile.batch, tile.row,
         tile.head, 0, call.own_length, call.HEADS, results.DIM,
     )  # fmt: skip
     fence_async_shared()
-    queries.release(turn)
-    found = gl.where(total > 0, (top + gl.log2(total)) * LN2, -float("inf"))
-    at = (tile.batch * call.HEADS + tile.head).to(gl.int64) * call.own_length + tile.own.index
-    gl.store(results.lse + at, found, mask=tile.own.index < call.own_length)
+    queries.release(t)
+    lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, -float("inf"))
+    offsets = (tile.batch * call.HEADS + tile.head).to(gl.int64) * call.own_length + tile.own.index
+    gl.store(results.lse + offsets, lse, mask=tile.own.index < call.own_length)
 
 
 @gluon.jit
-def _times_keys(queries, turn, blocks, step, S: gl.constexpr):
-    q = queries.at(turn).reshape([64, blocks.WIDTH])
-    nothing = gl.zeros([64, blocks.ROWS], gl.float32, S)
-    return warpgroup_mma(q, blocks.keys_of(step).permute((1, 0)), nothing, use_acc=False, is_async=True)
+def _start_logits(queries, t, blocks, step, S: gl.constexpr):
+    q = queries.tile(t).reshape([64, blocks.WIDTH])
+    zeros = gl.zeros([64, blocks.ROWS], gl.float32, S)
+    return warpgroup_mma(q, blocks.keys_of(step).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _times_values(state, blocks, step):
+def _start_sums(state, blocks, step):
     blocks.wait_for_values(step)
     return warpgroup_mma(state.weights, blocks.values_of(step), state.sums, is_async=True)
 
 
 @gluon.jit
-def _masked(call, tile, j, x, nothing):
-    if (j < tile.whole) | (j >= tile.whole_end):
+def _mask(call, tile, j, x, fill):
+    if (j < tile.full) | (j >= tile.full_end):
         S: gl.constexpr = x.type.layout
-        x = gl.where(seen(call, tile.own, tile.batch, j * call.OTHER_BLOCK, call.OTHER_BLOCK, S), x, nothing)
+        x = gl.where(is_visible(call, tile.own, tile.batch, j * call.OTHER_BLOCK, call.OTHER_BLOCK, S), x, fill)
     return x
 
 
 @gluon.jit
-def _weigh(call, results, tile, j, logits, top, total):
-    """One step of the online softmax, in units of log2: also by how much what was there shrinks, and the weights."""
+def _softmax_step(call, results, tile, j, logits, row_max, row_sum):
+    """One step of the online softmax, in units of log2: the new maximum, the factor for earlier sums, the new sum and
+    the weights.
+    """
     UNIT: gl.constexpr = (call.CAP if call.CAP > 0 else call.SCALE) * LOG2E
-    new_top, shrink = top, top
-    if results.BOUNDED:
-        weights = _masked(call, tile, j, bent_weights(call, logits), 0.0)
+    new_max, rescale = row_max, row_max
+    if results.IS_BOUNDED:
+        weights = _mask(call, tile, j, soft_cap_weights(call, logits), 0.0)
     else:
-        logits = _masked(call, tile, j, bent(call, logits), -float("inf"))
-        new_top = gl.maximum(top, gl.max(logits, 1) * UNIT)
-        shrink = gl.exp2(top - new_top)
-        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
-        weights = gl.exp2(logits * UNIT - new_top[:, None])
-    return new_top, shrink, total + _in_parts(weights), weights
+        logits = _mask(call, tile, j, apply_soft_cap(call, logits), -float("inf"))
+        new_max = gl.maximum(row_max, gl.max(logits, 1) * UNIT)
+        rescale = gl.exp2(row_max - new_max)
+        row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+        weights = gl.exp2(logits * UNIT - new_max[:, None])
+    return new_max, rescale, row_sum + _partial_sums(weights), weights
 
 
 @gluon.jit
-def _in_parts(weights):
-    """Every eighth number of each row: no part takes what another thread has. The parts are summed up once a tile."""
+def _partial_sums(weights):
+    """Eight sums for each row, each over the weights of one thread. They are added up once a tile."""
     return gl.sum(weights.reshape([64, weights.shape[1] // 8, 8]), 1)

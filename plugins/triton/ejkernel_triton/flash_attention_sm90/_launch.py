@@ -1,53 +1,41 @@
-"""What both passes are launched with."""
+"""Arrays and constants of the launches of both passes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
-import numpy as np
 
 from ejkernel_triton.flash_attention._problem import Arguments
 from ejkernel_triton.launch import _jax_triton
 
 
 def width(dim: int) -> int:
-    """What a head dim is padded to in shared memory and registers.
+    """The size that a head dim is padded to in shared memory and registers.
 
     >>> width(40), width(96), width(192)
     (64, 128, 256)
     """
-    return next(most for most in (64, 128, 256) if dim <= most)
+    return next(size for size in (64, 128, 256) if dim <= size)
 
 
 def tiled(array: jax.Array, rows: int, columns: int) -> Any:
-    """An array of (batch, length, heads, dim), in tiles of one head; what lies beyond comes as 0."""
-    gl = _language()
-    block = (1, rows, 1, columns)
-    layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, np.dtype(array.dtype).name))
-    return _jax_triton.described(array, block, layout)
+    """An array of (batch, length, heads, dim), in tiles of one head; reads beyond its end give 0."""
+    return _jax_triton.describe(array, (1, rows, 1, columns))
 
 
 def numbered(array: jax.Array, count: int) -> Any:
-    """An array of (rows, length), of which so many numbers at a time."""
-    gl = _language()
-    return _jax_triton.described(array, (1, count), gl.NVMMASharedLayout(0, 32, 2))
+    """An array of (rows, length), in blocks of ``count`` numbers."""
+    return _jax_triton.describe(array, (1, count), swizzle=0)
 
 
 def rows_of_threads(array: jax.Array) -> Any:
-    """An array of (rows, 32), of which 128 rows at a time: one for each thread of four warps."""
-    gl = _language()
-    return _jax_triton.described(array, (128, 32), gl.NVMMASharedLayout.get_default_for((128, 32), gl.float32))
-
-
-def _language() -> Any:
-    with _jax_triton.importing():
-        from triton.experimental.gluon import language
-    return language
+    """An array of (rows, 32), in blocks of 128 rows: one for each thread of four warps."""
+    return _jax_triton.describe(array, (128, 32))
 
 
 def constants(a: Arguments) -> dict[str, Any]:
-    """Those that both passes have."""
+    """The constants that both passes have."""
     _, _, heads, dim = a["query"].shape
     return {
         "HEADS": heads,

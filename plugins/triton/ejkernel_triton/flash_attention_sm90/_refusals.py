@@ -1,4 +1,4 @@
-"""What these kernels do not do, said before anything is committed: the portable ones do it."""
+"""The calls that the Gluon kernels refuse; the portable kernels take them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability
 
 DTYPES = ("float16", "bfloat16")
-#: What the copy engine moves is a multiple of 16 bytes.
+#: The copy engine moves multiples of 16 bytes.
 ELEMENTS = 8
 LEAST_SCALE = 1e-30
-#: Masked logits are so many caps that their weights are 0 for any cap that is not less.
+#: Masked logits are a multiple of the cap: down to this cap their weights are 0.
 LEAST_CAP = 1e-9
 
 
 def check(inv: Invocation) -> None:
-    """Raise where this card, these versions, or these arguments are not for Gluon on Hopper."""
+    """Raise `Unsupported` for a card, versions or arguments that the kernels do not support."""
     _refusals.check(inv)
-    known = capability(inv)
-    if known != (9, 0):
-        major, minor = known or (0, 0)
+    compute_capability = capability(inv)
+    if compute_capability != (9, 0):
+        major, minor = compute_capability or (0, 0)
         raise Unsupported(f"the Gluon kernels are for compute capability 9.0 (Hopper); this GPU has {major}.{minor}")
     if _jax_triton.version() < (0, 4, 1):
         newer = "" if sys.version_info >= (3, 12) else ", which needs Python 3.12"
         raise Unsupported(f'the Gluon kernels need jax-triton 0.4{newer}: pip install "jax-triton>=0.4.1"')
-    unknown = _jax_triton.why_no_descriptors()
+    unknown = _jax_triton.no_descriptors_reason()
     if unknown is not None:
         raise Unsupported(f"the Gluon kernels need descriptions for the copy engine: {unknown}")
     query, key, value = inv["query"], inv["key"], inv["value"]
@@ -43,7 +43,7 @@ def check(inv: Invocation) -> None:
     for name in ("bias", "attention_mask"):
         if inv[name] is not None:
             raise Unsupported(f"the Gluon kernels take no {name}")
-    # These are multiplied in after the mask, whose -inf they would turn round.
+    # Masked logits are -inf before they are multiplied by these, which may not change the sign.
     if not inv["softmax_scale"] > LEAST_SCALE:
         raise Unsupported(f"the Gluon kernels take a positive softmax_scale; not {inv['softmax_scale']}")
     if inv["logits_soft_cap"] is not None and not inv["logits_soft_cap"] > LEAST_CAP:

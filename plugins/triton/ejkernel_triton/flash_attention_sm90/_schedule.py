@@ -1,4 +1,4 @@
-"""Which program works on which tiles: dealt out before the kernel runs, so that all end together and share a cache."""
+"""Which program works on which tiles: assigned before the kernel runs, to end at the same time and share a cache."""
 
 from __future__ import annotations
 
@@ -10,34 +10,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-#: Multiprocessors, where they are not those of an H100 or H200: a program stays on each.
+#: Multiprocessors, if not those of an H100 or H200. Each has one program, which stays.
 MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114, "NVIDIA H800 PCIe": 114, "NVIDIA H100 NVL": 132, "NVIDIA H20": 78}
-USUAL = 132
-#: Of how many heads tiles are dealt out together: as many as stay in the cache whoever reads when, and by measurement
-#: up to 16 that have so many bytes. These do not stay there, but programs that share a head read it side by side.
-CACHE = 24 << 20
-AT_ONCE, TOGETHER = 16, 64 << 20
-#: Where tiles are dealt out there and back, those of the rows that are dealt out together take so many turns at least.
-TURNS = 4
-#: What beginning and ending a tile takes, in steps of its loop.
-AROUND = 1
+DEFAULT_MULTIPROCESSORS = 132
+#: The tiles of some heads are assigned before those of the next. So many bytes of heads stay in the cache, in any order
+#: of reads. In measurements up to 16 heads of more bytes were still faster: they do not stay in the cache, but programs
+#: of one head read it at about the same time.
+CACHE_BYTES = 24 << 20
+MOST_HEADS, MOST_HEAD_BYTES = 16, 64 << 20
+#: The least number of tiles that each program gets of such heads, where tiles are assigned in a zigzag.
+LEAST_TILES = 4
+#: The time before and after the loop of a tile, in steps of the loop.
+TILE_OVERHEAD = 1
 
 
 def programs(device_kind: str | None) -> int:
     """How many run at a time."""
-    return MULTIPROCESSORS.get(device_kind or "", USUAL)
+    return MULTIPROCESSORS.get(device_kind or "", DEFAULT_MULTIPROCESSORS)
 
 
 def schedule(
-    rows: int, steps: tuple[int, ...] | jax.Array, row_bytes: int, group: int = 1, count: int = USUAL
+    rows: int,
+    steps: tuple[int, ...] | jax.Array,
+    row_bytes: int,
+    group: int = 1,
+    count: int = DEFAULT_MULTIPROCESSORS,
 ) -> np.ndarray | jax.Array:
-    """(programs, 1 + the most tiles that one has): their number, and the tiles, as row * blocks + block. There are
-    ``count`` programs, or one for each tile if these are fewer.
+    """(programs, 1 + the largest number of tiles): the number of tiles of each program, and the tiles, as
+    row * blocks + block. There are ``count`` programs, or one for each tile if there are fewer tiles.
 
-    A row is a head of a sequence in the batch, ``group`` neighbours of which read the same; ``steps`` are those of its
-    blocks. Of a few rows at a time what is longest comes first, and each tile goes to who would be free first. Where
-    only an array says how many steps there are, the longest tiles of all rows come before the shorter ones, among these
-    those of a few rows, and they are dealt out there and back.
+    A row is a head of a sequence in the batch. ``group`` neighbouring rows read the same keys. ``steps`` are the steps
+    of each block of a row. Of a few rows at a time, the longest tiles come first, and each goes to the program that is
+    idle first. If the steps are an array, whose values are not known here, the longest tiles of all rows come before
+    the shorter ones, among these those of a few rows, and they are assigned in a zigzag.
 
     >>> schedule(2, (1, 2, 3), row_bytes=0)
     array([[1, 2],
@@ -48,53 +53,53 @@ def schedule(
            [1, 3]], dtype=int32)
     """
     row_bytes = max(1, row_bytes)
-    at_once = group * max(CACHE // row_bytes, min(AT_ONCE, TOGETHER // row_bytes), 1)
+    row_count = group * max(CACHE_BYTES // row_bytes, min(MOST_HEADS, MOST_HEAD_BYTES // row_bytes), 1)
     if isinstance(steps, tuple):
-        # It takes so many that the longest tile of the last heads is no more than all that a program does for these.
-        even = -(-(max(steps) + AROUND) * count // sum(step + AROUND for step in steps))
+        # So many that the longest tile of the last rows takes no more than the average time of a program for them.
+        least_rows = -(-(max(steps) + TILE_OVERHEAD) * count // sum(step + TILE_OVERHEAD for step in steps))
     else:
-        # With fewer turns than that each of them would begin with the longest tiles of its heads.
-        even = -(-TURNS * count // steps.size)
-    at_once = max(at_once, group * -(-even // group))
-    at_once = group * -(-rows // (group * -(-rows // at_once)))
-    deal = _dealt if isinstance(steps, tuple) else _there_and_back
-    return deal(rows, steps, at_once, count)
+        # With fewer tiles for each program, each group of rows would begin with its longest tiles.
+        least_rows = -(-LEAST_TILES * count // steps.size)
+    row_count = max(row_count, group * -(-least_rows // group))
+    row_count = group * -(-rows // (group * -(-rows // row_count)))
+    assign = _assigned_to_idle if isinstance(steps, tuple) else _zigzag
+    return assign(rows, steps, row_count, count)
 
 
 @lru_cache(maxsize=64)
-def _dealt(rows: int, steps: tuple[int, ...], at_once: int, count: int) -> np.ndarray:
+def _assigned_to_idle(rows: int, steps: tuple[int, ...], row_count: int, count: int) -> np.ndarray:
     blocks = sorted(range(len(steps)), key=lambda block: -steps[block])
     count = min(count, rows * len(steps))
     tiles: list[list[int]] = [[] for _ in range(count)]
-    free = [(0, program) for program in range(count)]
-    for first in range(0, rows, at_once):
+    idle = [(0, program) for program in range(count)]
+    for first in range(0, rows, row_count):
         for block in blocks:
-            for row in range(first, min(first + at_once, rows)):
-                when, program = free[0]
-                heapq.heapreplace(free, (when + steps[block] + AROUND, program))
+            for row in range(first, min(first + row_count, rows)):
+                end, program = idle[0]
+                heapq.heapreplace(idle, (end + steps[block] + TILE_OVERHEAD, program))
                 tiles[program].append(row * len(steps) + block)
     table = np.zeros((count, 1 + max(map(len, tiles))), np.int32)
-    for program, mine in enumerate(tiles):
-        table[program, : 1 + len(mine)] = [len(mine), *mine]
-    table.setflags(write=False)  # it is handed out again
+    for program, own_tiles in enumerate(tiles):
+        table[program, : 1 + len(own_tiles)] = [len(own_tiles), *own_tiles]
+    table.setflags(write=False)  # the cache returns it again
     return table
 
 
-def _there_and_back(rows: int, steps: Any, at_once: int, count: int) -> jax.Array:
-    """To the last program and back to the first, from the longest tiles to the shortest: whoever got the longer one of
-    two gets the shorter one of the next two. Each time these are tiles of few rows, that share what they read.
+def _zigzag(rows: int, steps: Any, row_count: int, count: int) -> jax.Array:
+    """From the first program to the last and back, from the longest tiles to the shortest: the program with the longer
+    one of two tiles gets the shorter one of the next two. Each pass has the tiles of few rows, which read the same.
     """
     (blocks,) = steps.shape
     count = min(count, rows * blocks)
     rank, row = np.divmod(np.arange(rows * blocks), rows)
-    side_by_side = -(-count // at_once)
-    order = np.lexsort((row, rank, row // at_once, rank // side_by_side))
-    turns = -(-rows * blocks // count)
-    place = np.arange(turns * count).reshape(turns, count)
-    place[1::2] = place[1::2, ::-1].copy()
-    counts = (place < rows * blocks).sum(0)
-    dealt = order[np.minimum(place, rows * blocks - 1)]
-    # Who has but one tile has it in any order.
-    longest = jnp.argsort(-steps) if turns > 1 else np.arange(blocks)
-    tiles = row[dealt] * blocks + longest[rank[dealt]]
+    rank_count = -(-count // row_count)
+    order = np.lexsort((row, rank, row // row_count, rank // rank_count))
+    tile_count = -(-rows * blocks // count)
+    positions = np.arange(tile_count * count).reshape(tile_count, count)
+    positions[1::2] = positions[1::2, ::-1].copy()
+    counts = (positions < rows * blocks).sum(0)
+    assigned_tiles = order[np.minimum(positions, rows * blocks - 1)]
+    # If each program has one tile, the order of blocks does not matter.
+    longest = jnp.argsort(-steps) if tile_count > 1 else np.arange(blocks)
+    tiles = row[assigned_tiles] * blocks + longest[rank[assigned_tiles]]
     return jnp.concatenate([counts[None], tiles]).T.astype(jnp.int32)

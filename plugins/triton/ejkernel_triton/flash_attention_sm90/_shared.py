@@ -1,7 +1,7 @@
-"""What both passes are made of: tiles dealt out to programs, tokens that see each other, and rings of shared memory.
+"""What both passes are made of: tiles of programs, masks, soft caps, and rings of tiles in shared memory.
 
-The tokens of a tile, which stay with a program, are its own; those that go by are the others. The forward pass keeps
-queries, the backward keeps keys.
+A program keeps the tokens of a tile, its *own* tokens, and loops over blocks of *other* tokens. The own tokens are
+queries in the forward pass, and keys in the backward.
 """
 
 from triton.experimental import gluon
@@ -18,48 +18,48 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @aggregate
 class Call:
-    """A call, as all warps know it."""
+    """The arguments of a call that all warps use."""
 
     own_length: gl.tensor
     other_length: gl.tensor
-    #: By the host: a row for each program, of the number of its tiles and the tiles.
+    #: From the host: a row for each program, with the number of its tiles, and the tiles.
     schedule: gl.tensor
     schedule_width: gl.tensor
-    #: Which blocks each tile sees, by the host: (batch or 1, tiles, 4), and how far apart two batches are.
-    sight: gl.tensor
-    sight_batch: gl.tensor
-    #: Of each own token the others that it sees, if sequences are packed; ids, if there are segments.
+    #: From the host: the range of blocks that each tile sees, (batch or 1, tiles, 4), and the stride of the batch.
+    ranges: gl.tensor
+    ranges_stride: gl.tensor
+    #: The interval of other tokens that each own token sees, if sequences are packed; ids, if there are segments.
     starts: gl.tensor
     stops: gl.tensor
     own_ids: gl.tensor
     other_ids: gl.tensor
-    #: Heads, on the own side.
+    #: The heads of own tokens.
     HEADS: gl.constexpr
     SCALE: gl.constexpr
     CAP: gl.constexpr
-    #: How far an own token sees; -1 where nothing limits it.
-    BEFORE: gl.constexpr
-    AFTER: gl.constexpr
+    #: How many tokens to its left and right an own token sees; -1 for all.
+    LEFT: gl.constexpr
+    RIGHT: gl.constexpr
     PACKED: gl.constexpr
     SEGMENTS: gl.constexpr
-    #: Whether what a token sees ends with the others. If not, both lengths are looked at apart where there is but one
-    #: other limit: by measurement the backward is faster so, but for a soft cap.
-    ENDS: gl.constexpr
+    #: Whether masks compare with the end of the interval of each token. If not, and unless both sides are limited, they
+    #: compare with both lengths: in measurements the backward was faster so, except with a soft cap.
+    COMPARE_STOP: gl.constexpr
     WIDTH: gl.constexpr
     OWN_BLOCK: gl.constexpr
     OTHER_BLOCK: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, own_length, other_length, schedule, schedule_width, sight, sight_batch, starts, stops, own_ids,
-        other_ids, HEADS, SCALE, CAP, BEFORE, AFTER, PACKED, SEGMENTS, ENDS, WIDTH, OWN_BLOCK, OTHER_BLOCK,
+        self, own_length, other_length, schedule, schedule_width, ranges, ranges_stride, starts, stops, own_ids,
+        other_ids, HEADS, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS, COMPARE_STOP, WIDTH, OWN_BLOCK, OTHER_BLOCK,
     ):  # fmt: skip
         self.own_length = own_length
         self.other_length = other_length
         self.schedule = schedule
         self.schedule_width = schedule_width
-        self.sight = sight
-        self.sight_batch = sight_batch
+        self.ranges = ranges
+        self.ranges_stride = ranges_stride
         self.starts = starts
         self.stops = stops
         self.own_ids = own_ids
@@ -67,39 +67,39 @@ class Call:
         self.HEADS = gl.constexpr(HEADS)
         self.SCALE = gl.constexpr(SCALE)
         self.CAP = gl.constexpr(CAP)
-        self.BEFORE = gl.constexpr(BEFORE)
-        self.AFTER = gl.constexpr(AFTER)
+        self.LEFT = gl.constexpr(LEFT)
+        self.RIGHT = gl.constexpr(RIGHT)
         self.PACKED = gl.constexpr(PACKED)
         self.SEGMENTS = gl.constexpr(SEGMENTS)
-        self.ENDS = gl.constexpr(ENDS)
+        self.COMPARE_STOP = gl.constexpr(COMPARE_STOP)
         self.WIDTH = gl.constexpr(WIDTH)
         self.OWN_BLOCK = gl.constexpr(OWN_BLOCK)
         self.OTHER_BLOCK = gl.constexpr(OTHER_BLOCK)
 
     @gluon.jit
-    def turns(self):
-        """How many tiles this program works on."""
+    def tile_count(self):
+        """The number of tiles of this program."""
         return gl.load(self.schedule + gl.program_id(0) * self.schedule_width)
 
     @gluon.jit
-    def tile(self, turn):
-        """Batch, head and block of one of them."""
-        tile = gl.load(self.schedule + gl.program_id(0) * self.schedule_width + 1 + turn)
+    def tile(self, t):
+        """Batch, head and block of the t-th of them."""
+        tile = gl.load(self.schedule + gl.program_id(0) * self.schedule_width + 1 + t)
         blocks = gl.cdiv(self.own_length, self.OWN_BLOCK)
         row = tile // blocks
         return row // self.HEADS, row % self.HEADS, tile % blocks
 
     @gluon.jit
-    def blocks_seen(self, batch, block):
-        """First to end; of these whole to whole_end without a look at any mask."""
-        at = self.sight + batch * self.sight_batch + block * 4
-        return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+    def block_range(self, batch, block):
+        """The range of blocks that a tile sees: first, full, full_end, end. From full to full_end they are full."""
+        pointer = self.ranges + batch * self.ranges_stride + block * 4
+        return gl.load(pointer), gl.load(pointer + 1), gl.load(pointer + 2), gl.load(pointer + 3)
 
 
 @aggregate
-class Own:
-    """Tokens of a tile, and the others that each sees: none behind the last, and a token that is none sees none. Who is
-    of no segment has an id that no other token has.
+class OwnTokens:
+    """Own tokens of a tile, with the interval of other tokens that each sees. It is empty for padding. A token outside
+    all segments has an id that no other token has.
     """
 
     index: gl.tensor
@@ -117,92 +117,92 @@ class Own:
 
 @gluon.jit
 def own_tokens(call, batch, first, COUNT: gl.constexpr, layout: gl.constexpr):
-    """``COUNT`` of them."""
+    """``COUNT`` own tokens from the token ``first``."""
     index = first + gl.arange(0, COUNT, layout)
-    real = index < call.own_length
+    is_token = index < call.own_length
     start, stop, ids = index, index, index
     if call.PACKED:
-        start = gl.load(call.starts + index, mask=real, other=0)
-        stop = gl.load(call.stops + index, mask=real, other=0)
+        start = gl.load(call.starts + index, mask=is_token, other=0)
+        stop = gl.load(call.stops + index, mask=is_token, other=0)
     else:
-        # The last query stands at the last key.
-        shift = call.other_length - call.own_length
-        start = index + (shift - call.BEFORE)
+        # The last query is aligned with the last key.
+        offset = call.other_length - call.own_length
+        start = index + (offset - call.LEFT)
         stop = index * 0 + call.other_length
-        if call.AFTER >= 0:
-            stop = gl.minimum(stop, index + (shift + call.AFTER + 1))
-        stop = gl.where(real, stop, 0)
+        if call.RIGHT >= 0:
+            stop = gl.minimum(stop, index + (offset + call.RIGHT + 1))
+        stop = gl.where(is_token, stop, 0)
     if call.SEGMENTS:
-        ids = gl.load(call.own_ids + batch * call.own_length + index, mask=real, other=0)
+        ids = gl.load(call.own_ids + batch * call.own_length + index, mask=is_token, other=0)
         ids = gl.where(ids > 0, ids, -1)
-    return Own(index, start, stop, ids)
+    return OwnTokens(index, start, stop, ids)
 
 
 @gluon.jit
-def seen(call, own, batch, first, COUNT: gl.constexpr, layout: gl.constexpr):
-    """Which of so many others each token sees: (own, others)."""
+def is_visible(call, own, batch, first, COUNT: gl.constexpr, layout: gl.constexpr):
+    """Whether each own token sees each of ``COUNT`` other tokens: (own, others)."""
     others = first + gl.arange(0, COUNT, gl.SliceLayout(0, layout))
-    found = gl.full([own.index.shape[0], COUNT], True, gl.int1, layout)
-    if call.PACKED or (call.BEFORE >= 0 and (call.AFTER >= 0 or call.ENDS)):
-        # One comparison: what lies before the start is a great number without a sign.
+    visible = gl.full([own.index.shape[0], COUNT], True, gl.int1, layout)
+    if call.PACKED or (call.LEFT >= 0 and (call.RIGHT >= 0 or call.COMPARE_STOP)):
+        # One comparison: the difference is a large unsigned number for tokens before the start.
         count = gl.maximum(own.stop - own.start, 0)
-        found = (others[None, :] - own.start[:, None]).to(gl.uint32) < count[:, None].to(gl.uint32)
+        visible = (others[None, :] - own.start[:, None]).to(gl.uint32) < count[:, None].to(gl.uint32)
     else:
-        if not (call.ENDS or call.SEGMENTS):
-            found = (own.index < call.own_length)[:, None] & (others < call.other_length)[None, :]
-        if call.BEFORE >= 0:
-            found = found & (others[None, :] >= own.start[:, None])
-        if call.AFTER >= 0 or (call.ENDS and not call.SEGMENTS):
-            found = found & (others[None, :] < own.stop[:, None])
+        if not (call.COMPARE_STOP or call.SEGMENTS):
+            visible = (own.index < call.own_length)[:, None] & (others < call.other_length)[None, :]
+        if call.LEFT >= 0:
+            visible = visible & (others[None, :] >= own.start[:, None])
+        if call.RIGHT >= 0 or (call.COMPARE_STOP and not call.SEGMENTS):
+            visible = visible & (others[None, :] < own.stop[:, None])
     if call.SEGMENTS:
-        # Nobody has the segment of what lies behind the last.
+        # No own token has the id 0, which padding gets.
         ids = gl.load(call.other_ids + batch * call.other_length + others, mask=others < call.other_length, other=0)
-        found = found & (own.ids[:, None] == gl.maximum(ids, 0)[None, :])
-    return found
+        visible = visible & (own.ids[:, None] == gl.maximum(ids, 0)[None, :])
+    return visible
 
 
 @gluon.jit
-def bent(call, logits):
-    """With a soft cap the tanh, by the card's own: right to one part in two thousand, and one of the slow operations,
-    of which the weight takes another. A large cap keeps large logits, for which that is too coarse: there it is an
-    exponential and a division, and near zero, where these are coarse, a series.
+def apply_soft_cap(call, logits):
+    """With a soft cap the tanh, by the hardware's instruction: it has a relative error of one part in two thousand, and
+    is one of the slow operations, of which the weight takes another. For a large cap, which allows large logits, that
+    is too coarse: there the tanh is an exponential and a division, and near zero, where these are coarse, a series.
     """
     if call.CAP > 0:
-        parts = logits * (call.SCALE / call.CAP)
+        scaled = logits * (call.SCALE / call.CAP)
         if call.CAP > 100:
-            square = parts * parts
-            near_zero = parts * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0)))
-            logits = gl.where(square < 0.01, near_zero, 1.0 - 2.0 / (1.0 + gl.exp2(parts * (2.0 * LOG2E))))
+            square = scaled * scaled
+            near_zero = scaled * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0)))
+            logits = gl.where(square < 0.01, near_zero, 1.0 - 2.0 / (1.0 + gl.exp2(scaled * (2.0 * LOG2E))))
         else:
-            logits = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [parts], gl.float32, True, 1)
+            logits = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [scaled], gl.float32, True, 1)
     return logits
 
 
 @gluon.jit
-def bent_weights(call, logits):
-    """2 to the power of what a soft cap leaves of the logits, by which two slow operations become one most of the time:
-    where all logits of a warp are small beside the cap, their tanh is a polynomial.
+def soft_cap_weights(call, logits):
+    """2 to the power of the logits after a soft cap. Usually it takes one slow operation instead of two: if all logits
+    of a warp are small compared with the cap, their tanh is a polynomial.
     """
     COUNT: gl.constexpr = logits.shape[0] * logits.shape[1] // 128  # by four warps
-    CODE: gl.constexpr = _bent_weights(call.SCALE / call.CAP, call.CAP * LOG2E, COUNT)
+    CODE: gl.constexpr = _soft_cap_weights_ptx(call.SCALE / call.CAP, call.CAP * LOG2E, COUNT)
     return gl.inline_asm_elementwise(CODE[0], CODE[1], [logits], gl.float32, True, COUNT)
 
 
 @gluon.constexpr_function
-def _bent_weights(scale, unit, count):
-    """PTX for 2 ** (unit * tanh(scale * x)) of so many numbers of each thread, and what it takes and gives."""
-    # Up to there the tanh is a x + b x^3, as nearly as the card's own.
-    near, a, b = 0.35, 0.9997628, -0.31769618
-    # Logits of other sizes would leave what floats can be on the way: for them it is the tanh in any case.
-    usual = 1e-9 < scale < 1e9
-    limit = near / scale if usual else -1.0
-    first, third = (unit * a * scale, unit * b * scale**3) if usual else (0.0, 0.0)
-    given = [f"${count + i}" for i in range(count)]
-    greatest = [f"abs.f32 m{i}, {x};" for i, x in enumerate(given[:4])]
+def _soft_cap_weights_ptx(scale, unit, count):
+    """PTX for 2 ** (unit * tanh(scale * x)) of ``count`` numbers of each thread, and its constraints."""
+    # Up to this magnitude, a x + b x^3 is as close to the tanh as the hardware's instruction.
+    small, a, b = 0.35, 0.9997628, -0.31769618
+    # With other scales the polynomial would overflow or underflow: then it is always the tanh.
+    has_polynomial = 1e-9 < scale < 1e9
+    limit = small / scale if has_polynomial else -1.0
+    first, third = (unit * a * scale, unit * b * scale**3) if has_polynomial else (0.0, 0.0)
+    inputs = [f"${count + i}" for i in range(count)]
+    largest = [f"abs.f32 m{i}, {x};" for i, x in enumerate(inputs[:4])]
     polynomials, operations = [], []
-    for i, x in enumerate(given):
+    for i, x in enumerate(inputs):
         if i >= 4:
-            greatest += [f"abs.f32 x, {x};", f"max.f32 m{i % 4}, m{i % 4}, x;"]
+            largest += [f"abs.f32 x, {x};", f"max.f32 m{i % 4}, m{i % 4}, x;"]
         polynomials += [
             f"mul.f32 y, {x}, {x};",
             f"fma.rn.f32 z, y, {third:.9e}, {first:.9e};",
@@ -217,7 +217,7 @@ def _bent_weights(scale, unit, count):
         ]
     code = [
         "{ .reg .f32 m<4>, x, y, z; .reg .pred p;",
-        *greatest,
+        *largest,
         "max.f32 m0, m0, m1; max.f32 m2, m2, m3; max.f32 m0, m0, m2;",
         f"setp.gt.f32 p, m0, {limit:.9e};",
         "vote.sync.any.pred p, p, 0xffffffff;",
@@ -233,7 +233,7 @@ def _bent_weights(scale, unit, count):
 
 @aggregate
 class Ring:
-    """Tiles that one side fills and the other empties, in turn; and the barriers by which they tell each other."""
+    """A ring of tiles in shared memory, which one warp fills and others read, and the barriers of its slots."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -249,65 +249,69 @@ class Ring:
 
     @gluon.jit
     def fill(self, n, desc, coordinates):
-        """Fetch the n-th tile, as soon as its place is free."""
-        place = n % self.COUNT
-        full = self.full.index(place)
-        mbarrier.wait(self.empty.index(place), ((n // self.COUNT) & 1) ^ 1)
+        """Fetch the n-th tile as soon as its slot is empty."""
+        slot = n % self.COUNT
+        full = self.full.index(slot)
+        mbarrier.wait(self.empty.index(slot), ((n // self.COUNT) & 1) ^ 1)
         mbarrier.expect(full, desc.block_type.nbytes)
-        _tma.load(desc, coordinates, full, self.tiles.index(place))
+        _tma.load(desc, coordinates, full, self.tiles.index(slot))
 
     @gluon.jit
     def wait(self, n):
-        """Until the n-th tile is there."""
+        """Wait for the n-th tile."""
         mbarrier.wait(self.full.index(n % self.COUNT), (n // self.COUNT) & 1)
 
     @gluon.jit
-    def at(self, n):
-        """The n-th tile as it lies: (1, rows, 1, columns)."""
+    def tile(self, n):
+        """The n-th tile: (1, rows, 1, columns)."""
         return self.tiles.index(n % self.COUNT)
 
     @gluon.jit
     def release(self, n):
-        """The n-th tile was read."""
+        """Give the slot of the n-th tile back, which has been read."""
         mbarrier.arrive(self.empty.index(n % self.COUNT))
 
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Each ends a phase when it has heard from so many."""
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    """``COUNT`` barriers, each of which ends a phase after ``ARRIVALS`` arrivals."""
+    array = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
-        mbarrier.init(made.index(i), count=ARRIVALS)
-    return made
+        mbarrier.init(array.index(i), count=ARRIVALS)
+    return array
 
 
 @gluon.jit
-def ring(desc, COUNT: gl.constexpr, READERS: gl.constexpr):
-    """An empty one, for what the copy engine brings."""
+def allocate_ring(desc, COUNT: gl.constexpr, READERS: gl.constexpr):
+    """An empty ring of ``COUNT`` tiles that the copy engine fills."""
     tiles = gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_shape, desc.layout)
     return Ring(tiles, barriers(COUNT, 1), barriers(COUNT, READERS), COUNT)
 
 
 @builtin
-def reinterpreted(place, dtype, shape, layout, _semantic=None):
-    """The same bytes of shared memory; Triton calls it by another name from 3.9 on."""
+def reinterpret(memory, dtype, shape, layout, _semantic=None):
+    """The same bytes of shared memory as another type. Triton 3.9 has a new name for this."""
     shape = [unwrapped(size) for size in unwrapped(shape)]
-    return _semantic.memdesc_reinterpret(place, unwrapped(dtype), shape, unwrapped(layout))
+    return _semantic.memdesc_reinterpret(memory, unwrapped(dtype), shape, unwrapped(layout))
 
 
 @gluon.jit
 def store_rows(
-    place, values, base, batch, row, head, dim, length, HEADS: gl.constexpr, DIM: gl.constexpr
+    tile, values, base, batch, row, head, dim, length, HEADS: gl.constexpr, DIM: gl.constexpr
 ):  # fmt: skip
-    """Into an array of (batch, length, heads, dim), from a row and a dim on, by way of shared memory: whole rows are
-    written faster.
+    """Store a tile into an array of (batch, length, heads, dim), from a row and a dim on. It passes through shared
+    memory, because stores of whole rows are faster.
     """
-    WIDTH: gl.constexpr = place.shape[1]
-    # Eight numbers, which are 16 bytes, by each thread.
+    WIDTH: gl.constexpr = tile.shape[1]
+    # Eight numbers, or 16 bytes, for each thread.
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    place.store(values)
-    found = place.load(ROWS)
-    rows = row + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
-    dims = dim + gl.arange(0, WIDTH, gl.SliceLayout(0, ROWS))
-    at = ((batch.to(gl.int64) * length + rows) * HEADS + head) * DIM
-    gl.store(base + at[:, None] + dims[None, :], found, mask=(rows < length)[:, None] & (dims < DIM)[None, :])
+    tile.store(values)
+    rows = tile.load(ROWS)
+    row_indices = row + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    dim_indices = dim + gl.arange(0, WIDTH, gl.SliceLayout(0, ROWS))
+    offsets = ((batch.to(gl.int64) * length + row_indices) * HEADS + head) * DIM
+    gl.store(
+        base + offsets[:, None] + dim_indices[None, :],
+        rows,
+        mask=(row_indices < length)[:, None] & (dim_indices < DIM)[None, :],
+    )

@@ -1,4 +1,4 @@
-"""Triton kernels without a GPU: interpreted, with right numbers and every access checked; and compiled for a card."""
+"""Triton kernels without a GPU: interpreted, with checks of every access, and compiled for a card."""
 
 from __future__ import annotations
 

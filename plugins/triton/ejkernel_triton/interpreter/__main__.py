@@ -1,6 +1,6 @@
-"""``python -m ejkernel_triton.interpreter [--card NAME ...]``: what every shape that is offered takes of a card.
+"""``python -m ejkernel_triton.interpreter``: what the kernels of this package take of a card, in every configuration.
 
-No GPU is needed: each is compiled by Triton and by ptxas for that card.
+No GPU is needed: Triton and ptxas compile for the card.
 """
 
 from __future__ import annotations
@@ -8,118 +8,76 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
-import attrs
-import jax
-import jax.numpy as jnp
+from ._lock import Lock, key
+from ._resources import CARDS, Case, Program, Resources, cases, installed_kernels
 
-import ejkernel_core
-from ejkernel_core import Invocation
-from ejkernel_triton import flash_attention
-from ejkernel_triton.flash_attention import _tuning
-from ejkernel_triton.flash_attention import backward as flash_attention_bwd
-
-from ._compiled import Compiled, compiled_for
-
-CARDS = {
-    "NVIDIA H200": (9, 0),
-    "NVIDIA A100-SXM4-80GB": (8, 0),
-    "NVIDIA L40S": (8, 9),
-    "NVIDIA GB200": (10, 0),
-}
-HEAD_DIMS = (64, 96, 128, 192, 256)
-#: Each pass with what chooses its shapes.
-PASSES = {"forward": _tuning.forward, "keys": _tuning.keys, "queries": _tuning.queries}
-LENGTH, HEADS = 4096, 16
+#: How many rows are measured before the lock file is written again.
+INTERVAL = 20
+HEADER = (
+    *("card", "kernel", "example", "configuration", "function"),
+    *("shared KiB", "at most", "registers", "spilled bytes"),
+)
 
 
-@attrs.frozen
-class Case:
-    """One pass of causal attention on one card, cut in one way."""
-
-    card: str
-    which: str
-    head_dim: int
-    shape: _tuning.Shape
-    dtype: str = "bfloat16"
-
-    def __str__(self) -> str:
-        return f"{self.card}, {self.which}, {self.dtype}, head dim {self.head_dim}, {self.shape}"
-
-    @property
-    def promised(self) -> int:
-        """The shared memory that the shape was let through for."""
-        return _tuning.shared_memory(_invocation(self.card, self.head_dim, self.dtype), self.which, self.shape)
-
-    def compiled(self) -> Compiled:
-        """The one kernel that the pass is."""
-        array = _array(self.head_dim, self.dtype)
-        cut = flash_attention_bwd.Pass(*self.shape)
-        if self.which == "forward":
-            given: dict[str, jax.ShapeDtypeStruct] = {"query": array, "key": array, "value": array}
-            more: dict[str, object] = {"cfg": flash_attention.Config(*self.shape)}
-        else:
-            lse = jax.ShapeDtypeStruct((1, HEADS, LENGTH), jnp.float32)
-            given = {"query": array, "key": array, "value": array, "out": array, "lse": lse, "d_out": array}
-            wrt = ("key", "value") if self.which == "keys" else ("query",)
-            more = {"cfg": flash_attention_bwd.Config(keys=cut, queries=cut), "wrt": wrt}
-        operation = "flash_attention" if self.which == "forward" else "flash_attention_bwd"
-
-        def called(arrays: dict[str, jax.Array]) -> object:
-            return ejkernel_core.call(operation, **arrays, **more, causal=True, backend="triton")
-
-        (found,) = compiled_for(self.card, called, given)
-        return found
-
-
-def cases(
-    cards: Iterable[str] = tuple(CARDS),
-    head_dims: Iterable[int] = HEAD_DIMS,
-    passes: Iterable[str] = tuple(PASSES),
-    dtype: str = "bfloat16",
-) -> Iterator[Case]:
-    """Every shape that these cards are offered for long inputs."""
-    head_dims, passes = tuple(head_dims), tuple(passes)
-    for card in cards:
-        for which in passes:
-            for head_dim in head_dims:
-                for shape in PASSES[which](_invocation(card, head_dim, dtype)):
-                    yield Case(card, which, head_dim, shape, dtype)
-
-
-def rows(chosen: Iterable[Case]) -> Iterator[str]:
+def lines(records: Iterable[tuple[Case, Program, Resources]]) -> Iterator[str]:
     """A table in Markdown, line by line."""
-    yield "| card | pass | head dim | queries, keys, warps, stages | shared KiB | registers | spilled bytes |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
-    for case in chosen:
-        found = case.compiled()
-        shape = ", ".join(map(str, case.shape))
-        shared = f"{found.shared_memory / 1024:.1f}"
-        cells = (case.card, case.which, case.head_dim, shape, shared, found.registers, found.spilled)
-        yield f"| {' | '.join(map(str, cells))} |"
+    yield _line(HEADER)
+    yield _line(["---"] * len(HEADER))
+    for case, program, resources in records:
+        estimate = case.estimates().get(program.name)
+        sizes = _kib(resources.shared_memory), "" if estimate is None else _kib(estimate)
+        cells = (case.card, case.kernel, case.example, case.configuration, program.name, *sizes)
+        yield _line((*cells, resources.registers, resources.spilled))
+
+
+def _line(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _kib(size: int) -> str:
+    return f"{size / 1024:.1f}"
+
+
+def write(
+    lock: Lock, checked: Iterable[Case], path: Path, is_complete: bool
+) -> Iterator[tuple[Case, Program, Resources]]:
+    """The resources of these cases, which a lock file gets. With ``is_complete`` the file keeps no other rows."""
+    keys = set()
+    for case, program, resources in lock.record(checked):
+        yield case, program, resources
+        keys.add(key(case, program))
+        if len(keys) % INTERVAL == 0:
+            lock.write(path)
+    if is_complete:
+        lock.remove(lock.rows.keys() - keys)
+    lock.write(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser("python -m ejkernel_triton.interpreter", description=rows.__doc__)
+    parser = argparse.ArgumentParser(
+        "python -m ejkernel_triton.interpreter",
+        description="compile every configuration of the Triton kernels, and print the resources that each takes",
+    )
+    names = [point.name for point in installed_kernels()]
     several = {"action": "append", "metavar": "NAME"}
-    parser.add_argument("--card", choices=CARDS, help="of this card alone", **several)  # type: ignore[arg-type]
-    parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, action="append", help="of this head dim alone")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    asked = parser.parse_args(arguments)
-    for row in rows(cases(asked.card or CARDS, asked.head_dim or HEAD_DIMS, dtype=asked.dtype)):
-        print(row, flush=True)
+    parser.add_argument("--card", choices=CARDS, help="only this card", **several)  # type: ignore[arg-type]
+    parser.add_argument("--kernel", choices=names, help="only this kernel", **several)  # type: ignore[arg-type]
+    parser.add_argument("--example", default="", metavar="TEXT", help="only examples with this text in their names")
+    parser.add_argument("--lock", type=Path, metavar="FILE", help="compile only what this lock file does not have")
+    parser.add_argument("--write", action="store_true", help="write the lock file")
+    options = parser.parse_args(arguments)
+    if options.write and not options.lock:
+        parser.error("--write needs --lock")
+    lock = Lock.read(options.lock) if options.lock else Lock()
+    checked = cases(options.card or CARDS, options.kernel, options.example)
+    is_complete = not (options.card or options.kernel or options.example)
+    records = write(lock, checked, options.lock, is_complete) if options.write else lock.record(checked)
+    for line in lines(records):
+        print(line, flush=True)
     return 0
-
-
-def _invocation(card: str, head_dim: int, dtype: str) -> Invocation:
-    array = _array(head_dim, dtype)
-    inv = ejkernel_core.invocation("flash_attention", array, array, array, causal=True)
-    return attrs.evolve(inv, platform="gpu", device_kind=card, compute_capability=CARDS[card])
-
-
-def _array(head_dim: int, dtype: str) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((1, LENGTH, HEADS, head_dim), jnp.dtype(dtype))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The operations that Triton's language is made of, on NumPy arrays.
+"""The operations of Triton's intermediate representation, on NumPy arrays.
 
-Triton's own interpreter has the frame: types, constants, and what is seldom used. The numbers are done anew here. Its
-bfloat16 is wrong in all versions, and its memory is the process's own. As in the compiler, integers have no sign:
-arrays are signed, and operations for unsigned numbers look at the same bits. A scalar has the shape (1,).
+Types and rare operations come from Triton's own interpreter. The others are implemented here, because that interpreter
+computes bfloat16 wrongly in all versions, and accesses the memory of the process directly. As in the compiler, integer
+types have no sign: arrays are signed, and unsigned operations reinterpret their bits. A scalar has the shape (1,).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions
 from ._faults import Fault
 from ._memory import Array, Memory
 
-_NUMPY: dict[Any, np.dtype[Any]] = {
+_NUMPY_DTYPES: dict[Any, np.dtype[Any]] = {
     tl.int1: np.dtype(bool),
     tl.int8: np.dtype(np.int8),
     tl.uint8: np.dtype(np.int8),
@@ -39,11 +39,13 @@ _NUMPY: dict[Any, np.dtype[Any]] = {
     tl.float8e5b16: np.dtype(ml_dtypes.float8_e5m2fnuz),
     tl.float8e4b8: np.dtype(ml_dtypes.float8_e4m3fnuz),
 }
-_NARROW = frozenset({np.dtype(np.float16), *(kind for kind in _NUMPY.values() if kind.kind not in "bif")})
+_SMALL_FLOATS = frozenset(
+    {np.dtype(np.float16), *(dtype for dtype in _NUMPY_DTYPES.values() if dtype.kind not in "bif")}
+)
 
 
 class Handle:
-    """An array and Triton's type of its elements."""
+    """An array, and the Triton type of its elements."""
 
     __slots__ = ("attr", "data", "dtype")
 
@@ -62,26 +64,26 @@ class Handle:
         return Handle(self.data.copy(), self.dtype)
 
     def set_attr(self, key: str, value: Any) -> None:
-        """Hints do not change what is computed."""
+        """Ignore the attribute: hints do not change results."""
 
 
 def numpy_dtype(dtype: Any) -> np.dtype[Any]:
-    """How the elements of a Triton type are held; an address is a whole number."""
+    """The NumPy dtype for elements of a Triton type; an address is an integer."""
     scalar = dtype.scalar
     if scalar.is_ptr():
         return np.dtype(np.int64)
-    if scalar not in _NUMPY:
-        raise Fault(f"uses {scalar}, which cannot be computed with here")
-    return _NUMPY[scalar]
+    if scalar not in _NUMPY_DTYPES:
+        raise Fault(f"uses {scalar}, which the interpreter does not support")
+    return _NUMPY_DTYPES[scalar]
 
 
-def _unsigned(data: Array) -> Array:
+def _unsigned_view(data: Array) -> Array:
     return data if data.dtype.kind == "b" else data.view(f"u{data.dtype.itemsize}")
 
 
-def _wide(data: Array) -> Array:
-    """Small floats as float32, in which a sum of their products loses nothing that counts."""
-    return data.astype(np.float32) if data.dtype in _NARROW else data
+def _promote_small_floats(data: Array) -> Array:
+    """Convert small floats to float32, in which their products are exact."""
+    return data.astype(np.float32) if data.dtype in _SMALL_FLOATS else data
 
 
 def _elementwise(function: Callable[..., Any]) -> Callable[..., Handle]:
@@ -96,18 +98,18 @@ def _elementwise(function: Callable[..., Any]) -> Callable[..., Handle]:
     return create
 
 
-def _of_bits(function: Callable[..., Any]) -> Callable[..., Handle]:
-    """The same on unsigned numbers."""
+def _unsigned_operation(function: Callable[..., Any]) -> Callable[..., Handle]:
+    """An operation on the bits of two integers as unsigned numbers."""
 
     def create(self: Any, first: Any, second: Any) -> Handle:
-        data = function(_unsigned(first.data), _unsigned(second.data))
+        data = function(_unsigned_view(first.data), _unsigned_view(second.data))
         return Handle(data.view(first.data.dtype), first.dtype.scalar)
 
     return create
 
 
-def _wrapping(function: Callable[..., Any]) -> Callable[..., Handle]:
-    """Arithmetic on whole numbers; that on single bits is modulo two, which NumPy's is not."""
+def _integer_operation(function: Callable[..., Any]) -> Callable[..., Handle]:
+    """Integer arithmetic, modulo 2 for booleans, unlike in NumPy."""
 
     def create(self: Any, first: Any, second: Any) -> Handle:
         if first.data.dtype.kind == "b":
@@ -119,59 +121,63 @@ def _wrapping(function: Callable[..., Any]) -> Callable[..., Handle]:
     return create
 
 
-def _in_float32(function: Callable[..., Any]) -> Callable[..., Handle]:
+def _float32_function(function: Callable[..., Any]) -> Callable[..., Handle]:
     """A function that the hardware computes in float32."""
 
     def create(self: Any, first: Any) -> Handle:
-        return Handle(function(_wide(first.data)).astype(first.data.dtype), first.dtype.scalar)
+        return Handle(function(_promote_small_floats(first.data)).astype(first.data.dtype), first.dtype.scalar)
 
     return create
 
 
-def _comparison(function: Callable[..., Any], unsigned: bool = False, unordered: bool = False) -> Callable[..., Handle]:
+def _comparison(
+    function: Callable[..., Any], is_unsigned: bool = False, is_negated: bool = False
+) -> Callable[..., Handle]:
+    """A comparison, or its negation, in which NaN compares as true."""
+
     def create(self: Any, first: Any, second: Any) -> Handle:
-        a, b = (_unsigned(first.data), _unsigned(second.data)) if unsigned else (first.data, second.data)
+        a, b = (_unsigned_view(first.data), _unsigned_view(second.data)) if is_unsigned else (first.data, second.data)
         data = function(a, b)
-        return Handle(np.asarray(~data if unordered else data, bool), tl.int1)
+        return Handle(np.asarray(~data if is_negated else data, bool), tl.int1)
 
     return create
 
 
-def _divided(a: Array, b: Array) -> Array:
-    """Towards zero, as machines do."""
+def _truncating_division(a: Array, b: Array) -> Array:
+    """Integer division that rounds towards zero."""
     quotient: Array = a // b
     quotient += (quotient < 0) & (quotient * b != a)
     return quotient
 
 
-def _towards_zero(data: Array, dtype: np.dtype[Any]) -> Array:
-    """Rounded by cutting off."""
+def _round_towards_zero(data: Array, dtype: np.dtype[Any]) -> Array:
+    """Convert to a smaller float dtype, rounding towards zero."""
     nearest = data.astype(dtype)
     bits = nearest.view(f"i{dtype.itemsize}")
-    over = np.abs(nearest.astype(np.float64)) > np.abs(data.astype(np.float64))
-    cut: Array = bits - over.astype(bits.dtype)
-    return cut.view(dtype)
+    is_larger = np.abs(nearest.astype(np.float64)) > np.abs(data.astype(np.float64))
+    truncated: Array = bits - is_larger.astype(bits.dtype)
+    return truncated.view(dtype)
 
 
 def round_to_tf32(data: Array) -> Array:
-    """Ten bits of mantissa, to nearest even."""
+    """Round float32 to the ten bits of mantissa of TF32, to nearest even."""
     bits = np.ascontiguousarray(data).view(np.uint32)
-    rounded = (bits + (0xFFF + (bits >> 13 & 1))) & 0xFFFFE000
-    return np.asarray(np.where(np.isfinite(data), rounded.astype(np.uint32).view(np.float32), data))
+    rounded_bits = (bits + (0xFFF + (bits >> 13 & 1))) & 0xFFFFE000
+    return np.asarray(np.where(np.isfinite(data), rounded_bits.astype(np.uint32).view(np.float32), data))
 
 
 class Builder(InterpreterBuilder):  # type: ignore[misc, unused-ignore]
-    """What the semantics of the language are carried out with, for one launch."""
+    """Runs the operations of one launch as Triton builds them."""
 
     def __init__(self, memory: Memory, grid: tuple[int, int, int]) -> None:
         super().__init__()
-        # The settings that kernels are compiled with for NVIDIA, apart from checks that belong to debugging.
+        # The options for NVIDIA GPUs, without debugging checks.
         self.options = InterpreterOptions(
             sanitize_overflow=False,
             supported_fp8_dtypes=("fp8e5", "fp8e4nv", "fp8e4b15"),
             allowed_dot_input_precisions=("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6"),
         )
-        self.codegen_fns["min_dot_size"] = _least_dot()
+        self.codegen_fns["min_dot_size"] = _min_dot_size()
         self.memory = memory
         self.grid_dim = grid
         self.grid_idx = (0, 0, 0)
@@ -179,11 +185,11 @@ class Builder(InterpreterBuilder):  # type: ignore[misc, unused-ignore]
     # -- constants -----------------------------------------------------------------------------------------------
 
     def _constant(self, value: Any, dtype: Any) -> Handle:
-        kind = numpy_dtype(dtype)
-        if kind.kind == "i":  # an unsigned number may be too large for the signed one with its bits
-            bits = 8 * kind.itemsize
+        np_dtype = numpy_dtype(dtype)
+        if np_dtype.kind == "i":  # wraps, as an unsigned number may be too large
+            bits = 8 * np_dtype.itemsize
             value = (int(value) + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
-        return Handle(np.array([value], kind), dtype.scalar)
+        return Handle(np.array([value], np_dtype), dtype.scalar)
 
     def get_int1(self, value: Any) -> Handle:
         return self._constant(value, tl.int1)
@@ -248,64 +254,64 @@ class Builder(InterpreterBuilder):  # type: ignore[misc, unused-ignore]
     create_fneg = _elementwise(np.negative)
     create_fabs = _elementwise(np.abs)
     create_iabs = _elementwise(np.abs)
-    create_add = _wrapping(np.add)
-    create_sub = _wrapping(np.subtract)
-    create_mul = _wrapping(np.multiply)
-    create_sdiv = _elementwise(_divided)
-    create_udiv = _of_bits(np.floor_divide)
+    create_add = _integer_operation(np.add)
+    create_sub = _integer_operation(np.subtract)
+    create_mul = _integer_operation(np.multiply)
+    create_sdiv = _elementwise(_truncating_division)
+    create_udiv = _unsigned_operation(np.floor_divide)
     create_srem = _elementwise(np.fmod)
-    create_urem = _of_bits(np.remainder)
-    create_shl = _of_bits(np.left_shift)
-    create_lshr = _of_bits(np.right_shift)
+    create_urem = _unsigned_operation(np.remainder)
+    create_shl = _unsigned_operation(np.left_shift)
+    create_lshr = _unsigned_operation(np.right_shift)
     create_ashr = _elementwise(np.right_shift)
     create_and = _elementwise(np.bitwise_and)
     create_or = _elementwise(np.bitwise_or)
     create_xor = _elementwise(np.bitwise_xor)
     create_minsi = _elementwise(np.minimum)
     create_maxsi = _elementwise(np.maximum)
-    create_minui = _of_bits(np.minimum)
-    create_maxui = _of_bits(np.maximum)
+    create_minui = _unsigned_operation(np.minimum)
+    create_maxui = _unsigned_operation(np.maximum)
     create_minimumf = _elementwise(np.minimum)
     create_maximumf = _elementwise(np.maximum)
     create_minnumf = _elementwise(np.fmin)
     create_maxnumf = _elementwise(np.fmax)
 
-    create_exp = _in_float32(np.exp)
-    create_exp2 = _in_float32(np.exp2)
-    create_log = _in_float32(np.log)
-    create_log2 = _in_float32(np.log2)
-    create_sqrt = create_precise_sqrt = _in_float32(np.sqrt)
-    create_rsqrt = _in_float32(lambda data: 1 / np.sqrt(data))
-    create_sin = _in_float32(np.sin)
-    create_cos = _in_float32(np.cos)
-    create_floor = _in_float32(np.floor)
-    create_ceil = _in_float32(np.ceil)
+    create_exp = _float32_function(np.exp)
+    create_exp2 = _float32_function(np.exp2)
+    create_log = _float32_function(np.log)
+    create_log2 = _float32_function(np.log2)
+    create_sqrt = create_precise_sqrt = _float32_function(np.sqrt)
+    create_rsqrt = _float32_function(lambda data: 1 / np.sqrt(data))
+    create_sin = _float32_function(np.sin)
+    create_cos = _float32_function(np.cos)
+    create_floor = _float32_function(np.floor)
+    create_ceil = _float32_function(np.ceil)
 
     def create_select(self, condition: Any, first: Any, second: Any) -> Handle:
         return Handle(np.where(condition.data, first.data, second.data), first.dtype.scalar)
 
     def create_fma(self, x: Any, y: Any, z: Any) -> Handle:
-        # Rounded once: float64 holds the product of two float32 exactly.
+        # The product is not rounded: float64 has it exactly.
         exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
         return Handle(exact.astype(z.data.dtype), z.dtype.scalar)
 
     def create_clampf(self, x: Any, low: Any, high: Any, propagate_nans: Any) -> Handle:
-        least, most = (np.maximum, np.minimum) if propagate_nans == ir.PROPAGATE_NAN.ALL else (np.fmax, np.fmin)
-        return Handle(most(least(x.data, low.data), high.data), x.dtype.scalar)
+        maximum, minimum = (np.maximum, np.minimum) if propagate_nans == ir.PROPAGATE_NAN.ALL else (np.fmax, np.fmin)
+        return Handle(minimum(maximum(x.data, low.data), high.data), x.dtype.scalar)
 
     def create_umulhi(self, first: Any, second: Any) -> Handle:
         bits = 8 * first.data.dtype.itemsize
-        product = _unsigned(first.data).astype(object) * _unsigned(second.data).astype(object)
+        product = _unsigned_view(first.data).astype(object) * _unsigned_view(second.data).astype(object)
         high = (product >> bits).astype(f"u{bits // 8}").view(first.data.dtype)
         return Handle(high, first.dtype.scalar)
 
     def create_dot(self, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Handle:
-        x, y = _wide(a.data), _wide(b.data)
+        x, y = _promote_small_floats(a.data), _promote_small_floats(b.data)
         if x.dtype.kind == "i":
             x, y = x.astype(np.int32), y.astype(np.int32)
         elif input_precision == ir.INPUT_PRECISION.TF32 and a.data.dtype == np.float32:
             x, y = round_to_tf32(x), round_to_tf32(y)
-        sums = x @ y + _wide(d.data)
+        sums = x @ y + _promote_small_floats(d.data)
         return Handle(sums.astype(d.data.dtype), d.dtype.scalar)
 
     # -- casts ---------------------------------------------------------------------------------------------------
@@ -315,33 +321,33 @@ class Builder(InterpreterBuilder):  # type: ignore[misc, unused-ignore]
         if data.dtype.kind == "b":
             data = -data.astype(np.int8) if is_signed else data.astype(np.int8)
         elif not is_signed:
-            data = _unsigned(data)
-        kind = numpy_dtype(to)
-        return Handle((data & 1).astype(bool) if kind.kind == "b" else data.astype(kind), to.scalar)
+            data = _unsigned_view(data)
+        np_dtype = numpy_dtype(to)
+        return Handle((data & 1).astype(bool) if np_dtype.kind == "b" else data.astype(np_dtype), to.scalar)
 
     def create_si_to_fp(self, value: Any, to: Any) -> Handle:
-        return Handle(self._float(value.data, numpy_dtype(to)), to.scalar)
+        return Handle(self._round_float(value.data, numpy_dtype(to)), to.scalar)
 
     def create_ui_to_fp(self, value: Any, to: Any) -> Handle:
-        return Handle(self._float(_unsigned(value.data), numpy_dtype(to)), to.scalar)
+        return Handle(self._round_float(_unsigned_view(value.data), numpy_dtype(to)), to.scalar)
 
     def create_fp_to_si(self, value: Any, to: Any) -> Handle:
-        return self._whole(value, to, unsigned=False)
+        return self._float_to_int(value, to, is_unsigned=False)
 
     def create_fp_to_ui(self, value: Any, to: Any) -> Handle:
-        return self._whole(value, to, unsigned=True)
+        return self._float_to_int(value, to, is_unsigned=True)
 
     def create_fp_ext(self, value: Any, to: Any) -> Handle:
         return Handle(value.data.astype(numpy_dtype(to)), to.scalar)
 
     def create_fp_trunc(self, value: Any, to: Any) -> Handle:
-        return Handle(self._float(value.data, numpy_dtype(to)), to.scalar)
+        return Handle(self._round_float(value.data, numpy_dtype(to)), to.scalar)
 
     def create_fp_to_fp(self, value: Any, to: Any, rounding_mode: Any) -> Handle:
-        kind = numpy_dtype(to)
-        if rounding_mode == ir.ROUNDING_MODE.RTZ and kind.itemsize < value.data.dtype.itemsize:
-            return Handle(_towards_zero(value.data, kind), to.scalar)
-        return Handle(self._float(value.data, kind), to.scalar)
+        np_dtype = numpy_dtype(to)
+        if rounding_mode == ir.ROUNDING_MODE.RTZ and np_dtype.itemsize < value.data.dtype.itemsize:
+            return Handle(_round_towards_zero(value.data, np_dtype), to.scalar)
+        return Handle(self._round_float(value.data, np_dtype), to.scalar)
 
     def create_bitcast(self, value: Any, to: Any) -> Handle:
         if value.dtype.scalar.is_ptr() or to.scalar.is_ptr():
@@ -350,24 +356,24 @@ class Builder(InterpreterBuilder):  # type: ignore[misc, unused-ignore]
 
     create_int_to_ptr = create_ptr_to_int = create_bitcast
 
-    def _float(self, data: Array, kind: np.dtype[Any]) -> Array:
-        """To nearest even; to float8, what is too large becomes the largest, as the hardware has it."""
-        if data.dtype.kind in "iu" and kind in _NARROW:
+    def _round_float(self, data: Array, np_dtype: np.dtype[Any]) -> Array:
+        """Convert, rounding to nearest even. As in hardware, float8 saturates."""
+        if data.dtype.kind in "iu" and np_dtype in _SMALL_FLOATS:
             data = data.astype(np.float32)
-        if kind.itemsize == 1 and data.dtype.itemsize > 1:
-            most = float(ml_dtypes.finfo(kind).max)  # type: ignore[no-untyped-call]
-            data = np.clip(_wide(data), -most, most)
-        return data.astype(kind)
+        if np_dtype.itemsize == 1 and data.dtype.itemsize > 1:
+            largest = float(ml_dtypes.finfo(np_dtype).max)
+            data = np.clip(_promote_small_floats(data), -largest, largest)
+        return data.astype(np_dtype)
 
-    def _whole(self, value: Any, to: Any, unsigned: bool) -> Handle:
-        """Towards zero; what is too large becomes the largest, and NaN 0, as the hardware has it."""
-        kind = numpy_dtype(to)
+    def _float_to_int(self, value: Any, to: Any, is_unsigned: bool) -> Handle:
+        """Convert, rounding towards zero. As in hardware, results saturate, and NaN becomes 0."""
+        np_dtype = numpy_dtype(to)
         data = np.nan_to_num(value.data.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf)
-        limits = np.iinfo(f"{'u' if unsigned else 'i'}{kind.itemsize}")
-        result = np.clip(data, float(limits.min), float(limits.max))
-        over = result >= float(limits.max)  # of 64 bits, the largest is no float64
-        whole = np.where(over, 0, result).astype(limits.dtype)
-        return Handle(np.where(over, limits.max, whole).astype(limits.dtype).view(kind), to.scalar)
+        limits = np.iinfo(f"{'u' if is_unsigned else 'i'}{np_dtype.itemsize}")
+        clipped = np.clip(data, float(limits.min), float(limits.max))
+        is_largest = clipped >= float(limits.max)  # apart, because no float64 is the largest 64-bit integer
+        integers = np.where(is_largest, 0, clipped).astype(limits.dtype)
+        return Handle(np.where(is_largest, limits.max, integers).astype(limits.dtype).view(np_dtype), to.scalar)
 
     # -- shapes --------------------------------------------------------------------------------------------------
 
@@ -395,7 +401,7 @@ class Builder(InterpreterBuilder):  # type: ignore[misc, unused-ignore]
         size = numpy_dtype(pointer.get_element_ty()).itemsize
         return Handle(pointer.data + offset.data.astype(np.int64) * size, pointer.dtype)
 
-    # How the last arguments, about caches, are passed differs between versions of Triton.
+    # The last arguments, such as cache hints, differ between versions of Triton.
 
     def create_load(self, pointer: Any, *_: Any) -> Handle:
         return self._load(pointer, None, None)
@@ -409,16 +415,16 @@ class Builder(InterpreterBuilder):  # type: ignore[misc, unused-ignore]
     def create_masked_store(self, pointer: Any, value: Any, mask: Any, *_: Any) -> None:
         self.memory.write(pointer.data, value.data, mask.data)
 
-    def create_atomic_rmw(self, kind: Any, pointer: Any, value: Any, mask: Any, *_: Any) -> Handle:
-        change = _CHANGES[str(kind).rpartition(".")[2]]
-        return Handle(self.memory.update(pointer.data, (value.data,), mask.data, change), value.dtype.scalar)
+    def create_atomic_rmw(self, op: Any, pointer: Any, value: Any, mask: Any, *_: Any) -> Handle:
+        update = _ATOMICS[str(op).rpartition(".")[2]]
+        return Handle(self.memory.update(pointer.data, (value.data,), mask.data, update), value.dtype.scalar)
 
     def create_atomic_cas(self, pointer: Any, expected: Any, value: Any, *_: Any) -> Handle:
-        def change(old: Array, new: Array, wanted: Array) -> Array:
-            return np.where(old == wanted, new, old)
+        def update(old: Array, new: Array, expected_values: Array) -> Array:
+            return np.where(old == expected_values, new, old)
 
         operands = (value.data, expected.data)
-        return Handle(self.memory.update(pointer.data, operands, None, change), value.dtype.scalar)
+        return Handle(self.memory.update(pointer.data, operands, None, update), value.dtype.scalar)
 
     def create_atomic_load(self, pointer: Any, mask: Any, *_: Any) -> Handle:
         return self._load(pointer, mask.data, None)
@@ -427,10 +433,10 @@ class Builder(InterpreterBuilder):  # type: ignore[misc, unused-ignore]
         self.memory.update(pointer.data, (value.data,), mask.data, lambda old, new: new)
 
     def create_atomic_poll(self, pointer: Any, expected: Any, *_: Any) -> Handle:
-        found = self._load(pointer, None, None).data == expected.data
-        if not found.all():
-            raise Fault("waits for another program, and programs run one after the other here")
-        return Handle(found, tl.int1)
+        is_equal = self._load(pointer, None, None).data == expected.data
+        if not is_equal.all():
+            raise Fault("waits for another program, but the interpreter runs programs one after the other")
+        return Handle(is_equal, tl.int1)
 
     def _load(self, pointer: Any, mask: Any, other: Any) -> Handle:
         element = pointer.get_element_ty()
@@ -442,35 +448,35 @@ class Builder(InterpreterBuilder):  # type: ignore[misc, unused-ignore]
         descriptor = Descriptor(base, shape, strides, block_shape, padding)
         size = numpy_dtype(base.get_element_ty()).itemsize
         if descriptor.strides[-1] != 1 or any(stride * size % 16 for stride in descriptor.strides[:-1]):
-            told = f"strides {descriptor.strides} of {size} bytes"
-            raise Fault(f"describes a tensor with {told}: the last must be 1, the others multiples of 16 bytes")
+            message = f"strides {descriptor.strides} for elements of {size} bytes"
+            raise Fault(f"makes a descriptor with {message}: the last must be 1, and the others multiples of 16 bytes")
         return descriptor
 
     def create_descriptor_load(self, descriptor: Descriptor, offsets: Any, *_: Any) -> Handle:
-        pointers, mask = descriptor.block([offset.data for offset in offsets])
+        addresses, mask = descriptor.addresses_and_mask([offset.data for offset in offsets])
         element = descriptor.base.get_element_ty()
-        kind = numpy_dtype(element)
-        filler = np.nan if descriptor.padding == ir.PADDING_OPTION.PAD_NAN else 0
-        return Handle(self.memory.read(pointers, kind, mask, np.full((), filler).astype(kind)), element)
+        np_dtype = numpy_dtype(element)
+        padding = np.nan if descriptor.padding == ir.PADDING_OPTION.PAD_NAN else 0
+        return Handle(self.memory.read(addresses, np_dtype, mask, np.full((), padding).astype(np_dtype)), element)
 
     def create_descriptor_store(self, descriptor: Descriptor, value: Any, offsets: Any) -> None:
-        pointers, mask = descriptor.block([offset.data for offset in offsets])
-        self.memory.write(pointers, value.data, mask)
+        addresses, mask = descriptor.addresses_and_mask([offset.data for offset in offsets])
+        self.memory.write(addresses, value.data, mask)
 
-    def create_descriptor_reduce(self, kind: Any, descriptor: Descriptor, value: Any, offsets: Any) -> None:
-        pointers, mask = descriptor.block([offset.data for offset in offsets])
-        change = _CHANGES[str(kind).rpartition(".")[2]]
-        self.memory.update(pointers, (value.data,), mask, change)
+    def create_descriptor_reduce(self, op: Any, descriptor: Descriptor, value: Any, offsets: Any) -> None:
+        addresses, mask = descriptor.addresses_and_mask([offset.data for offset in offsets])
+        update = _ATOMICS[str(op).rpartition(".")[2]]
+        self.memory.update(addresses, (value.data,), mask, update)
 
     def create_descriptor_gather(self, descriptor: Descriptor, rows: Any, column: Any, type: Any) -> Handle:
-        parts = [self.create_descriptor_load(descriptor, [Handle(row, tl.int32), column]) for row in rows.data]
-        return Handle(np.concatenate([part.data for part in parts]), descriptor.base.get_element_ty())
+        blocks = [self.create_descriptor_load(descriptor, [Handle(row, tl.int32), column]) for row in rows.data]
+        return Handle(np.concatenate([block.data for block in blocks]), descriptor.base.get_element_ty())
 
     def create_descriptor_scatter(self, descriptor: Descriptor, value: Any, rows: Any, column: Any) -> None:
         for row, data in zip(rows.data, value.data, strict=True):
             self.create_descriptor_store(descriptor, Handle(data[None], value.dtype), [Handle(row, tl.int32), column])
 
-    # Block pointers, which Triton has until 3.8; since 3.8 they are made of the other operations.
+    # Block pointers have their own operations in Triton before 3.8. Since then, they are made of other operations.
 
     def create_make_block_ptr(
         self, base: Any, shape: Any, strides: Any, offsets: Any, block_shape: Any, order: Any
@@ -478,41 +484,41 @@ class Builder(InterpreterBuilder):  # type: ignore[misc, unused-ignore]
         return BlockPointer(Descriptor(base, shape, strides, block_shape, None), [offset.data for offset in offsets])
 
     def create_advance(self, pointer: BlockPointer, offsets: Any) -> BlockPointer:
-        moved = [at + offset.data for at, offset in zip(pointer.offsets, offsets, strict=True)]
-        return BlockPointer(pointer.parent, moved)
+        new_offsets = [old + offset.data for old, offset in zip(pointer.offsets, offsets, strict=True)]
+        return BlockPointer(pointer.descriptor, new_offsets)
 
-    def create_tensor_pointer_load(self, pointer: BlockPointer, checked: Any, padding: Any, *_: Any) -> Handle:
-        pointers, mask = pointer.parent.block(pointer.offsets, checked)
-        element = pointer.parent.base.get_element_ty()
-        kind, other = numpy_dtype(element), None
+    def create_tensor_pointer_load(self, pointer: BlockPointer, boundary_check: Any, padding: Any, *_: Any) -> Handle:
+        addresses, mask = pointer.descriptor.addresses_and_mask(pointer.offsets, boundary_check)
+        element = pointer.descriptor.base.get_element_ty()
+        np_dtype, other = numpy_dtype(element), None
         if padding is not None:
-            other = np.full((), np.nan if padding == ir.PADDING_OPTION.PAD_NAN else 0).astype(kind)
-        return Handle(self.memory.read(pointers, kind, mask, other), element)
+            other = np.full((), np.nan if padding == ir.PADDING_OPTION.PAD_NAN else 0).astype(np_dtype)
+        return Handle(self.memory.read(addresses, np_dtype, mask, other), element)
 
-    def create_tensor_pointer_store(self, pointer: BlockPointer, value: Any, checked: Any, *_: Any) -> None:
-        pointers, mask = pointer.parent.block(pointer.offsets, checked)
-        self.memory.write(pointers, value.data, mask)
+    def create_tensor_pointer_store(self, pointer: BlockPointer, value: Any, boundary_check: Any, *_: Any) -> None:
+        addresses, mask = pointer.descriptor.addresses_and_mask(pointer.offsets, boundary_check)
+        self.memory.write(addresses, value.data, mask)
 
-    # -- what is said --------------------------------------------------------------------------------------------
+    # -- assertions and barriers ---------------------------------------------------------------------------------
 
     def create_assume(self, condition: Any) -> None:
         if not condition.data.all():
-            raise Fault("assumes what is not so (tl.assume)")
+            raise Fault("has a false assumption (tl.assume)")
 
     def create_assert(self, condition: Any, message: str) -> None:
         if not condition.data.all():
-            raise Fault(f"asserts what is not so: {message}")
+            raise Fault(f"has a false assertion: {message}")
 
     def create_barrier(self) -> None:
-        """One program at a time: there is nobody to wait for."""
+        """Do nothing: programs run one at a time, so none waits for another."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("create_"):
-            raise Fault(f"uses {name.removeprefix('create_')}, which cannot be run here")
+            raise Fault(f"uses {name.removeprefix('create_')}, which the interpreter does not support")
         raise AttributeError(name)
 
 
-_ORDERS: dict[str, Callable[..., Any]] = {
+_COMPARISONS: dict[str, Callable[..., Any]] = {
     "EQ": np.equal,
     "NE": np.not_equal,
     "LT": np.less,
@@ -520,24 +526,24 @@ _ORDERS: dict[str, Callable[..., Any]] = {
     "GT": np.greater,
     "GE": np.greater_equal,
 }
-#: What is so where the other is not: a comparison with NaN is ordered never, unordered always.
-_OPPOSITE = {"LT": "GE", "LE": "GT", "GT": "LE", "GE": "LT"}
+#: The negation of each comparison. With NaN, ordered comparisons are false, and unordered ones true.
+_NEGATIONS = {"LT": "GE", "LE": "GT", "GT": "LE", "GE": "LT"}
 
-for _word in ("EQ", "NE"):
-    setattr(Builder, f"create_icmp{_word}", _comparison(_ORDERS[_word]))
-for _word, _opposite in _OPPOSITE.items():
-    setattr(Builder, f"create_icmpS{_word}", _comparison(_ORDERS[_word]))
-    setattr(Builder, f"create_icmpU{_word}", _comparison(_ORDERS[_word], unsigned=True))
-    setattr(Builder, f"create_fcmpO{_word}", _comparison(_ORDERS[_word]))
-    setattr(Builder, f"create_fcmpU{_word}", _comparison(_ORDERS[_opposite], unordered=True))
+for _name in ("EQ", "NE"):
+    setattr(Builder, f"create_icmp{_name}", _comparison(_COMPARISONS[_name]))
+for _name, _negation in _NEGATIONS.items():
+    setattr(Builder, f"create_icmpS{_name}", _comparison(_COMPARISONS[_name]))
+    setattr(Builder, f"create_icmpU{_name}", _comparison(_COMPARISONS[_name], is_unsigned=True))
+    setattr(Builder, f"create_fcmpO{_name}", _comparison(_COMPARISONS[_name]))
+    setattr(Builder, f"create_fcmpU{_name}", _comparison(_COMPARISONS[_negation], is_negated=True))
 Builder.create_fcmpOEQ = _comparison(np.equal)
 Builder.create_fcmpUNE = _comparison(np.not_equal)
 Builder.create_fcmpONE = _comparison(lambda a, b: (a < b) | (a > b))
-Builder.create_fcmpUEQ = _comparison(lambda a, b: (a < b) | (a > b), unordered=True)
+Builder.create_fcmpUEQ = _comparison(lambda a, b: (a < b) | (a > b), is_negated=True)
 
 
 class Descriptor:
-    """An array in memory of which blocks are loaded and stored."""
+    """A tensor descriptor: an array in memory of which blocks are loaded and stored."""
 
     def __init__(self, base: Any, shape: Any, strides: Any, block_shape: Any, padding: Any) -> None:
         self.base = base
@@ -546,36 +552,38 @@ class Descriptor:
         self.block_shape = [int(size) for size in block_shape]
         self.padding = padding
 
-    def block(self, offsets: Sequence[Array], checked: Sequence[int] | None = None) -> tuple[Array, Array]:
-        """The addresses of the block that starts there, and which of them are inside the array.
+    def addresses_and_mask(
+        self, offsets: Sequence[Array], boundary_check: Sequence[int] | None = None
+    ) -> tuple[Array, Array]:
+        """The addresses of the block at these offsets, and which of them are inside the array.
 
-        ``checked``: the axes along which that matters, if not all; along the others, memory itself is the limit.
+        ``boundary_check`` has the axes along which the mask is computed; all by default.
         """
         size, rank = numpy_dtype(self.base.get_element_ty()).itemsize, len(self.block_shape)
-        pointers = np.full((1,) * rank, int(self.base.data.reshape(-1)[0]), np.int64)
+        addresses = np.full((1,) * rank, int(self.base.data.reshape(-1)[0]), np.int64)
         mask = np.ones((1,) * rank, bool)
         for axis, (extent, stride, length) in enumerate(zip(self.shape, self.strides, self.block_shape, strict=True)):
             shape = [length if other == axis else 1 for other in range(rank)]
-            at = (int(offsets[axis].reshape(-1)[0]) + np.arange(length, dtype=np.int64)).reshape(shape)
-            pointers = pointers + at * (stride * size)
-            if checked is None or axis in checked:
-                mask = mask & (at >= 0) & (at < extent)
-        return pointers, np.broadcast_to(mask, pointers.shape)
+            indices = (int(offsets[axis].reshape(-1)[0]) + np.arange(length, dtype=np.int64)).reshape(shape)
+            addresses = addresses + indices * (stride * size)
+            if boundary_check is None or axis in boundary_check:
+                mask = mask & (indices >= 0) & (indices < extent)
+        return addresses, np.broadcast_to(mask, addresses.shape)
 
 
 class BlockPointer:
-    """A place in such an array."""
+    """A block pointer: a tensor descriptor, and the offsets of a block."""
 
-    def __init__(self, parent: Descriptor, offsets: Sequence[Array]) -> None:
-        self.parent = parent
+    def __init__(self, descriptor: Descriptor, offsets: Sequence[Array]) -> None:
+        self.descriptor = descriptor
         self.offsets = offsets
 
 
-def _signless(function: Callable[..., Any]) -> Callable[[Array, Array], Array]:
-    return lambda old, new: function(_unsigned(old), _unsigned(new)).view(old.dtype)
+def _unsigned_atomic(function: Callable[..., Any]) -> Callable[[Array, Array], Array]:
+    return lambda old, new: function(_unsigned_view(old), _unsigned_view(new)).view(old.dtype)
 
 
-_CHANGES: dict[str, Callable[[Array, Array], Array]] = {
+_ATOMICS: dict[str, Callable[[Array, Array], Array]] = {
     "ADD": np.add,
     "FADD": np.add,
     "AND": np.bitwise_and,
@@ -583,15 +591,15 @@ _CHANGES: dict[str, Callable[[Array, Array], Array]] = {
     "XOR": np.bitwise_xor,
     "MAX": np.maximum,
     "MIN": np.minimum,
-    "UMAX": _signless(np.maximum),
-    "UMIN": _signless(np.minimum),
+    "UMAX": _unsigned_atomic(np.maximum),
+    "UMIN": _unsigned_atomic(np.minimum),
     "XCHG": lambda old, new: new,
 }
 
 
 @functools.cache
-def _least_dot() -> Callable[[Any, Any], tuple[int, int, int]]:
-    """The smallest matrices that the tensor cores of a GPU multiply."""
+def _min_dot_size() -> Callable[[Any, Any], tuple[int, int, int]]:
+    """Triton's smallest shapes for ``tl.dot`` on NVIDIA GPUs."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import min_dot_size
 

@@ -1,13 +1,11 @@
-"""What is wrong in a kernel that runs here."""
+"""The errors of interpreted kernels."""
 
 from __future__ import annotations
 
 
 class KernelError(RuntimeError):
-    """A kernel did what it must not do. The message names the kernel, the program and the line."""
+    """A kernel has an error. The message names the kernel, the program and the line."""
 
 
 class Fault(Exception):
-    """What one operation of a kernel did wrong, told where nothing is known of the kernel: a launch makes a KernelError
-    of it.
-    """
+    """An error of one operation, which does not name the kernel: the launch raises it as a `KernelError`."""

@@ -1,4 +1,4 @@
-"""Triton's language, carried out at once: tensors with values, and what calls and operators inside a kernel mean."""
+"""Triton's language, executed eagerly: tensors with values, and the meaning of calls and operators in a kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ._rewriting import rewritten
 
 
 class _Current(threading.local):
-    """What this thread runs a kernel with."""
+    """The state of the kernel that this thread runs."""
 
     semantic: Any = None
 
@@ -33,13 +33,13 @@ CURRENT = _Current()
 
 
 class Tensor(tl.tensor):  # type: ignore[misc, unused-ignore]
-    """A tensor of Triton's with the values in its handle. Its methods know what they are carried out with."""
+    """A tensor of Triton with the values in its handle. Its methods use the semantics of the running kernel."""
 
-    __array_ufunc__ = None  # NumPy's numbers leave the operation to us
+    __array_ufunc__ = None  # NumPy's numbers use the operators of this class
     __hash__ = object.__hash__
 
     def __init__(self, handle: Any, type: Any) -> None:
-        # As Triton's own, which makes all of this anew each time: most of what an operation would cost.
+        # Like Triton's own initializer, which computes all of this each time: most of the time of an operation.
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = _extent(tuple(handle.data.shape) if type.is_block() else ())
 
@@ -63,18 +63,18 @@ _BLOCKS: dict[tuple[str, tuple[int, ...]], Any] = {}
 
 
 def _block(scalar: Any, shape: tuple[int, ...]) -> Any:
-    """Triton's type of such blocks. Types of pointers have no hash, but names that tell them apart."""
-    found = _BLOCKS.get((scalar.name, shape))
-    if found is None:
-        found = _BLOCKS[scalar.name, shape] = tl.block_type(scalar, list(shape))
-    return found
+    """Triton's type of blocks of this shape. Types of pointers have no hash, but unique names."""
+    block = _BLOCKS.get((scalar.name, shape))
+    if block is None:
+        block = _BLOCKS[scalar.name, shape] = tl.block_type(scalar, list(shape))
+    return block
 
 
 def _with_semantic(method: Callable[..., Any]) -> Callable[..., Any]:
-    def called(self: Any, *args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
-        return _adopted(method(self, *args, _semantic=_semantic or CURRENT.semantic, **kwargs))
+    def method_with_semantic(self: Any, *args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+        return _as_tensor(method(self, *args, _semantic=_semantic or CURRENT.semantic, **kwargs))
 
-    return called
+    return method_with_semantic
 
 
 def _kernel_method(function: Any) -> Callable[..., Any]:
@@ -89,27 +89,27 @@ for _name in dir(tl.tensor):
         setattr(Tensor, _name, _with_semantic(_member))
 
 
-#: Two of the same of these make another of it, whatever the operation.
-_STEADY = (tl.int32, tl.int64, tl.float32)
+#: For two operands of the same dtype of these, each operation has a result of this dtype.
+_CLOSED_DTYPES = (tl.int32, tl.int64, tl.float32)
 
 
 class Semantic(TritonSemantic):  # type: ignore[misc, type-arg, unused-ignore]
-    """Triton's rules for types and shapes, which it applies while it compiles."""
+    """Triton's rules for types and shapes."""
 
     tensor = Tensor
 
     def to_tensor(self, x: Any, check_type: bool = True) -> Any:
-        return super().to_tensor(_adopted(x), check_type)
+        return super().to_tensor(_as_tensor(x), check_type)
 
-    # Three of Triton's own, done with less: they are a part of nearly every operation.
+    # Faster forms of three methods that nearly every operation calls.
 
     def binary_op_type_checking_impl(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-        kinds = getattr(lhs, "dtype", None), getattr(rhs, "dtype", None)
-        if kinds[0] is kinds[1] and kinds[0] in _STEADY:
+        dtypes = getattr(lhs, "dtype", None), getattr(rhs, "dtype", None)
+        if dtypes[0] is dtypes[1] and dtypes[0] in _CLOSED_DTYPES:
             return self.broadcast_impl_value(lhs, rhs)
-        if kinds[0] is tl.float32 and type(rhs) in (int, float):
+        if dtypes[0] is tl.float32 and type(rhs) in (int, float):
             return self.broadcast_impl_value(lhs, self._float32(rhs))
-        if kinds[1] is tl.float32 and type(lhs) in (int, float):
+        if dtypes[1] is tl.float32 and type(lhs) in (int, float):
             return self.broadcast_impl_value(self._float32(lhs), rhs)
         return super().binary_op_type_checking_impl(lhs, rhs, *args, **kwargs)
 
@@ -127,9 +127,9 @@ class Semantic(TritonSemantic):  # type: ignore[misc, type-arg, unused-ignore]
             shape = np.broadcast_shapes(*shapes)
         except ValueError:
             raise ValueError(f"a tensor {lhs.type} does not go with one of {rhs.type}") from None
-        return self._spread(lhs, shape), self._spread(rhs, shape)
+        return self._broadcast(lhs, shape), self._broadcast(rhs, shape)
 
-    def _spread(self, x: Any, shape: tuple[int, ...]) -> Any:
+    def _broadcast(self, x: Any, shape: tuple[int, ...]) -> Any:
         if x.type.is_block() and x.handle.data.shape == shape:
             return x
         return Tensor(Handle(np.broadcast_to(x.handle.data, shape), x.handle.dtype), _block(x.dtype, shape))
@@ -145,7 +145,7 @@ class Semantic(TritonSemantic):  # type: ignore[misc, type-arg, unused-ignore]
 # -- reductions and scans ----------------------------------------------------------------------------------------
 
 
-def _wrapped(data: Any, dtype: Any) -> Any:
+def _tensor_of(data: Any, dtype: Any) -> Any:
     data = np.asarray(data)
     if data.ndim:
         return Tensor(Handle(data, dtype), _block(dtype, data.shape))
@@ -165,56 +165,58 @@ def _reduce(
     elif not -rank <= axis < rank:
         raise Fault(f"reduces over axis {axis} of a tensor of rank {rank}")
     place = 0 if axis is None else axis % rank
-    quick = _QUICK.get(combine_fn.fn) if len(arrays) == 1 else None
-    if quick in _BY_SIZE and input[0].dtype.is_int_unsigned():
-        quick = None  # the array has signs that the numbers do not have
-    if quick is not None:
-        results = [quick(arrays[0], place)]
+    reduction = _REDUCTIONS.get(combine_fn.fn) if len(arrays) == 1 else None
+    if reduction in _ORDERED_REDUCTIONS and input[0].dtype.is_int_unsigned():
+        reduction = None  # the array is signed, and the numbers are not
+    if reduction is not None:
+        results = [reduction(arrays[0], place)]
     else:
-        results = _folded([np.moveaxis(array, place, 0) for array in arrays], [x.dtype for x in input], combine_fn)
+        results = _reduce_pairwise(
+            [np.moveaxis(array, place, 0) for array in arrays], [x.dtype for x in input], combine_fn
+        )
     if keep_dims:
         results = [r.reshape((1,) * rank) if axis is None else np.expand_dims(r, place) for r in results]
-    return tuple(_wrapped(result, x.dtype) for result, x in zip(results, input, strict=True))
+    return tuple(_tensor_of(result, x.dtype) for result, x in zip(results, input, strict=True))
 
 
 def _sum(data: Array, axis: int) -> Array:
-    """Of small floats in float32: the hardware adds in some order of its own, and rounds less often than one by one."""
+    """The sum, of small floats in float32: the hardware does not round after each addition either."""
     if data.dtype.kind == "b":
         return np.asarray(np.bitwise_xor.reduce(data, axis=axis))
     wide = data.astype(np.float32) if data.dtype.itemsize < 4 and data.dtype.kind != "i" else data
     return np.asarray(np.sum(wide, axis=axis, dtype=wide.dtype)).astype(data.dtype)
 
 
-def _greatest(data: Array, axis: int) -> Array:
-    """Like the hardware's, it passes over NaN."""
+def _max(data: Array, axis: int) -> Array:
+    """The maximum, without NaN, as in the hardware."""
     return np.asarray((np.maximum if data.dtype.kind in "ib" else np.fmax).reduce(data, axis=axis))
 
 
-def _least(data: Array, axis: int) -> Array:
+def _min(data: Array, axis: int) -> Array:
     return np.asarray((np.minimum if data.dtype.kind in "ib" else np.fmin).reduce(data, axis=axis))
 
 
-#: What nearly every kernel reduces by.
-_QUICK: dict[Any, Callable[[Array, int], Array]] = {
+#: The reductions of nearly every kernel.
+_REDUCTIONS: dict[Any, Callable[[Array, int], Array]] = {
     tl.standard._sum_combine.fn: _sum,
-    tl.standard._elementwise_max.fn: _greatest,
-    tl.standard._elementwise_min.fn: _least,
+    tl.standard._elementwise_max.fn: _max,
+    tl.standard._elementwise_min.fn: _min,
 }
-_BY_SIZE = (_greatest, _least)
+_ORDERED_REDUCTIONS = (_max, _min)
 
 
-def _folded(arrays: list[Array], dtypes: list[Any], combine_fn: Any) -> list[Array]:
-    """Neighbours combined with neighbours, until one is left. What works on scalars works on tensors."""
+def _reduce_pairwise(arrays: list[Array], dtypes: list[Any], combine_fn: Any) -> list[Array]:
+    """Combine neighbours until one entry is left. A function of scalars works on tensors, too."""
     combine = interpreted_function(combine_fn)
     while (length := arrays[0].shape[0]) > 1:
         even = length - length % 2
-        merged = _merged(combine, [a[:even:2] for a in arrays], [a[1:even:2] for a in arrays], dtypes)
-        arrays = [np.concatenate([new, array[even:]]) for new, array in zip(merged, arrays, strict=True)]
+        combined = _combine_arrays(combine, [a[:even:2] for a in arrays], [a[1:even:2] for a in arrays], dtypes)
+        arrays = [np.concatenate([new, array[even:]]) for new, array in zip(combined, arrays, strict=True)]
     return [array[0] for array in arrays]
 
 
-def _merged(combine: Any, first: list[Array], second: list[Array], dtypes: list[Any]) -> list[Array]:
-    operands = [_wrapped(array, dtype) for part in (first, second) for array, dtype in zip(part, dtypes, strict=True)]
+def _combine_arrays(combine: Any, first: list[Array], second: list[Array], dtypes: list[Any]) -> list[Array]:
+    operands = [_tensor_of(array, dtype) for part in (first, second) for array, dtype in zip(part, dtypes, strict=True)]
     results = combine(*operands)
     results = tuple(results) if isinstance(results, (tuple, tl.tuple)) else (results,)
     return [np.broadcast_to(r.handle.data, a.shape).astype(a.dtype) for r, a in zip(results, first, strict=True)]
@@ -230,12 +232,12 @@ def _associative_scan(
     dtypes = [x.dtype for x in input]
     combine, length, step = interpreted_function(combine_fn), arrays[0].shape[0], 1
     while step < length:
-        # Whole tensors, since only lengths that are powers of two make one; what came around the end is left out.
-        merged = _merged(combine, [np.roll(array, step, 0) for array in arrays], arrays, dtypes)
-        arrays = [np.concatenate([array[:step], new[step:]]) for new, array in zip(merged, arrays, strict=True)]
+        # Whole tensors, because the length of a tensor is a power of two; the entries that wrap around are not used.
+        combined = _combine_arrays(combine, [np.roll(array, step, 0) for array in arrays], arrays, dtypes)
+        arrays = [np.concatenate([array[:step], new[step:]]) for new, array in zip(combined, arrays, strict=True)]
         step *= 2
     results = [np.moveaxis(array[:: -1 if reverse else 1], 0, place) for array in arrays]
-    return tuple(_wrapped(result, dtype) for result, dtype in zip(results, dtypes, strict=True))
+    return tuple(_tensor_of(result, dtype) for result, dtype in zip(results, dtypes, strict=True))
 
 
 def _reduce_with_indices(
@@ -244,19 +246,19 @@ def _reduce_with_indices(
     shape, axis = input.handle.data.shape, plain(axis)
     sizes = [-1 if place == axis % len(shape) else 1 for place in range(len(shape))]
     along = np.arange(shape[axis], dtype=np.int32).reshape(sizes)
-    return _reduce((input, _wrapped(np.broadcast_to(along, shape), tl.int32)), axis, combine_fn, keep_dims)
+    return _reduce((input, _tensor_of(np.broadcast_to(along, shape), tl.int32)), axis, combine_fn, keep_dims)
 
 
-# -- what the rewritten source calls -----------------------------------------------------------------------------
+# -- helpers of rewritten kernels -----------------------------------------------------------------------------
 
 
 def plain(value: Any) -> Any:
-    """Without the wrapper for constants."""
+    """The value without the wrapper of constants."""
     return value.value if isinstance(value, tl.constexpr) else value
 
 
 def assigned(value: Any) -> Any:
-    """A number that is assigned or returned becomes a tensor."""
+    """A value that is assigned or returned: a number becomes a tensor."""
     value = plain(value)
     if isinstance(value, Tensor):
         return value
@@ -270,7 +272,7 @@ def assigned(value: Any) -> Any:
 
 
 def constant(name: str, value: Any) -> Any:
-    """What is declared as a constant is known while the kernel is compiled."""
+    """The value of a constant, which cannot be a tensor."""
     value = plain(value)
     if isinstance(value, tl.tensor):
         raise Fault(f"gives a tensor to {name!r}, which is a tl.constexpr")
@@ -294,31 +296,31 @@ def negation(value: Any) -> Any:
 
 
 def logical(word: str, *values: Callable[[], Any]) -> Any:
-    """``and`` and ``or``: constants decide alone, tensors are combined bit by bit."""
-    found: Any = None
+    """``and`` and ``or``: a constant may decide, and tensors are combined bit by bit."""
+    result: Any = None
     value: Any = None
-    for later in values:
-        value = plain(later())
+    for thunk in values:
+        value = plain(thunk())
         if not isinstance(value, tl.tensor):
             if bool(value) == (word == "or"):
                 return value
         else:
-            found = value if found is None else getattr(found, f"logical_{word}")(value)
-    return value if found is None else found
+            result = value if result is None else getattr(result, f"logical_{word}")(value)
+    return value if result is None else result
 
 
-def asserted(condition: Any, told: Any = "", mask: Any = None) -> None:
+def asserted(condition: Any, message: Any = "", mask: Any = None) -> None:
     """``assert``, ``tl.static_assert`` and ``tl.device_assert``."""
     condition = plain(condition)
     if isinstance(condition, tl.tensor):
         data = condition.handle.data
         condition = bool((data | ~mask.handle.data if mask is not None else data).all())
     if not condition:
-        raise Fault(f"asserts what is not so: {plain(told)}")
+        raise Fault(f"has a false assertion: {plain(message)}")
 
 
 def _range(first: Any, last: Any = None, step: Any = 1, **hints: Any) -> Iterator[Any]:
-    """A loop of the kernel: its variable is a tensor."""
+    """A loop of the kernel, whose variable is a tensor."""
     bounds = [plain(bound) for bound in ((0, first, step) if last is None else (first, last, step))]
     semantic, dtypes = CURRENT.semantic, []
     for bound in bounds:
@@ -339,13 +341,13 @@ def _whole(bound: Any) -> int:
 
 
 def _static_range(first: Any, last: Any = None, step: Any = 1, **hints: Any) -> range:
-    """A loop that the compiler unrolls: its variable is a constant."""
+    """A loop that the compiler unrolls, whose variable is a constant."""
     bounds = (0, first, step) if last is None else (first, last, step)
     return range(*(constant("tl.static_range", bound) for bound in bounds))
 
 
 def _multiple_of(x: Any, values: Any) -> Any:
-    """A hint: of a tensor, only the first of neighbours need be a multiple, so nothing can be said of those."""
+    """A hint, which is checked for scalars: of a tensor only the first of some neighbours has to be a multiple."""
     values = plain(values)
     if isinstance(x, tl.tensor) and not x.type.is_block() and _whole(x) % plain(values):
         raise Fault(f"says that {_whole(x)} is a multiple of {values}")
@@ -353,7 +355,7 @@ def _multiple_of(x: Any, values: Any) -> Any:
 
 
 def _hint(x: Any, values: Any) -> Any:
-    """What is said of how values lie does not change them."""
+    """Hints about layouts do not change the values."""
     return x
 
 
@@ -366,8 +368,8 @@ def _static_print(*values: Any, **options: Any) -> None:
     print(*(plain(value) for value in values))
 
 
-#: What means something else inside a kernel.
-_MEANINGS: dict[Any, Callable[..., Any]] = {
+#: The functions that are replaced in a kernel.
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     builtins.range: _range,
     tl.range: _range,
     tl.static_range: _static_range,
@@ -387,29 +389,29 @@ _MEANINGS: dict[Any, Callable[..., Any]] = {
 
 
 def callable_(function: Any) -> Callable[..., Any]:
-    """What to call where a kernel calls this."""
+    """The function that runs where a kernel calls this one."""
     function = plain(function)
     if isinstance(function, JITFunction):
         return interpreted_function(function)
     try:
-        meaning = _MEANINGS.get(function)
+        replacement = _REPLACEMENTS.get(function)
     except TypeError:  # not hashable
-        meaning = None
-    if meaning is None and function in (builtins.min, builtins.max):
-        meaning = CodeGenerator.builtin_namespace[function.__name__]
-    found = meaning or function
-    return partial(_builtin, found) if tl.core.is_builtin(found) else found
+        replacement = None
+    if replacement is None and function in (builtins.min, builtins.max):
+        replacement = CodeGenerator.builtin_namespace[function.__name__]
+    result = replacement or function
+    return partial(_builtin, result) if tl.core.is_builtin(result) else result
 
 
 def _builtin(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _adopted(function(*args, _semantic=CURRENT.semantic, **kwargs))
+    return _as_tensor(function(*args, _semantic=CURRENT.semantic, **kwargs))
 
 
-def _adopted(value: Any) -> Any:
-    """Some of Triton's functions, those of mathematics, make tensors past the semantics."""
+def _as_tensor(value: Any) -> Any:
+    """The tensor with values: some mathematical functions of Triton create tensors without the semantics."""
     if type(value) is tl.tensor:
         return Tensor(value.handle, value.type)
-    return tuple(_adopted(part) for part in value) if type(value) is tuple else value
+    return tuple(_as_tensor(part) for part in value) if type(value) is tuple else value
 
 
 _HELPERS: dict[str, Callable[..., Any]] = {
@@ -424,19 +426,19 @@ _HELPERS: dict[str, Callable[..., Any]] = {
 }
 
 
-#: By identity, with the function itself so that it lives on: the hash of one is that of all its source.
+#: By identity, because the hash of a Triton function covers its whole source. The entry keeps the function alive.
 _FUNCTIONS: dict[int, tuple[Any, Callable[..., Any]]] = {}
 
 
 def interpreted_function(function: Any) -> Callable[..., Any]:
-    """A ``triton.jit`` function as Python runs it."""
-    known = _FUNCTIONS.get(id(function))
-    if known is None:
-        known = _FUNCTIONS[id(function)] = function, _made(function)
-    return known[1]
+    """A ``triton.jit`` function as a Python function."""
+    entry = _FUNCTIONS.get(id(function))
+    if entry is None:
+        entry = _FUNCTIONS[id(function)] = function, _rewrite(function)
+    return entry[1]
 
 
-def _made(function: Any) -> Callable[..., Any]:
+def _rewrite(function: Any) -> Callable[..., Any]:
     if "gluon" in type(function).__module__:
         raise Fault(f"calls {function.fn.__name__}, which is written in Gluon: that can be compiled, but not run here")
     return rewritten(function, _HELPERS)

@@ -1,4 +1,4 @@
-"""One launch of a kernel: its arguments, and all its programs, one after the other."""
+"""A launch of a kernel: its arguments, and its programs, which run one after the other."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ TYPES: dict[str, Any] = {
 }
 
 
-#: CUDA has no more along the second and the third axis of a grid.
-MOST = 65_535
+#: The limit of CUDA along the second and the third axis of a grid.
+MOST_PROGRAMS = 65_535
 
 
 @attrs.frozen
@@ -50,23 +50,23 @@ class Settings:
     order: Order = "shuffled"
     #: For the shuffled order.
     seed: int = 0
-    #: Whether programs that disagree about an element, or use what another one stored, are an error.
+    #: Whether it is an error if programs store different values into an element, or load what another one has stored.
     races: bool = True
 
 
 @attrs.frozen
 class Operand:
-    """An array argument, by its place among the inputs; it is an output too where an output shares its memory."""
+    """An array argument, by its position among the inputs, and that of the output that aliases it."""
 
-    place: int
+    position: int
     output: int | None = None
 
 
 @attrs.frozen
 class Result:
-    """An output, by its place."""
+    """An output, by its position."""
 
-    place: int
+    position: int
 
 
 @attrs.frozen
@@ -90,22 +90,24 @@ class Described:
 
 @attrs.frozen(eq=False)
 class Launch:
-    """All that a launch consists of, but for the values of its arrays."""
+    """A launch without the values of its arrays."""
 
     kernel: Any
     name: str
-    #: By the names of the parameters: Operand, Result, Scalar, Described, or a constant as it is.
+    #: By the names of the parameters: Operand, Result, Scalar, Described, or a constant.
     arguments: Mapping[str, Any]
     grid: tuple[int, int, int]
     #: Their shapes and dtypes.
     outputs: Sequence[Any]
-    #: The outputs that are zeroed beforehand.
+    #: The outputs that contain zeros at first.
     zeroed: frozenset[int]
 
     def run(self, inputs: Sequence[Array], settings: Settings) -> tuple[Array, ...]:
         """The outputs."""
-        if max(self.grid[1:]) > MOST:
-            raise KernelError(self._told(Fault(f"is launched on more than {MOST} programs along y or z"), None))
+        if max(self.grid[1:]) > MOST_PROGRAMS:
+            raise KernelError(
+                self._message(Fault(f"is launched on more than {MOST_PROGRAMS} programs along y or z"), None)
+            )
         programs = [(x, y, z) for x in range(self.grid[0]) for y in range(self.grid[1]) for z in range(self.grid[2])]
         memory = Memory(races=settings.races and len(programs) > 1)
         memory.name_of = lambda number: str(programs[number])
@@ -121,7 +123,7 @@ class Launch:
                     memory.program, builder.grid_idx = number, programs[number]
                     function(**arguments)
         except Exception as fault:
-            raise KernelError(self._told(fault, None if number is None else programs[number])) from fault
+            raise KernelError(self._message(fault, None if number is None else programs[number])) from fault
         finally:
             CURRENT.semantic = outer
         return tuple(outputs)
@@ -131,22 +133,22 @@ class Launch:
         for argument in self.arguments.values():
             operand = argument.base if isinstance(argument, Described) else argument
             if isinstance(operand, Operand) and operand.output is not None:
-                outputs[operand.output] = np.array(inputs[operand.place])
-        for place in self.zeroed:
-            outputs[place][...] = 0
+                outputs[operand.output] = np.array(inputs[operand.position])
+        for position in self.zeroed:
+            outputs[position][...] = 0
         return outputs
 
     def _arguments(self, memory: Memory, inputs: Sequence[Array], outputs: Sequence[Array]) -> dict[str, Any]:
         addresses: dict[Any, int] = {}
 
         def pointer(name: str, argument: Operand | Result) -> Any:
-            place = argument.output if isinstance(argument, Operand) else argument.place
-            owned = place is not None
-            array = outputs[place] if place is not None else inputs[argument.place]
-            # Two parameters for the same memory, as older versions pass aliases, have one address.
-            key = ("output", place) if owned else ("input", name)
+            position = argument.output if isinstance(argument, Operand) else argument.position
+            is_output = position is not None
+            array = outputs[position] if position is not None else inputs[argument.position]
+            # In jax-triton 0.3 two parameters of an alias have the same address.
+            key = ("output", position) if is_output else ("input", name)
             if key not in addresses:
-                addresses[key] = memory.add(name, np.ascontiguousarray(array).reshape(-1), owned)
+                addresses[key] = memory.add(name, np.ascontiguousarray(array).reshape(-1), is_output)
             kind = tl.pointer_type(type_of(array.dtype))
             return Tensor(Handle(np.array([addresses[key]], np.int64), kind), kind)
 
@@ -164,26 +166,26 @@ class Launch:
                     pointer(name, argument.base), numbers, [*strides, tl.constexpr(1)], block, argument.padding
                 )
             if isinstance(argument, tuple):
-                return tl.tuple([argument_of(f"{name}[{place}]", part) for place, part in enumerate(argument)])
+                return tl.tuple([argument_of(f"{name}[{position}]", part) for position, part in enumerate(argument)])
             return argument
 
         return {name: argument_of(name, argument) for name, argument in self.arguments.items()}
 
-    def _told(self, fault: Exception, program: tuple[int, ...] | None) -> str:
-        where = "" if program is None else f", program {program} of {self.grid}"
-        called = f" ({self.name})" if self.name and self.name != self.kernel.fn.__name__ else ""
-        told = f" {fault}" if isinstance(fault, Fault) else f": {type(fault).__name__}: {fault}"
+    def _message(self, fault: Exception, program: tuple[int, ...] | None) -> str:
+        place = "" if program is None else f", program {program} of {self.grid}"
+        launch_name = f" ({self.name})" if self.name and self.name != self.kernel.fn.__name__ else ""
+        description = f" {fault}" if isinstance(fault, Fault) else f": {type(fault).__name__}: {fault}"
         line = _line(fault)
-        return f"kernel {self.kernel.fn.__name__!r}{called}{where}{told}{line}"
+        return f"kernel {self.kernel.fn.__name__!r}{launch_name}{place}{description}{line}"
 
 
 def type_of(dtype: Any) -> Any:
     """Triton's type of the elements of an array."""
     name = np.dtype(dtype).name
-    found = _BY_NAME.get(name)
-    if found is None:
+    triton_type = _BY_NAME.get(name)
+    if triton_type is None:
         raise Fault(f"gets an array of {name}, which Triton does not have")
-    return found
+    return triton_type
 
 
 _BY_NAME: dict[str, Any] = {
@@ -208,10 +210,10 @@ def _ordered(count: int, settings: Settings) -> Sequence[int]:
 
 
 def _line(fault: BaseException) -> str:
-    """The innermost line of the user's kernels: what was rewritten is still where it was in its file."""
-    place = None
+    """The innermost line of the user's kernels: rewritten code has the line numbers of its source."""
+    position = None
     for frame, number in traceback.walk_tb(fault.__traceback__):
         code, module = frame.f_code, str(frame.f_globals.get("__name__"))
         if any(name.startswith(MARK) for name in code.co_freevars) and not module.startswith("triton."):
-            place = code.co_filename, number
-    return f"\n  {place[0]}:{place[1]}: {linecache.getline(*place).strip()}" if place else ""
+            position = code.co_filename, number
+    return f"\n  {position[0]}:{position[1]}: {linecache.getline(*position).strip()}" if position else ""

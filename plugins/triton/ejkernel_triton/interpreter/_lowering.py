@@ -1,4 +1,4 @@
-"""jax-triton's primitive on a CPU: a call back to Python, which runs the kernel."""
+"""jax-triton's primitive on the CPU: a callback to Python, which runs the kernel."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from typing import Any
 import numpy as np
 
 from ejkernel_triton.launch import _jax_triton
+from ejkernel_triton.launch._launch import launch_p
 
 from ._launch import TYPES, Described, Launch, Operand, Order, Result, Scalar, Settings
 
 _LOCK = threading.Lock()
-#: The settings of those who are inside ``interpreted``, innermost last.
+#: The settings of the active ``interpreted`` blocks, the innermost last.
 _ACTIVE: list[Settings] = []
 
 
 @contextmanager
 def interpreted(order: Order = "shuffled", seed: int = 0, races: bool = True) -> Iterator[None]:
-    """Inside, Triton kernels run on the CPU, wherever JAX puts what calls them: in jit, in gradients, in loops.
+    """Inside, Triton kernels run on the CPU, also in jit, in gradients and in loops.
 
-    Nothing else changes: what is lowered for a GPU meanwhile is compiled as ever. ``order``: in which the programs of a
-    launch run, one after the other. ``races``: whether it is an error that programs disagree about what an element
-    holds, or that one uses what another has stored; kernels that synchronise their programs need it to be False.
+    Nothing else changes: programs that are lowered for a GPU are compiled as usual. ``order`` is the order in which the
+    programs of a launch run, one after the other. ``races``: whether it is an error if programs store different values
+    into an element, or if one loads an element that another has stored. Kernels that synchronise their programs need
+    ``races=False``.
 
-    It holds for all threads. What was compiled inside keeps running here afterwards.
+    It applies to all threads. Functions that are compiled inside run on the CPU afterwards, too.
     """
     if order not in ("forward", "reverse", "shuffled"):
         raise ValueError(f"order: takes 'forward', 'reverse' or 'shuffled'; got {order!r}")
@@ -51,19 +53,17 @@ def _install() -> None:
     from jax._src import dispatch
     from jax.interpreters import mlir
 
-    primitive = _primitive()
-    mlir.register_lowering(primitive, _lower, platform="cpu", cacheable=False)
-    # A callback has to know the devices that it is lowered for, and JAX sees primitives only.
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
+    mlir.register_lowering(_primitive(), _lower, platform="cpu", cacheable=False)
+    # JAX tells a lowering rule the devices only for primitives that require it, and a callback needs them.
+    dispatch.prim_requires_devices_during_lowering.update((_primitive(), launch_p))
 
 
 def _remove() -> None:
     from jax._src import dispatch
     from jax._src.interpreters import mlir
 
-    primitive = _primitive()
-    mlir._platform_specific_lowerings["cpu"].pop(primitive, None)
-    dispatch.prim_requires_devices_during_lowering.discard(primitive)
+    mlir._platform_specific_lowerings["cpu"].pop(_primitive(), None)
+    dispatch.prim_requires_devices_during_lowering.difference_update((_primitive(), launch_p))
 
 
 def _primitive() -> Any:
@@ -71,9 +71,9 @@ def _primitive() -> Any:
 
 
 def _library() -> Any:
-    missing = _jax_triton.missing()
-    if missing is not None:
-        raise ImportError(missing)
+    reason = _jax_triton.unavailable_reason()
+    if reason is not None:
+        raise ImportError(reason)
     _jax_triton.load()
     import jax_triton.triton_lib as library
 
@@ -81,7 +81,7 @@ def _library() -> Any:
 
 
 def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-    """The rule. NumPy arrays come and go; no JAX in the callback, for that could wait for the thread that it is in."""
+    """The lowering rule. The callback uses NumPy and not JAX, which could wait for the thread that runs it."""
     from jax._src import callback
 
     launch = launch_of(params, ctx.avals_in, ctx.avals_out)
@@ -102,20 +102,20 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
 
 
 def _run(launch: Launch, settings: Settings, *arrays: Any) -> tuple[np.ndarray[Any, Any], ...]:
-    active = _ACTIVE[-1:]  # one look: another thread may leave meanwhile
+    active = _ACTIVE[-1:]  # read once: another thread may leave its block meanwhile
     return launch.run([np.asarray(array) for array in arrays], active[0] if active else settings)
 
 
-# -- from the primitive's parameters to a launch -----------------------------------------------------------------
+# -- launches ------------------------------------------------------------------------------------------------------
 
 
 def launch_of(params: Mapping[str, Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Launch:
-    """The launch that jax-triton would make of them."""
+    """The launch of the primitive with these parameters."""
     if _jax_triton.version() >= (0, 4):
-        bound, constants = _bound(params, inputs)
+        arguments, constants = _bound(params, inputs)
     else:
-        bound, constants = _bound_by_0_3(params, inputs, outputs)
-    kernel, constants = _unwrapped(params["fn"], bound, constants, [*inputs], [*outputs])
+        arguments, constants = _bound_by_0_3(params, inputs, outputs)
+    kernel, constants = _unwrapped(params["fn"], arguments, constants, [*inputs], [*outputs])
     grid = params["grid"]
     grid = grid(constants) if callable(grid) else grid
     x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
@@ -124,7 +124,7 @@ def launch_of(params: Mapping[str, Any], inputs: Sequence[Any], outputs: Sequenc
     return Launch(
         kernel,
         params["name"],
-        {**{name: _specialised(value) for name, value in bound.items()}, **constants},
+        {**{name: _specialised(value) for name, value in arguments.items()}, **constants},
         (int(x), int(y), int(z)),
         tuple(outputs),
         frozenset(zeroed),
@@ -132,19 +132,19 @@ def launch_of(params: Mapping[str, Any], inputs: Sequence[Any], outputs: Sequenc
 
 
 def _specialised(argument: Any) -> Any:
-    """A number that is 1 is compiled in as a constant."""
+    """The argument; the number 1 is a constant, as in Triton."""
     if isinstance(argument, Scalar) and argument.value == 1:
         return 1
     return argument
 
 
 def _bound(params: Mapping[str, Any], inputs: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """jax-triton 0.4: a tree of operands for the parameters that are no constants, in order."""
+    """jax-triton 0.4 has a tree of operands for the parameters that are no constants, in their order."""
     library = _library()
     kernel = library.TritonFunction(params["fn"])
     names = kernel.non_constexpr_param_names
-    places, numbers = itertools.count(), itertools.count()
-    shared = dict(params["input_output_aliases"])
+    positions, numbers = itertools.count(), itertools.count()
+    aliases = dict(params["input_output_aliases"])
 
     def argument(part: Any) -> Any:
         if isinstance(part, library._OutputPlaceholder):
@@ -157,7 +157,7 @@ def _bound(params: Mapping[str, Any], inputs: Sequence[Any]) -> tuple[dict[str, 
         number = next(numbers)
         if isinstance(part, library._StaticArg):
             return _scalar(part.value, library.get_type_id)
-        return Operand(next(places), shared.get(number))
+        return Operand(next(positions), aliases.get(number))
 
     tree = params["in_tree"].unflatten(list(inputs))
     return {name: argument(part) for name, part in zip(names, tree, strict=True)}, dict(params["metaparams"])
@@ -166,17 +166,17 @@ def _bound(params: Mapping[str, Any], inputs: Sequence[Any]) -> tuple[dict[str, 
 def _bound_by_0_3(
     params: Mapping[str, Any], inputs: Sequence[Any], outputs: Sequence[Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """jax-triton 0.3: arrays with numbers between them, then the outputs; what remains of the parameters is constant.
+    """jax-triton 0.3 has arrays with numbers between them, then the outputs; the other parameters are constants.
 
-    An output that shares an input's memory has a parameter of its own.
+    An output that aliases an input has its own parameter.
     """
-    shared = dict(params["input_output_aliases"])
-    arguments: list[Any] = [Operand(place, shared.get(place)) for place in range(len(inputs))]
-    for place, kind, value in params["scalar_args"]:
-        arguments.insert(place, _scalar(value, lambda _, kind=kind: kind))
-    arguments += [Result(place) for place in range(len(outputs))]
-    own = inspect.signature(_library().triton_kernel_call_lowering).parameters
-    constants = {name: value for name, value in params.items() if name not in own}
+    aliases = dict(params["input_output_aliases"])
+    arguments: list[Any] = [Operand(position, aliases.get(position)) for position in range(len(inputs))]
+    for position, kind, value in params["scalar_args"]:
+        arguments.insert(position, _scalar(value, lambda _, kind=kind: kind))
+    arguments += [Result(position) for position in range(len(outputs))]
+    parameters = inspect.signature(_library().triton_kernel_call_lowering).parameters
+    constants = {name: value for name, value in params.items() if name not in parameters}
     return dict(zip(params["fn"].arg_names, arguments, strict=False)), constants
 
 
@@ -188,33 +188,33 @@ def _scalar(value: Any, kind_of: Any) -> Any:
 
 
 def _unwrapped(
-    function: Any, bound: Mapping[str, Any], constants: Mapping[str, Any], inputs: Any, outputs: Any
+    function: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any], inputs: Any, outputs: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """The kernel inside its decorators, and the constants they bring: of an autotuner, its first configuration."""
+    """The kernel without its decorators, and their constants; those of an autotuner are of its first configuration."""
     import triton
 
-    found = dict(constants)
+    values = dict(constants)
 
     def value(argument: Any) -> Any:
         if isinstance(argument, Operand):
-            return inputs[argument.place]
+            return inputs[argument.position]
         if isinstance(argument, Result):
-            return outputs[argument.place]
+            return outputs[argument.position]
         return argument.value if isinstance(argument, Scalar) else argument
 
-    named = {name: value(argument) for name, argument in bound.items()}
+    values_by_name = {name: value(argument) for name, argument in arguments.items()}
     if isinstance(function, triton.runtime.Autotuner):
-        fitting = [c for c in function.configs if all(found.get(k, v) == v for k, v in c.kwargs.items())]
-        if not fitting:
-            raise ValueError(f"no configuration of {function.fn} has the constants {found}")
-        if fitting[0].pre_hook is not None:
+        configurations = [c for c in function.configs if all(values.get(k, v) == v for k, v in c.kwargs.items())]
+        if not configurations:
+            raise ValueError(f"no configuration of {function.fn} has the constants {values}")
+        if configurations[0].pre_hook is not None:
             raise NotImplementedError("a configuration with a pre_hook, which jax-triton does not run either")
-        found, function = {**found, **fitting[0].kwargs}, function.fn
+        values, function = {**values, **configurations[0].kwargs}, function.fn
     while isinstance(function, triton.runtime.Heuristics):
         for name, heuristic in function.values.items():
-            found[name] = heuristic({**named, **found})
+            values[name] = heuristic({**values_by_name, **values})
         function = function.fn
     if "gluon" in type(function).__module__:
         raise NotImplementedError(f"{function.fn.__name__} is written in Gluon: that can be compiled, but not run here")
     defaults = {p.name: p.default for p in function.params if p.is_constexpr and p.has_default}
-    return function, {**defaults, **found}
+    return function, {**defaults, **values}

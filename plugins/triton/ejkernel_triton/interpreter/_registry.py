@@ -1,4 +1,4 @@
-"""A registry in which kernels that are written for a GPU are found on the CPU."""
+"""A registry in which kernels for a GPU are kernels for the CPU."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ def interpreted_registry(
     compute_capability: tuple[int, int] = (9, 0),
     plugins: str | None = None,
 ) -> Registry:
-    """What is installed, and the given kernels, by name, as if the CPU were this GPU.
+    """The installed plugins, and these kernels by name as kernels for the CPU.
 
-    Their hooks see an invocation on that GPU, so that they choose and refuse as they would there. Calls run inside
-    ``interpreted()`` only.
+    Their hooks get invocations on this GPU, so that they choose and refuse as they do there. Calls run only inside
+    ``interpreted()``.
     """
     registry = Registry(plugins)
     for name, module in kernels.items():
-        registry.register(_as_if(module, device_kind, compute_capability), name)
+        registry.register(_interpreted_kernel(module, device_kind, compute_capability), name)
     return registry
 
 
-def _as_if(module: Any, device_kind: str, compute_capability: tuple[int, int]) -> Any:
-    """The kernel with its hooks called with the invocation that it would get on the GPU."""
+def _interpreted_kernel(module: Any, device_kind: str, compute_capability: tuple[int, int]) -> Any:
+    """The kernel, whose hooks get the invocation that they would get on the GPU."""
 
-    def there(inv: Invocation) -> Invocation:
+    def on_card(inv: Invocation) -> Invocation:
         return attrs.evolve(inv, platform="gpu", device_kind=device_kind, compute_capability=compute_capability)
 
     def hook(name: str) -> Callable[..., Any]:
-        """The kernel's own; like all hooks, it takes those arguments that it names."""
+        """The kernel's hook, which takes the arguments that it names."""
         function = getattr(module, name)
-        wanted = inspect.signature(function).parameters
-        return lambda **given: function(**{key: value for key, value in given.items() if key in wanted})
+        parameters = inspect.signature(function).parameters
+        return lambda **arguments: function(**{key: value for key, value in arguments.items() if key in parameters})
 
     @hookimpl
     def heuristic_cfg(inv: Invocation) -> Any:
-        return hook("heuristic_cfg")(inv=there(inv))
+        return hook("heuristic_cfg")(inv=on_card(inv))
 
     @hookimpl
     def config_space(inv: Invocation) -> Any:
-        return hook("config_space")(inv=there(inv))
+        return hook("config_space")(inv=on_card(inv))
 
     @hookimpl
     def run_backend(inv: Invocation, cfg: Any) -> Any:
-        return hook("run_backend")(inv=there(inv), cfg=cfg)
+        return hook("run_backend")(inv=on_card(inv), cfg=cfg)
 
     hooks: dict[str, Any] = {
         function.__name__: function
         for function in (heuristic_cfg, config_space, run_backend)
         if hasattr(module, function.__name__)
     }
-    own = [getattr(module, name) for name in hooks]
-    kept = {name: getattr(module, name) for name in ("Config", "COMPILERS") if hasattr(module, name)}
-    # The highest rank of all: who registers a kernel here wants to see it run.
-    return SimpleNamespace(**hooks, **kept, PLATFORMS={"cpu": 60}, CODE=getattr(module, "CODE", own))
+    hook_functions = [getattr(module, name) for name in hooks]
+    attributes = {name: getattr(module, name) for name in ("Config", "COMPILERS") if hasattr(module, name)}
+    # The highest rank of all, so that the kernel runs.
+    return SimpleNamespace(**hooks, **attributes, PLATFORMS={"cpu": 60}, CODE=getattr(module, "CODE", hook_functions))

@@ -1,9 +1,9 @@
-"""Kernels as plain Python functions: the source with the operations put in that Triton's compiler would find there.
+"""Kernels as Python functions: their source, rewritten to call the operations that Triton's compiler would compile.
 
-Inside a kernel, Python's syntax means something else than in Python: a number that is assigned becomes a tensor,
-``and`` is a bitwise operation, a builtin of the language gets the compiler as a further argument. The rewritten
-function says so by calling the functions of `_language`. Nothing of Triton and nothing of the kernel's module is
-changed, so that several threads can run kernels at once, and the same functions can be compiled for a GPU meanwhile.
+In a kernel, Python's syntax has other meanings: a number that is assigned becomes a tensor, ``and`` is a bitwise
+operation, and a builtin function of the language gets the compiler as an argument. The rewritten function calls the
+functions of `_language` for this. Neither Triton nor the kernel's module changes, so that several threads can run
+kernels at the same time, while others compile the same functions for a GPU.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-#: In front of the names that are put in.
+#: The prefix of the names that the rewriting adds.
 MARK = "__interpreted_"
 _FACTORY = f"{MARK}factory"
-#: Python 3.11 counts how deep it is in a tree for all threads together, and finds that it is wrong.
+#: Python 3.11 counts the depth of a tree for all threads together, and raises if several threads parse.
 _PARSING = threading.RLock()
 
 
 def rewritten(kernel: Any, helpers: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The Python function that does what the ``triton.jit`` function does, with the helpers' help.
+    """The Python function that does the same as a ``triton.jit`` function, by calls of the helpers.
 
     ``helpers``: callable, plain, truth, negation, logical, assigned, constant, asserted.
     """
@@ -40,25 +40,25 @@ def _rewritten(kernel: Any, helpers: Mapping[str, Callable[..., Any]]) -> Callab
     constants = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
     definition = _Rewriter().function(definition, constants)
 
-    # A factory around it gives it its free variables; its globals are those of its module, as they are when it runs.
+    # A factory gives it its free variables. Its globals are those of its module.
     free = {} if function.__closure__ is None else _closure(function)
-    given = {**{MARK + name: helper for name, helper in helpers.items()}, **free}
-    module = ast.parse(f"def {_FACTORY}({', '.join(given)}):\n    return {definition.name}")
+    arguments = {**{MARK + name: helper for name, helper in helpers.items()}, **free}
+    module = ast.parse(f"def {_FACTORY}({', '.join(arguments)}):\n    return {definition.name}")
     factory = module.body[0]
     assert isinstance(factory, ast.FunctionDef)
     factory.body.insert(0, definition)
     ast.fix_missing_locations(module)
     ast.increment_lineno(definition, first - 1)
-    made: dict[str, Any] = {}
-    exec(compile(module, inspect.getsourcefile(function) or "<kernel>", "exec"), function.__globals__, made)
-    found: Any = made[_FACTORY](**given)
-    found.__defaults__, found.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    found.__qualname__, found.__module__ = function.__qualname__, function.__module__
-    return found  # type: ignore[no-any-return]
+    namespace: dict[str, Any] = {}
+    exec(compile(module, inspect.getsourcefile(function) or "<kernel>", "exec"), function.__globals__, namespace)
+    rewritten_function: Any = namespace[_FACTORY](**arguments)
+    rewritten_function.__defaults__, rewritten_function.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    rewritten_function.__qualname__, rewritten_function.__module__ = function.__qualname__, function.__module__
+    return rewritten_function  # type: ignore[no-any-return]
 
 
 def _closure(function: Callable[..., Any]) -> dict[str, Any]:
-    """The free variables that have a value."""
+    """The free variables that have values."""
     free: dict[str, Any] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -74,7 +74,7 @@ class _Rewriter(ast.NodeTransformer):
         arguments = node.args
         for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
             argument.annotation = None
-        # The values of the defaults are taken from the function itself.
+        # The function has the values of the defaults.
         arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
         node.body = [
             ast.Assign([ast.Name(name, ast.Store())], _call("constant", ast.Constant(name), _load(name)))
@@ -122,8 +122,8 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Assert(self, node: ast.Assert) -> Any:
         self.generic_visit(node)
-        told = [] if node.msg is None else [node.msg]
-        return _located(ast.Expr(_call("asserted", node.test, *told)), node)
+        message = [] if node.msg is None else [node.msg]
+        return _located(ast.Expr(_call("asserted", node.test, *message)), node)
 
     def visit_If(self, node: ast.If) -> Any:
         return self._tested(node)
@@ -178,7 +178,7 @@ class _Rewriter(ast.NodeTransformer):
 
 
 def _plain(node: Any) -> Any:
-    """Without the wrapper that Triton has for constants: it knows no tensors on its right."""
+    """The operand without Triton's wrapper of constants, which does not accept a tensor as the right operand."""
     return node if isinstance(node, (ast.Constant, ast.BinOp)) else _located(_call("plain", node), node)
 
 

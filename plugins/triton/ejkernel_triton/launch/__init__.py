@@ -1,1 +1,1 @@
-"""How a Triton kernel is launched by JAX, whichever operation it is of."""
+"""Launches of Triton kernels by JAX, for all operations."""

@@ -1,4 +1,4 @@
-"""The compute capability of a card: of the one that is here, or of one that is compiled for where it is not."""
+"""The compute capability of a card, in this machine or not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ejkernel_core import Invocation
 
 Capability = tuple[int, int]
 
-#: By a word of the card's name.
+#: By a word in the name of the card.
 _BY_WORD: dict[str, Capability] = {
     "V100": (7, 0),
     "T4": (7, 5),
@@ -38,16 +38,16 @@ _BY_WORD: dict[str, Capability] = {
 
 
 def capability(inv: Invocation) -> Capability | None:
-    """What the device says of itself; of one that is not here, what its name says. None where neither is known."""
+    """As the device reports it, or by the name of a card that is not in this machine. None if neither is known."""
     if inv.compute_capability is not None or inv.platform != "gpu" or inv.device_kind is None:
         return inv.compute_capability
     return capability_by_name(inv.device_kind)
 
 
 def capability_by_name(device_kind: str) -> Capability | None:
-    """What a card of this name is.
+    """The compute capability of a card of this name; None for an unknown name.
 
-    >>> capability_by_name("NVIDIA A100-SXM4-80GB"), capability_by_name("a card to come")
+    >>> capability_by_name("NVIDIA A100-SXM4-80GB"), capability_by_name("NVIDIA X999")
     ((8, 0), None)
     """
     words = re.split(r"[\s-]", device_kind)

@@ -1,21 +1,23 @@
-"""jax-triton, as its versions are: what each of them needs, and one way to call a kernel through all of them.
+"""All that depends on the versions of jax-triton and Triton, and one way to call a kernel through all of them.
 
 ============  ==================  =====================================================================================
-jax-triton    with                what is mended
+jax-triton    with                what is corrected here
 ============  ==================  =====================================================================================
 all           -                   importing it deletes TRITON_CACHE_DIR from the environment, or sets it to ""
-0.3           no CUDA plugin      it does not import: two names are missing in ``jaxlib.gpu_triton``
-0.4           triton 3.6          a name is missing in Triton's driver: jax-triton takes CUDA for not available
-0.4.0, 0.4.1  jax 0.12 and later  its rule for dead code takes two arguments where JAX passes three
-to 0.4.1      all                 warp-specialised kernels are launched with fewer threads than Triton compiled them for
-to 0.4.1      all                 Gluon kernels go through the passes for Triton, which rewrite them, or fail
-to 0.4.1      all                 compiled kernels are kept in memory alone: every process would compile them anew
-to 0.4.1      triton 3.6          a word is missing that it wants of every array that is described for the copy engine
-to 0.4.1      triton 3.8, 3.9     its PTX wants CUDA 12.9, 13.4: an older one beside JAX cannot read it
-all           no CUDA plugin      lowering for CUDA needs classes of the plugin: `_portable` has them in plain Python
+0.3           no CUDA plugin      it cannot be imported: two names are missing in ``jaxlib.gpu_triton``
+0.4           triton 3.6          a name is missing in Triton's driver, so jax-triton takes CUDA for not available
+0.4.0, 0.4.1  jax 0.12 and later  its rule for dead code takes two arguments, and JAX passes three
+to 0.4.1      all                 warp-specialized kernels are launched with fewer threads than they are compiled for
+to 0.4.1      all                 Gluon kernels go through Triton's passes, which rewrite them or fail
+to 0.4.1      all                 compiled kernels are stored in memory alone: see `_compile_cache` and `_launch`
+to 0.4.1      triton 3.6          it requires a key in descriptors of the copy engine that Triton does not write
+all           triton 3.6, 3.7     they import torch where it is installed, which takes 2.5 s
+to 0.4.1      triton 3.8, 3.9     their PTX needs CUDA 12.9 and 13.4: an older CUDA of JAX cannot read it
+all           no CUDA plugin      lowering for CUDA needs classes of the plugin: `_protocol` has them in Python
 ============  ==================  =====================================================================================
 
-Nothing is imported before a kernel is called. ``missing`` asks the metadata of what is installed.
+Checked with jax-triton 0.3.1 and 0.4.1 and with Triton 3.6, 3.7, 3.8 and 3.9. Nothing is imported before a kernel is
+compiled: ``unavailable_reason`` reads the metadata of what is installed.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import importlib
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -36,36 +40,101 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import attrs
 import jax
+import jax.numpy as jnp
 
-from ejkernel_core._devices import absent
+from ejkernel_core._devices import absent_target
+from ejkernel_triton.launch import _compile_cache
 from ejkernel_triton.launch._cards import capability_by_name
 
-#: The newest jax-triton that needs the mends for 0.4.
-_LAST_SEEN = (0, 4, 1)
-_TRITON, _JAX_TRITON = (3, 6), (0, 3, 1)
-_CARDS_OF_CUDA_12_8 = (*range(70, 91), 100, 101, 120)
+#: The newest jax-triton that is known to need the corrections for 0.4.
+_NEWEST_JAX_TRITON = (0, 4, 1)
+_OLDEST_TRITON, _OLDEST_JAX_TRITON = (3, 6), (0, 3, 1)
+#: The compute capabilities that CUDA 12.8 compiles for.
+_CUDA_12_8_CAPABILITIES = (*range(70, 91), 100, 101, 120)
+#: Parts of a compilation that no launch needs, and that are many times as large as the others.
+_UNUSED_RESULTS = {"ttgir": "", "llir": ""}
 _LOCK = threading.RLock()
 _ABSENT = object()
 
 
 @functools.cache
-def missing() -> str | None:
-    """Why Triton kernels cannot be used here, with the line that mends it; None where they can."""
+def unavailable_reason() -> str | None:
+    """Why Triton kernels cannot be used here, with the command that helps; None where they can be used."""
     # jax-triton 0.4 is written in the syntax of Python 3.12.
-    suits = '"jax-triton>=0.3.1"' if sys.version_info >= (3, 12) else '"jax-triton==0.3.*"'
-    mend = f'pip install {suits} "triton>=3.6"'
+    requirement = '"jax-triton>=0.3.1"' if sys.version_info >= (3, 12) else '"jax-triton==0.3.*"'
+    command = f'pip install {requirement} "triton>=3.6"'
     if not sys.platform.startswith("linux"):
-        return f"Triton is made for Linux alone; this is {sys.platform}"
-    for name, least in (("triton", _TRITON), ("jax-triton", _JAX_TRITON)):
-        found = _version(name)
-        if found is None:
-            return f"{name} is not installed: {mend}"
-        if found < least:
-            return f"{name} {_dotted(found)} is too old, {_dotted(least)} is the least: {mend}"
+        return f"Triton runs on Linux only; this is {sys.platform}"
+    for name, oldest in (("triton", _OLDEST_TRITON), ("jax-triton", _OLDEST_JAX_TRITON)):
+        installed = _version(name)
+        if installed is None:
+            return f"{name} is not installed: {command}"
+        if installed < oldest:
+            return f"{name} {_format_version(installed)} is older than {_format_version(oldest)}: {command}"
     if sys.version_info < (3, 12) and (_version("jax-triton") or ()) >= (0, 4):
-        return f"jax-triton 0.4 does not run on Python {_dotted(sys.version_info[:2])}: {mend}"
+        return f"jax-triton 0.4 does not run on Python {_format_version(sys.version_info[:2])}: {command}"
     return None
+
+
+@attrs.frozen
+class Descriptor:
+    """How Hopper's copy engine reads and writes blocks of an array."""
+
+    block: tuple[int, ...]
+    #: The bytes within which it permutes a block in shared memory; None for Gluon's default.
+    swizzle: int | None
+
+    def layout(self, dtype: Any) -> Any:
+        """The layout of a block in shared memory, as Gluon has it."""
+        with import_lock():
+            from triton.experimental.gluon import language as gl
+
+        name = jnp.dtype(dtype).name
+        if self.swizzle is None:
+            return gl.NVMMASharedLayout.get_default_for(self.block, getattr(gl, name))
+        return gl.NVMMASharedLayout(self.swizzle, 8 * jnp.dtype(dtype).itemsize, len(self.block))
+
+
+@attrs.frozen(eq=False)
+class DescribedArray:
+    """An array with a descriptor."""
+
+    array: jax.Array
+    descriptor: Descriptor
+
+
+def describe(array: jax.Array, block: Sequence[int], swizzle: int | None = None) -> DescribedArray:
+    """An array that Hopper's copy engine reads and writes in blocks of this shape.
+
+    A kernel could make the descriptor itself, but in memory that jaxlib allocates at every launch. XLA cannot put a
+    launch that allocates into a graph of several launches.
+    """
+    return DescribedArray(array, Descriptor(tuple(block), swizzle))
+
+
+@attrs.frozen
+class Launch:
+    """A launch of a kernel without its arrays. If the kernel is a name, the ``repr`` is the same in every process."""
+
+    #: "module:function", or the function.
+    kernel: Any
+    #: One for each array; None where the copy engine does not use it.
+    descriptors: tuple[Descriptor | None, ...]
+    scalars: tuple[int, ...]
+    #: Shapes and dtypes.
+    outputs: tuple[tuple[tuple[int, ...], str], ...]
+    grid: tuple[int, ...]
+    constants: tuple[tuple[str, Any], ...]
+    num_warps: int
+    num_stages: int
+    #: 90 for 9.0.
+    compute_capability: int | None
+    name: str
+    zeroed_outputs: tuple[int, ...]
+    #: Pairs of the position of an array and that of an output.
+    aliases: tuple[tuple[int, int], ...]
 
 
 def call(
@@ -80,93 +149,122 @@ def call(
     num_stages: int,
     compute_capability: tuple[int, int] | None,
     name: str = "",
-    zeroed: Sequence[int] = (),
-    updated: Mapping[int, int] | None = None,
+    zeroed_outputs: Sequence[int] = (),
+    aliases: Mapping[int, int] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Launch a kernel whose parameters are the arrays, the scalars, the outputs, and then constants by name.
+    """Launch a kernel whose parameters are the arrays, the scalars, the outputs, and then the constants by name.
 
-    ``zeroed`` are the places of outputs that are filled with zeros before. ``updated`` says which array becomes which
-    output, by their places: the kernel changes it, and has no parameter for that output; jax-triton 0.4 can do that. An
-    array may be described for the copy engine, by ``described``.
+    ``kernel`` is "module:function", which is imported only if the compile cache does not have the launch; or the
+    function. ``zeroed_outputs`` are the positions of the outputs that contain zeros when the kernel starts.
+    ``aliases`` is from the position of an array to that of an output: the kernel updates the array in place, and has no
+    parameter for the output. This needs jax-triton 0.4. An array may be a result of ``describe``.
     """
-    module = load()
-    gluon = "gluon" in type(kernel).__module__
-    if gluon and version() < (0, 4):
-        raise NotImplementedError(f"Gluon kernels need jax-triton 0.4; {_dotted(version())} is installed")
-    # Triton is to cease, one day, to join a product and a sum into one instruction unless it is told to.
-    said: Any = {"out_shape": tuple(outputs), "enable_fp_fusion": True}
-    if version() >= (0, 4):
-        said = {"out_type": tuple(outputs), "backend_options": {"enable_fp_fusion": True}}
-    results = _triton_call(
-        module,
-        *arrays,
-        # A subclass of int, as NumPy's and JAX's numbers are, would be refused by the native code.
-        *(int(scalar) for scalar in scalars),
-        kernel=kernel,
-        grid=tuple(grid),
-        name=name,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        compute_capability=None if compute_capability is None else _capability(compute_capability),
-        zeroed_outputs=tuple(zeroed),
-        **({"input_output_aliases": dict(updated)} if updated else {}),
-        **said,
-        **constants,
+    launch = Launch(
+        kernel,
+        tuple(array.descriptor if isinstance(array, DescribedArray) else None for array in arrays),
+        # The native code refuses subclasses of int, which JAX's numbers are.
+        tuple(int(scalar) for scalar in scalars),
+        tuple((tuple(output.shape), jnp.dtype(output.dtype).name) for output in outputs),
+        tuple(grid),
+        tuple(constants.items()),
+        num_warps,
+        num_stages,
+        None if compute_capability is None else _capability_number(compute_capability),
+        name,
+        tuple(zeroed_outputs),
+        tuple((aliases or {}).items()),
     )
+    operands = [array.array if isinstance(array, DescribedArray) else array for array in arrays]
+    if not isinstance(kernel, str):
+        return call_jax_triton(launch, operands)
+    from ejkernel_triton.launch._launch import launch_p
+
+    return tuple(launch_p.bind(*operands, launch=launch))
+
+
+def call_jax_triton(launch: Launch, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The results of a launch by jax-triton."""
+    module, kernel = load(), import_kernel(launch.kernel)
+    if "gluon" in type(kernel).__module__ and version() < (0, 4):
+        raise NotImplementedError(f"Gluon kernels need jax-triton 0.4; {_format_version(version())} is installed")
+    outputs = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in launch.outputs)
+    # Triton announces that it will not fuse products and sums by default.
+    options: Any = {"out_shape": outputs, "enable_fp_fusion": True}
+    if version() >= (0, 4):
+        options = {"out_type": outputs, "backend_options": {"enable_fp_fusion": True}}
+    if launch.aliases:
+        options["input_output_aliases"] = dict(launch.aliases)
+    operands = [
+        array
+        if descriptor is None
+        else module.TensorDescriptor.from_array(array, descriptor.block, descriptor.layout(array.dtype))
+        for array, descriptor in zip(arrays, launch.descriptors, strict=True)
+    ]
+    with warnings.catch_warnings():
+        # jax-triton 0.4 recommends references of JAX instead, which 0.3 does not take.
+        warnings.filterwarnings("ignore", "zeroed_outputs is deprecated", DeprecationWarning)
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        results = module.triton_call(
+            *operands,
+            *launch.scalars,
+            kernel=kernel,
+            grid=launch.grid,
+            name=launch.name,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+            compute_capability=launch.compute_capability,
+            zeroed_outputs=launch.zeroed_outputs,
+            **options,
+            **dict(launch.constants),
+        )
     return tuple(results)
 
 
-def _triton_call(module: ModuleType, *arguments: Any, **given: Any) -> Any:
-    with warnings.catch_warnings():
-        # 0.4 would rather have a reference that the caller filled with zeros, which 0.3 does not take.
-        warnings.filterwarnings("ignore", "zeroed_outputs is deprecated", DeprecationWarning)
-        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
-        return module.triton_call(*arguments, **given)
+def import_kernel(kernel: Any) -> Any:
+    """The function that a kernel's name, "module:function", stands for. A function is returned as it is."""
+    if not isinstance(kernel, str):
+        return kernel
+    module, _, name = kernel.partition(":")
+    with import_lock():
+        return getattr(importlib.import_module(module), name)
 
 
-def described(array: jax.Array, block: Sequence[int], layout: Any) -> Any:
-    """An array from which Hopper's copy engine takes blocks of this shape, to lie so in shared memory.
-
-    A kernel could describe it itself, but in memory that jaxlib allocates at every launch, and a launch that allocates
-    has no place in the graphs that XLA makes of several launches.
-    """
-    return load().TensorDescriptor.from_array(array, tuple(block), layout)
-
-
-def why_no_descriptors() -> str | None:
-    """Why arrays cannot be described for the copy engine, or None where they can."""
+def no_descriptors_reason() -> str | None:
+    """Why descriptors for the copy engine cannot be used here; None where they can be used."""
     from jaxlib import gpu_triton
 
-    if version() > _LAST_SEEN:
-        return f'jax-triton {_dotted(version())} is not known here: pip install "jax-triton=={_dotted(_LAST_SEEN)}"'
+    newest = _format_version(_NEWEST_JAX_TRITON)
+    if version() > _NEWEST_JAX_TRITON:
+        return f'jax-triton {_format_version(version())} is newer than {newest}: pip install "jax-triton=={newest}"'
     if hasattr(gpu_triton, "TritonKernel") and not hasattr(gpu_triton, "create_tma_descriptor_parameter"):
-        return f'jaxlib {_dotted(_version("jaxlib") or ())} writes none: pip install "jax>=0.11.2"'
+        return f'jaxlib {_format_version(_version("jaxlib") or ())} does not write them: pip install "jax>=0.11.2"'
     return None
 
 
 def load() -> ModuleType:
-    """The package ``jax_triton``, imported and mended."""
-    # A thread that comes first has finished with all mends before another one gets the module.
+    """The package ``jax_triton``, imported and corrected."""
+    # The variable is set after all corrections: no thread gets the module before.
     return _loaded or _load()
 
 
 def version() -> tuple[int, ...]:
     """The version of jax-triton."""
-    found = _version("jax-triton")
-    assert found is not None, missing()
-    return found
+    installed = _version("jax-triton")
+    assert installed is not None, unavailable_reason()
+    return installed
 
 
-def version_of_triton() -> tuple[int, ...]:
-    found = _version("triton")
-    assert found is not None, missing()
-    return found
+def triton_version() -> tuple[int, ...]:
+    installed = _version("triton")
+    assert installed is not None, unavailable_reason()
+    return installed
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """Around imports of kernels, one thread at a time. Triton's modules import one another in circles: who comes from
-    another side meanwhile finds them half done, and what that leaves behind fails in this process from then on.
+def import_lock() -> Iterator[None]:
+    """For imports of kernels: one thread at a time. Triton's modules import one another in circles. If two threads
+    import them from different sides, one finds a module that is not complete, and the failed import leaves modules
+    behind that do not work.
     """
     with _LOCK:
         load()
@@ -180,24 +278,50 @@ def _load() -> ModuleType:
     global _loaded
     with _LOCK:
         if _loaded is None:
-            with _CacheFolderKept(), _MissingNames():
+            with _RestoredCacheFolder(), _SubstituteNames():
                 import jax_triton
             import jax_triton.triton_lib as library
 
-            _complete(library)
+            if triton_version() < (3, 8):
+                _initialize_without_torch(library)
+            _wrap_native_library(library)
             if version() >= (0, 4):
-                _admit_cuda(library)
-            if (0, 4) <= version() <= _LAST_SEEN:
-                _keep_what_is_called(library)
-                _miss_no_im2col(library)
-            if version() <= _LAST_SEEN:
-                _mend_compilations(library)
+                _restore_cuda(library)
+            if (0, 4) <= version() <= _NEWEST_JAX_TRITON:
+                _replace_dce_rule(library)
+                _make_im2col_optional(library)
+            if version() <= _NEWEST_JAX_TRITON:
+                _replace_compilation(library)
             _loaded = jax_triton
         return _loaded
 
 
-class _CacheFolderKept:
-    """TRITON_CACHE_DIR as it was: Triton's own compilations in this process are to go where the user said."""
+def _initialize_without_torch(library: Any) -> None:
+    """The native code of Triton 3.6 and 3.7 imports torch when it first looks at an argument of a kernel, to recognize
+    torch's tensors by their type. If it cannot import torch then, it recognizes them by their attributes.
+    """
+    if "torch" not in sys.modules:
+        with _TorchBlocker():
+            library._triton.native_specialize_impl(None, 0, False, False, False)
+
+
+class _TorchBlocker:
+    """Inside, this thread cannot import torch. Other threads can."""
+
+    def __enter__(self) -> None:
+        self.thread = threading.get_ident()
+        sys.meta_path.insert(0, self)
+
+    def __exit__(self, *fault: object) -> None:
+        sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "torch" and threading.get_ident() == self.thread:
+            raise ModuleNotFoundError("torch is blocked while Triton is initialized", name=name)
+
+
+class _RestoredCacheFolder:
+    """Afterwards, TRITON_CACHE_DIR is as it was: Triton's own compilations in this process use it."""
 
     def __enter__(self) -> None:
         self.before = os.environ.get("TRITON_CACHE_DIR")
@@ -209,8 +333,8 @@ class _CacheFolderKept:
             os.environ["TRITON_CACHE_DIR"] = self.before
 
 
-class _MissingNames:
-    """jax-triton 0.3 reads two functions from ``jaxlib.gpu_triton`` that are there with a CUDA plugin only."""
+class _SubstituteNames:
+    """Inside, ``jaxlib.gpu_triton`` has the two functions that jax-triton 0.3 imports and only a CUDA plugin brings."""
 
     def __enter__(self) -> None:
         from jaxlib import gpu_triton
@@ -218,24 +342,24 @@ class _MissingNames:
         from ejkernel_triton.launch import _protocol
 
         self.module: Any = gpu_triton
-        self.added: list[str] = []
+        self.names: list[str] = []
         if version() < (0, 4):
             for name in ("get_compute_capability", "get_serialized_metadata"):
                 if not hasattr(gpu_triton, name):
                     setattr(gpu_triton, name, getattr(_protocol, name))
-                    self.added.append(name)
+                    self.names.append(name)
 
     def __exit__(self, *fault: object) -> None:
-        # jax-triton has its own references now, and others who ask jaxlib get the answer that they would have had.
-        for name in self.added:
+        # jax-triton has its own references now. For everybody else jaxlib is as it was.
+        for name in self.names:
             delattr(self.module, name)
 
 
-def _admit_cuda(library: Any) -> None:
-    """Triton 3.6 has no name for the number of tf32 in CUDA's descriptions of tensors.
+def _restore_cuda(library: Any) -> None:
+    """Triton 3.6 has no name for the number of tf32 in CUDA's tensor descriptors.
 
-    jax-triton asks for that name and for Triton's compiler in one breath, and without it has stand-ins for both. Where
-    it was imported before us, too, the compiler is put in its place afterwards.
+    jax-triton imports that name and Triton's compiler in one ``try``, and without the name has substitutes for both.
+    The compiler is put in its place here, so that it does not matter who has imported jax-triton first.
     """
     if not isinstance(library.cb, SimpleNamespace):
         return
@@ -249,111 +373,119 @@ def _admit_cuda(library: Any) -> None:
 
 
 class _Library:
-    """``jaxlib.gpu_triton`` as jax-triton sees it: what the plugin offers, or the portable way; right warp counts."""
+    """``jaxlib.gpu_triton`` for jax-triton: corrected, and without a CUDA plugin with the functions of `_protocol`."""
 
     def __init__(self, native: Any) -> None:
         self._native = native
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._native, name, _ABSENT)
-        if found is _ABSENT:
+        value = getattr(self._native, name, _ABSENT)
+        if value is _ABSENT:
             from ejkernel_triton.launch import _protocol
 
-            found = getattr(_protocol, name)
-        if name == "TritonKernel" and version() <= _LAST_SEEN:
-            return functools.partial(_kernel, found)
+            value = getattr(_protocol, name)
+        if name == "TritonKernel" and version() <= _NEWEST_JAX_TRITON:
+            return functools.partial(_kernel_with_all_warps, value)
         if name == "get_compute_capability":
-            return functools.partial(_of_target, found)
-        return found
+            return functools.partial(_target_capability, value)
+        return value
 
 
-def _complete(library: Any) -> None:
-    """Put ``_Library`` in its place. jax-triton looks each name up when it needs it."""
+def _wrap_native_library(library: Any) -> None:
+    """jax-triton looks each name of the native library up when it needs it."""
     native = library.triton_kernel_call_lib
     if not isinstance(native, _Library):
         library.triton_kernel_call_lib = _Library(native)
 
 
-def _of_target(of_device: Any, device: int) -> int:
-    """The compute capability of the card that JAX is told to compile for; else that of the card that is here."""
-    told = absent()
-    known = capability_by_name(told.device_kind) if told is not None and told.platform == "gpu" else None
-    return int(of_device(device)) if known is None else _capability(known)
+def _target_capability(device_capability: Any, device: int) -> int:
+    """The compute capability of the card in JAX's abstract mesh, or without one of the card of this machine."""
+    target = absent_target()
+    capability = None
+    if target is not None and target.platform == "gpu" and target.device_kind is not None:
+        capability = capability_by_name(target.device_kind)
+    return int(device_capability(device)) if capability is None else _capability_number(capability)
 
 
 _THREADS = re.compile(r"^\s*\.reqntid\s+(\d+)", re.MULTILINE)
 
 
-def _kernel(make: Any, name: str, num_warps: int, num_ctas: int, shared: int, code: str, *rest: Any) -> Any:
-    """A kernel with as many warps as it was compiled for.
+def _kernel_with_all_warps(
+    kernel_class: Any, name: str, num_warps: int, num_ctas: int, shared: int, code: str, *rest: Any
+) -> Any:
+    """A kernel with the number of warps that it is compiled for.
 
-    Triton adds warps to a kernel that is specialised by warps. jax-triton passes on the number that was asked for, and
-    a launch with fewer threads than ``.reqntid`` in the PTX says fails (CUDA_ERROR_INVALID_VALUE).
+    Triton adds warps to a warp-specialized kernel. jax-triton passes the number of the caller's options. A launch with
+    fewer threads than ``.reqntid`` in the PTX fails (CUDA_ERROR_INVALID_VALUE).
     """
     threads = _THREADS.search(code)
-    return make(name, int(threads[1]) // 32 if threads else num_warps, num_ctas, shared, code, *rest)
+    return kernel_class(name, int(threads[1]) // 32 if threads else num_warps, num_ctas, shared, code, *rest)
 
 
-def _keep_what_is_called(library: Any) -> None:
-    """A rule for dead code that takes what JAX passes: used outputs and the equation; between them, since 0.12, more.
-
-    It keeps every call, and every operand of it, as jax-triton's own rule does.
+def _replace_dce_rule(library: Any) -> None:
+    """The rule for dead code takes what JAX passes: the used outputs and the equation, with an argument between them
+    since 0.12.
     """
     if jax.__version_info__ < (0, 12):
         return
     from jax._src.interpreters import partial_eval
 
-    partial_eval.dce_rules[library.triton_kernel_call_p] = _keep
+    partial_eval.dce_rules[library.triton_kernel_call_p] = _keep_call
 
 
-def _keep(used_outs: Any, *more: Any) -> tuple[list[bool], Any]:
-    equation = more[-1]
+def _keep_call(used_outputs: Any, *rest: Any) -> tuple[list[bool], Any]:
+    """As in jax-triton's own rule, every call and every operand is used."""
+    equation = rest[-1]
     return [True] * len(equation.invars), equation
 
 
-def _miss_no_im2col(library: Any) -> None:
-    """Triton 3.6 knows one way in which the copy engine takes blocks, and does not say which it is. jax-triton, which
-    takes no other, will not have its word missing.
+def _make_im2col_optional(library: Any) -> None:
+    """Triton 3.6 has one mode of the copy engine, and does not write which. jax-triton, which takes only that mode,
+    requires the key.
     """
-    known = getattr(library, "TensorDescMeta", None)
-    if known is None:
+    metadata_class = getattr(library, "TensorDescMeta", None)
+    if metadata_class is None:
         return
-    known.__required_keys__ = known.__required_keys__ - {"is_im2col"}
+    metadata_class.__required_keys__ = metadata_class.__required_keys__ - {"is_im2col"}
 
 
-def _mend_compilations(library: Any) -> None:
-    from ejkernel_triton.launch import _compile_cache
-
+def _replace_compilation(library: Any) -> None:
     compile_in_place = library.compile_ttir_inplace
     if not isinstance(compile_in_place, functools.partial):
-        kept = functools.partial(_compile_cache.compiled, library)
-        library.compile_ttir_inplace = functools.partial(_compiled, library, kept, compile_in_place)
+        library.compile_ttir_inplace = functools.partial(_compile, library, compile_in_place)
 
 
-def _compiled(
-    library: Any, kept: Any, compile_in_place: Any, module: Any, backend: Any, options: Any, *target: Any
-) -> Any:
-    options = _for_older_cuda(options, backend.target.arch)
-    if version() >= (0, 4):
-        backend = _leaving_gluon_as_it_is(module, backend)
-    if library._JAX_TRITON_DUMP_DIR:  # whoever asks for the steps of a compilation is to see them
-        return compile_in_place(module, backend, options, *target)
-    return kept(compile_in_place, module, backend, options, *target)
-
-
-def _for_older_cuda(options: Any, arch: Any) -> Any:
-    """With PTX for CUDA 12.8, where that knows the card.
-
-    Triton writes for the ptxas that came with it, and that of JAX's CUDA reads it. Who names another one to Triton has
-    said for which to write.
+def _compile(library: Any, compile_in_place: Any, module: Any, backend: Any, options: Any, *target: Any) -> Any:
+    """Compile a kernel from Triton's intermediate representation, or read it from the compile cache. Launches with
+    other grids and lengths have the same kernel.
     """
-    asked = getattr(options, "ptx_version", _ABSENT)  # AMD's have none
-    if asked is not None or arch not in _CARDS_OF_CUDA_12_8 or _names_a_ptxas(arch):
+    options = _options_for_older_cuda(options, backend.target.arch)
+    if version() >= (0, 4):
+        backend = _backend_for_gluon(module, backend)
+    if _compile_cache.is_disabled():
+        return compile_in_place(module, backend, options, *target)
+    name = _compile_cache.key(str(module), str(backend.target), options.hash())
+    stored = _compile_cache.read(name)
+    if stored is not None:
+        return library.CompilationResult(**json.loads(stored))
+    result = compile_in_place(module, backend, options, *target)
+    _compile_cache.write(name, json.dumps({**dataclasses.asdict(result), **_UNUSED_RESULTS}).encode())
+    return result
+
+
+def _options_for_older_cuda(options: Any, arch: Any) -> Any:
+    """The options, with PTX for CUDA 12.8 where it compiles for the card.
+
+    Triton writes PTX for its own ptxas, but the ptxas of JAX's CUDA reads it. If the user names a ptxas to Triton, the
+    PTX is for that one.
+    """
+    ptx_version = getattr(options, "ptx_version", _ABSENT)  # AMD's options have none
+    if ptx_version is not None or arch not in _CUDA_12_8_CAPABILITIES or _is_ptxas_overridden(arch):
         return options
     return dataclasses.replace(options, ptx_version=87)
 
 
-def _names_a_ptxas(arch: int) -> bool:
+def _is_ptxas_overridden(arch: int) -> bool:
     from triton import knobs
     from triton.backends.nvidia.compiler import get_ptxas
 
@@ -363,11 +495,11 @@ def _names_a_ptxas(arch: int) -> bool:
         return False
 
 
-def _leaving_gluon_as_it_is(module: Any, backend: Any) -> Any:
-    """A Gluon kernel says itself what lies where and what runs beside what: Triton's compiler has passes of its own for
-    it, which change nothing of that.
+def _backend_for_gluon(module: Any, backend: Any) -> Any:
+    """The backend; for a Gluon kernel, which has its own layouts and its own order, with Gluon's passes, which leave
+    them as they are.
     """
-    # What Triton's own kernels get from their first pass, Gluon's have from the beginning.
+    # Triton's first pass adds this attribute, and Gluon's kernels begin with it.
     if module.get_int_attr("ttg.num-warps") is not None:
         backend = copy.copy(backend)
         backend.make_ttir = lambda module, *rest: module
@@ -375,14 +507,14 @@ def _leaving_gluon_as_it_is(module: Any, backend: Any) -> Any:
     return backend
 
 
-def _capability(pair: tuple[int, int]) -> int:
+def _capability_number(pair: tuple[int, int]) -> int:
     major, minor = pair
     return 10 * major + minor
 
 
 @functools.cache
 def _version(distribution: str) -> tuple[int, ...] | None:
-    """Of what is installed; Triton may come under another distribution's name, then it is asked itself."""
+    """The installed version. Triton may be installed by a distribution of another name: then the module has it."""
     try:
         text = metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -394,5 +526,5 @@ def _version(distribution: str) -> tuple[int, ...] | None:
     return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3])
 
 
-def _dotted(version: Sequence[int]) -> str:
+def _format_version(version: Sequence[int]) -> str:
     return ".".join(map(str, version))

@@ -1,9 +1,9 @@
-"""What jaxlib's CUDA plugin makes of a compiled Triton kernel, in plain Python: for a machine that has no such plugin.
+"""The launch of a compiled kernel as a protocol buffer, in Python, for machines without JAX's CUDA plugin.
 
-A launch is written into a program as a protocol buffer (`jaxlib/gpu/triton.proto` of JAX), which is read on the GPU
-that runs it. Writing it takes no GPU, only the native extension that comes with one. These classes have its names and
-arguments, and write the same bytes (seen equal to those of the plugins for jaxlib 0.10.2, 0.11.2 and 0.12.0.1), so
-that what is lowered or exported here runs there.
+A launch is written into a program as a protocol buffer (`jaxlib/gpu/triton.proto` of JAX), and read when the program
+runs on a GPU. JAX writes it with a native extension of the CUDA plugin. These classes have the same names and
+arguments as that extension, and write the same bytes (compared with the plugins for jaxlib 0.10.2, 0.11.2 and
+0.12.0.1). So a program that is lowered or exported without a GPU runs on one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FLOATS = {"fp32": (7, "<f", 5), "fp64": (8, "<d", 1)}
 
 @attrs.frozen
 class TritonKernel:
-    """The compiled code of a kernel, and what launching it takes."""
+    """The compiled code of a kernel, with its number of warps and its memory."""
 
     kernel_name: str
     num_warps: int
@@ -40,18 +40,18 @@ class TritonKernel:
             _text(4, self.ptx),
             _text(5, self.ttir),
             _number(6, self.compute_capability),
-            _number(10, self.num_ctas, always=True),
+            _number(10, self.num_ctas, is_required=True),
         ]
         if self.global_scratch_size is not None:
-            parts += [_number(12, self.global_scratch_size, always=True)]
+            parts += [_number(12, self.global_scratch_size, is_required=True)]
         if self.global_scratch_align is not None:
-            parts += [_number(13, self.global_scratch_align, always=True)]
+            parts += [_number(13, self.global_scratch_align, is_required=True)]
         return b"".join(parts)
 
 
 @attrs.frozen
 class TritonParameter:
-    """One parameter of a launch, as bytes."""
+    """The bytes of one parameter of a launch."""
 
     serialized: bytes
 
@@ -68,7 +68,7 @@ def create_scalar_parameter(value: bool | int | float, dtype: str) -> TritonPara
         return TritonParameter(_varint(number << 3 | wire) + struct.pack(form, value))
     if dtype not in _INTEGERS:
         raise ValueError(f"a scalar parameter of type {dtype!r} cannot be passed to a Triton kernel")
-    return TritonParameter(_number(_INTEGERS[dtype], int(value), always=True))
+    return TritonParameter(_number(_INTEGERS[dtype], int(value), is_required=True))
 
 
 def create_tma_descriptor_parameter(
@@ -79,7 +79,7 @@ def create_tma_descriptor_parameter(
     block_shape: Sequence[int],
     oob_fill: int,
 ) -> TritonParameter:
-    """A buffer, and how the copy engine takes blocks of it."""
+    """A buffer with a descriptor for the copy engine."""
     parts = [_number(1, elem_type), _number(2, swizzle)]
     parts += [_numbers(field, numbers) for field, numbers in ((3, shape), (4, strides), (5, block_shape))]
     return TritonParameter(_message(9, _message(1, b"".join([*parts, _number(6, oob_fill)]))))
@@ -106,7 +106,7 @@ class TritonKernelCall:
 
 @attrs.frozen
 class TritonAutotunedKernelCall:
-    """Several launches, of which the GPU is to find the fastest; with the buffers that trying them out would spoil."""
+    """Several launches, of which the GPU finds the fastest, and the buffers that are restored between the trials."""
 
     name: str
     calls: Sequence[tuple[TritonKernelCall, str]]
@@ -114,19 +114,19 @@ class TritonAutotunedKernelCall:
 
     def to_proto(self, name: str, metadata: bytes) -> bytes:
         parts = [_text(1, self.name)]
-        parts += [_message(2, _message(1, call.serialized()) + _text(2, told)) for call, told in self.calls]
+        parts += [_message(2, _message(1, call.serialized()) + _text(2, label)) for call, label in self.calls]
         parts += [_message(3, b"".join(_number(1 + i, n) for i, n in enumerate(alias))) for alias in self.aliases]
         return _any_call(2, b"".join(parts), name, metadata)
 
 
 def get_compute_capability(device: int) -> int:
-    """Of the GPU that is not here."""
-    raise RuntimeError("there is no GPU here: pass compute_capability= to say which one the kernel is compiled for")
+    """An error, because there is no GPU."""
+    raise RuntimeError("this machine has no GPU: pass the compute capability of the card as compute_capability=")
 
 
 def get_serialized_metadata(opaque: bytes) -> bytes:
-    """Of a launch that is in a program."""
-    raise RuntimeError("reading a launch back takes jaxlib's CUDA plugin")
+    """An error, because only the plugin can read a launch."""
+    raise RuntimeError("reading the metadata of a launch needs jaxlib's CUDA plugin")
 
 
 def _any_call(kind: int, call: bytes, name: str, metadata: bytes) -> bytes:
@@ -135,16 +135,16 @@ def _any_call(kind: int, call: bytes, name: str, metadata: bytes) -> bytes:
 
 def _varint(value: int) -> bytes:
     value &= (1 << 64) - 1  # a negative number is written as its two's complement in 64 bits
-    found = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)
 
 
-def _number(field: int, value: int, always: bool = False) -> bytes:
-    return _varint(field << 3) + _varint(value) if value or always else b""
+def _number(field: int, value: int, is_required: bool = False) -> bytes:
+    return _varint(field << 3) + _varint(value) if value or is_required else b""
 
 
 def _numbers(field: int, values: Sequence[int]) -> bytes:
