@@ -1,4 +1,4 @@
-"""What is read from the compiler's output, on output that was written by hand: no compiler for TPUs is here."""
+"""How the compiler's output is read, on output that is written by hand: this needs no compiler for TPUs."""
 
 from __future__ import annotations
 
@@ -6,99 +6,114 @@ import numpy as np
 import pytest
 
 from ejkernel_pallas_tpu.testing._compiler import Program
-from ejkernel_pallas_tpu.testing._contenders import prefetched, words
+from ejkernel_pallas_tpu.testing._prefetch import words
 from ejkernel_pallas_tpu.testing._schedule import estimate
 from ejkernel_pallas_tpu.testing._sharded import COLLECTIVE
 
 UNITS = "MXU, VSTORE:SPILL\n    4     1"
-OPERAND = "%s16_s5 = inlined_call_operand.smem [shape: s32[2], index: 0, kind: input, shape index: {}]"
-#: As many rounds as the second number that was prefetched says.
-LOOP = """
-s1 = simm.u32 $0; s6 = sld [smem:s5+$0x1]
-s1 = sadd.s32 $1, s1
-p0 = slt.s32 s1, s6
-(pc) = sbr.rel @p0 $-2 (=0x11)
-{v0}
-{v0}
-{v0}
-{v0}
-v1 = vadd.8x128.f32 v2, v3
-"""
-IDLE, PRODUCT = "v0 = vadd.8x128.f32 v1, v2", "(mrf0, gmr0, msra0) = vmatmul.8x128.bf16.lgmr v38"
+ARGUMENT = "%s1_s5 = inlined_call_operand.smem [shape: s32[2], index: 0, kind: input, shape index: {}] /* operand 0 */"
+SUM, PRODUCT = "%v9_v0 = vadd.f32 %v1_v1, %v2_v2", "%10 = vmatmul.bf16.gmra.mxu0 %v11_v38"
+
+
+def loop(work: str, delay: int = 4) -> list[str]:
+    """Bundles that go round as often as the second number in scalar memory says."""
+    return [
+        f"{{ {ARGUMENT}  ;;  %s2_s1 = smov.u32 0 }}",
+        "{ %s3_s6 = sld [smem:[%s1_s5 + $0x1]] }",
+        "{ %s4_s1 = sadd.s32 1, %s2_s1 /* a comment\nwith /* another */ and sbr.rel in it */ } /* Start region 7 */",
+        "{ %p5_p0 = scmp.lt.s32.totalorder %s4_s1, %s3_s6  ;;  %s6_s1 = int_to_ptr.hbm %s4_s1 } /* Start region 8 */",
+        "{ %8 = sbr.rel (%p5_p0) target = $region7 }",
+        *(f"{{ {work} }}{' /* End region 8 */' * (number == delay)}" for number in range(1, 5)),
+        "{}",
+    ]
 
 
 @pytest.fixture
 def program(tmp_path):
     """A folder as the compiler leaves it, for a kernel of these bundles, of which the first spills."""
 
-    def made(text):
-        lines = text.strip().splitlines()
-        bundles = [f"0:{16 + place:#x} : {{{line}}}" for place, line in enumerate(lines)]
-        (tmp_path / "1-TLP-03-assembly-pre-overlay.txt").write_text("\n".join(["0:0xf : {_ = vtrace s2}", *bundles]))
-        place = f"[TensorCoreSequencer:0:0x10, TensorCoreSequencer:0:{16 + len(lines):#x})"
-        (tmp_path / "1-TLP-04-hlo-details.txt").write_text(
-            f"HLO:\n  operation: %attend.1 = f32[8] custom-call()\n  emitted bundle range: {place}\n"
-        )
-        (tmp_path / "2-attend.1-04-final_bundles.txt").write_text(f"  0x0 : {{ {OPERAND} }}")
-        use = "\n".join(["0 1", *["1 0"] * (len(lines) - 1)])
+    def write(bundles):
+        listing = "\n".join(f"  {place:#x} LB: > {bundle}" for place, bundle in enumerate(bundles))
+        (tmp_path / "2-attend.1-04-final_bundles.txt").write_text(f"LB: loop body\n\n{listing}\n")
+        uses = "\n".join(["0 1", *["1 0"] * (len(bundles) - 1)])
         (tmp_path / "2-attend.1-02-final_hlo-static-per-bundle-utilization.txt").write_text(
-            f"== CAPACITY:\n{UNITS}\n== UTILIZATION:\n{use}\n"
+            f"== CAPACITY:\n{UNITS}\n== UTILIZATION:\n{uses}\n"
         )
         return tmp_path
 
-    return made
+    return write
 
 
 @pytest.mark.parametrize("rounds", [1, 3, 100])
-def test_branches_are_taken_as_prefetched_values_say(program, rounds):
-    found = estimate(program(LOOP.replace("{v0}", IDLE)), "attend.1", [[7, rounds]], "v5e")
-    assert found.bundles == found.cycles == 2 + 7 * rounds
-    assert found.microseconds == pytest.approx((2 + 7 * rounds) / 1500)
-    assert found.spills == 1
-    assert found.units == pytest.approx(
-        {"MXU": (1 + 7 * rounds) / (4 * found.bundles), "VSTORE:SPILL": 1 / found.bundles}
+def test_branches_depend_on_the_values_in_scalar_memory(program, rounds):
+    result = estimate(program(loop(SUM)), "attend.1", [[7, rounds]], "v5e")
+    assert result.bundles == result.cycles == 3 + 7 * rounds
+    assert result.microseconds == pytest.approx((3 + 7 * rounds) / 1500)
+    assert result.spills == 1
+    assert result.units == pytest.approx(
+        {"MXU": (2 + 7 * rounds) / (4 * result.bundles), "VSTORE:SPILL": 1 / result.bundles}
     )
 
 
-def test_a_branch_may_say_how_many_bundles_are_issued_before_it(program):
-    """With none of them, the four behind it are issued once, at the end."""
-    text = LOOP.replace("{v0}", IDLE).replace("$-2 (", "$-2, $0 (")
-    assert estimate(program(text), "attend.1", [[7, 3]], "v5e").bundles == 2 + 3 * 3 + 4
+def test_on_v7x_branches_differ_in_how_many_bundles_they_issue(program):
+    """The region of a branch ends with the last of them, and an empty bundle comes next if they are fewer than six."""
+    bundles = loop(SUM, delay=2)
+    bundles.insert(7, "{}")
+    assert estimate(program(bundles), "attend.1", [[7, 3]], "v7x").bundles == 2 + 3 * 5 + 4
+    bundles = loop(SUM, delay=0)
+    assert estimate(program(bundles), "attend.1", [[7, 3]], "v7x").bundles == 2 + 3 * 3 + 5
 
 
 def test_matrix_units_are_waited_for(program):
-    """Each takes 16 cycles for a product and two more while it is busy: the first of twelve is issued in cycle 5, the
-    fourth in 21, and each of the rest 16 cycles behind the one before.
+    """Each takes 16 cycles for a product and two more while it is busy: the first of twelve is issued in cycle 6, the
+    fourth in 22, and each of the rest 16 cycles behind the one before.
     """
-    found = estimate(program(LOOP.replace("{v0}", PRODUCT)), "attend.1", [[7, 3]], "v5e")
-    assert (found.bundles, found.cycles) == (23, 21 + 8 * 16 + 1)
-    assert estimate(program(LOOP.replace("{v0}", PRODUCT)), "attend.1", [[7, 3]], "v6e").cycles < 90
+    folder = program(loop(PRODUCT))
+    result = estimate(folder, "attend.1", [[7, 3]], "v5e")
+    assert (result.bundles, result.cycles) == (24, 22 + 8 * 16 + 1)
+    assert estimate(folder, "attend.1", [[7, 3]], "v6e").cycles < 90
 
 
 def test_copies_are_waited_for(program):
-    copy = "[vmem:s2], [sflag:$0x5] = dma.simple [hbm:s3], length:$0x{}\n_ = vwait.ge [sflag:$0x5], $0x{}"
-    short = estimate(program(copy.format(10, 10)), "attend.1", [[0, 0]], "v5e")
+    copy = "{{ %1 = dma.hbm_to_vmem [thread:$0] (!%p2_p2), /*hbm=*/%s3_s3, {0}, %s4_s4, [#allocation5], 64, 64, 4 }}"
+    wait = "{{ %5 = dma.done.wait (!%p2_p2), [#allocation5], {0} }}"
+    short = estimate(program([text.format(16) for text in (copy, wait)]), "attend.1", [], "v5e")
     assert (short.bytes, short.cycles) == (16 * 32, pytest.approx(901))  # 0.6 us at 1.5 GHz, from cycle 1 on
-    long = estimate(program(copy.format(100000, 100000)), "attend.1", [[0, 0]], "v5e")
+    long = estimate(program([text.format(2**20) for text in (copy, wait)]), "attend.1", [], "v5e")
     assert (long.bytes, long.cycles) == (2**25, pytest.approx(1 + 2**25 / 820 * 1.5))
 
 
-def test_an_instruction_that_nobody_knows_is_told(program):
+def test_instructions_of_a_bundle_read_registers_before_any_is_written(program):
+    bundles = [
+        "{ %s1_s1 = smov.u32 2  ;;  %s2_s2 = smov.u32 3 }",
+        "{ %s3_s1 = smov.u32 %s2_s2  ;;  %s4_s2 = smov.u32 %s1_s1 }",
+        "{ %p5_p1 = scmp.eq.s32.totalorder %s3_s1, 3  ;;  %p6_p2 = scmp.eq.s32.totalorder %s4_s2, 2 }",
+        "{ %p7_p3 = pnand %p5_p1, %p6_p2 } /* Start region 1 */",
+        "{ %8 = sbr.rel (!%p7_p3) target = $region2 }",
+        *["{}"] * 3,
+        "{} /* End region 1 */",
+        *[f"{{ {SUM} }}"] * 10,
+        "{} /* Start/End empty region 2 */",
+    ]
+    assert estimate(program(bundles), "attend.1", [], "v5e").bundles == 10
+
+
+def test_an_unknown_instruction_is_an_error(program):
     with pytest.raises(NotImplementedError, match="sfoo"):
-        estimate(program("s1 = sfoo.u32 s2"), "attend.1", [[0, 0]], "v5e")
+        estimate(program(["{ %s1_s1 = sfoo.u32 %s2_s2 }"]), "attend.1", [[0, 0]], "v5e")
 
 
-def test_a_kernel_that_is_not_there_is_told(program):
-    with pytest.raises(LookupError, match="other"):
-        estimate(program(LOOP.replace("{v0}", IDLE)), "other.1", [], "v5e")
+def test_a_kernel_without_a_listing_is_an_error(program):
+    with pytest.raises(LookupError, match=r"no file \*-final_bundles.txt for the kernel other.1"):
+        estimate(program(loop(SUM)), "other.1", [], "v5e")
 
 
-def test_bytes_in_scalar_memory_lie_in_fours():
+def test_four_bytes_share_a_word_of_scalar_memory():
     scalars = np.arange(5 * 3, dtype=np.int8).reshape(1, 5, 3)
-    found = words(scalars)
-    assert len(found) == 2 * 128
-    assert found[:4] == [0x09060300, 0x0A070401, 0x0B080502, 0]
-    assert found[128:132] == [0x0C, 0x0D, 0x0E, 0]
+    result = words(scalars)
+    assert len(result) == 2 * 128
+    assert result[:4] == [0x09060300, 0x0A070401, 0x0B080502, 0]
+    assert result[128:132] == [0x0C, 0x0D, 0x0E, 0]
     assert words(np.array([[1, -1]], np.int32)) == [1, -1]
 
 
@@ -107,25 +122,20 @@ def test_memory_is_read_from_the_report(tmp_path):
     program = Program('%attend.1 = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", y\n', tmp_path)
     assert program.kernels == ["attend.1"]
     assert program.vmem("attend.1") == 77
-    with pytest.raises(LookupError, match=r"other\.1"):
+    with pytest.raises(LookupError, match=r"does not have the kernel other\.1"):
         program.vmem("other.1")
 
 
-def test_communication_is_found():
+def test_collectives_of_a_program():
     text = (
         "%a = (f32[8], f32[4]) all-reduce(%x, %y)\n%b = f32[8]{0} collective-permute-start(%a)\n%c = f32[8] add(%a, %b)"
     )
     assert COLLECTIVE.findall(text) == ["all-reduce", "collective-permute-start"]
 
 
-def test_what_is_prefetched_is_the_walk():
-    """Of 4 blocks of 512 queries under causality, ten pairs meet."""
-    import jax
-
-    from ejkernel_pallas_tpu.testing._contenders import Shape, ours, registry_of
-
-    shape = Shape("short", 2048, heads=1, kv_heads=1)
-    attention = ours(shape).variants[""](registry_of("TPU v5e"))
-    found = prefetched(attention, shape.arrays(False))
-    assert {name: [len(part) for part in parts] for name, parts in found.items()} == {"flash_attention": [10, 1]}
-    assert jax.config.jax_disable_jit is False
+def test_the_operations_of_plain_jax_are_those_with_a_schedule(tmp_path):
+    text = "%region (x: f32[]) -> f32[] {\n  %sum.1 = add(%x)\n}\nENTRY %main (x: f32[8]) -> f32[8] {\n"
+    text += "  %bitcast.1 = bitcast(%x)\n  %fusion.1 = fusion(%bitcast.1)\n  ROOT %fusion.2 = fusion(%fusion.1)\n}\n"
+    for name in ("sum.1", "fusion.1", "fusion.2"):
+        (tmp_path / f"1-{name}-02-final_bundles.txt").write_text("")
+    assert Program(text, tmp_path).operations == ["fusion.1", "fusion.2"]

@@ -1,4 +1,4 @@
-"""Lowering for TPUs where there is none, and no compiler for one either: every configuration that is offered."""
+"""All configurations of ``config_space`` lower for TPUs. This needs neither a TPU nor its compiler."""
 
 from __future__ import annotations
 
@@ -28,16 +28,19 @@ def shape(*sizes: int, dtype: str = "bfloat16") -> Any:
     return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
 
 
-def call(dtype: str = "bfloat16", dim: int = 128, v_dim: int | None = None, length: int = LENGTH, **more: Any) -> Any:
+def call(
+    dtype: str = "bfloat16", dim: int = 128, v_dim: int | None = None, length: int = LENGTH, **changes: Any
+) -> Any:
     """The arrays of a call, and its options."""
-    made = {
+    arguments = {
         "query": shape(1, length, 4, dim, dtype=dtype),
         "key": shape(1, length, 2, dim, dtype=dtype),
         "value": shape(1, length, 2, v_dim or dim, dtype=dtype),
-        **more,
+        **changes,
     }
-    arrays = {name: value for name, value in made.items() if isinstance(value, jax.ShapeDtypeStruct)}
-    return SimpleNamespace(arrays=arrays, options={n: value for n, value in made.items() if n not in arrays})
+    arrays = {name: value for name, value in arguments.items() if isinstance(value, jax.ShapeDtypeStruct)}
+    options = {name: value for name, value in arguments.items() if name not in arrays}
+    return SimpleNamespace(arrays=arrays, options=options)
 
 
 def packed() -> Any:
@@ -72,78 +75,77 @@ def mesh(device_kind: str) -> AbstractMesh:
     return AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind, 1, "tpu"))
 
 
-def backward(made: Any) -> Any:
+def backward(forward: Any) -> Any:
     """The gradients of the call, as a call of the backward operation."""
-    wrt = tuple(name for name in ("query", "key", "value", "bias", "softmax_aux") if name in made.arrays)
+    wrt = tuple(name for name in ("query", "key", "value", "bias", "softmax_aux") if name in forward.arrays)
     out, lse = jax.eval_shape(
-        lambda arrays: REGISTRY.call(FORWARD, **arrays, **made.options, return_lse=True, backend="reference"),
-        made.arrays,
+        lambda arrays: REGISTRY.call(FORWARD, **arrays, **forward.options, return_lse=True, backend="reference"),
+        forward.arrays,
     )
-    arrays = {**made.arrays, "out": out, "lse": lse, "d_out": out, "d_lse": lse}
-    return SimpleNamespace(arrays=arrays, options={**made.options, "wrt": wrt})
+    arrays = {**forward.arrays, "out": out, "lse": lse, "d_out": out, "d_lse": lse}
+    return SimpleNamespace(arrays=arrays, options={**forward.options, "wrt": wrt})
 
 
-def lowered(op: str, device_kind: str, made: Any, cfg: Any = None) -> str:
-    def computed(arrays: Any) -> Any:
-        return REGISTRY.call(op, **arrays, **made.options, backend="pallas_tpu", cfg=cfg)
+def lower(op: str, device_kind: str, call: Any, cfg: Any = None) -> str:
+    def run(arrays: Any) -> Any:
+        return REGISTRY.call(op, **arrays, **call.options, backend="pallas_tpu", cfg=cfg)
 
     with use_abstract_mesh(mesh(device_kind)):
-        return str(jax.jit(computed).trace(made.arrays).lower(lowering_platforms=("tpu",)).as_text())
+        return str(jax.jit(run).trace(call.arrays).lower(lowering_platforms=("tpu",)).as_text())
 
 
-def space(op: str, device_kind: str, made: Any) -> list[Any]:
+def config_space(op: str, device_kind: str, call: Any) -> list[Any]:
     """Every configuration that a kernel offers for the call on that device."""
-    plan = REGISTRY.plan(op, **made.arrays, **made.options, backend="reference")
+    plan = REGISTRY.plan(op, **call.arrays, **call.options, backend="reference")
     inv = attrs.evolve(plan.invocation, platform="tpu", device_kind=device_kind)
     return list(REGISTRY.kernel(op, "pallas_tpu").config_space(inv))
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_kind_of_call_lowers(name):
-    made = CALLS[name]
-    assert lowered(FORWARD, "TPU v5e", made).count("tpu_custom_call") == 1
-    asked = backward(made)
-    first = space(BACKWARD, "TPU v5e", asked)[0]
-    of_bias = "bias" in made.arrays
-    assert lowered(BACKWARD, "TPU v5e", asked, first).count("tpu_custom_call") == 1 + of_bias
-    parted = attrs.evolve(first, fused=None)
-    assert lowered(BACKWARD, "TPU v5e", asked, parted).count("tpu_custom_call") == 2 + of_bias
+    forward = CALLS[name]
+    assert lower(FORWARD, "TPU v5e", forward).count("tpu_custom_call") == 1
+    gradients = backward(forward)
+    fused = config_space(BACKWARD, "TPU v5e", gradients)[0]
+    has_bias = "bias" in forward.arrays
+    assert lower(BACKWARD, "TPU v5e", gradients, fused).count("tpu_custom_call") == 1 + has_bias
+    two_passes = attrs.evolve(fused, fused=None)
+    assert lower(BACKWARD, "TPU v5e", gradients, two_passes).count("tpu_custom_call") == 2 + has_bias
 
 
 @pytest.mark.parametrize("device_kind", DEVICES)
 @pytest.mark.parametrize("op", [FORWARD, BACKWARD])
 def test_every_configuration_of_every_generation_lowers(op, device_kind):
-    made = CALLS["causal"] if op == FORWARD else backward(CALLS["causal"])
-    offered = space(op, device_kind, made)
-    assert len(offered) > 3
-    for cfg in offered:
-        assert "tpu_custom_call" in lowered(op, device_kind, made, cfg), cfg
+    causal = CALLS["causal"] if op == FORWARD else backward(CALLS["causal"])
+    configurations = config_space(op, device_kind, causal)
+    assert len(configurations) > 3
+    for cfg in configurations:
+        assert "tpu_custom_call" in lower(op, device_kind, causal, cfg), cfg
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("device_kind", DEVICES)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_configuration_of_every_kind_of_call_lowers(name, device_kind):
-    made = CALLS[name]
-    for op, asked in ((FORWARD, made), (BACKWARD, backward(made))):
-        for cfg in space(op, device_kind, asked):
-            assert "tpu_custom_call" in lowered(op, device_kind, asked, cfg), cfg
+    for op, call in ((FORWARD, CALLS[name]), (BACKWARD, backward(CALLS[name]))):
+        for cfg in config_space(op, device_kind, call):
+            assert "tpu_custom_call" in lower(op, device_kind, call, cfg), cfg
 
 
-def test_it_can_be_exported():
+def test_a_call_can_be_exported():
     export = pytest.importorskip("jax.export")
-    made = CALLS["causal"]
+    causal = CALLS["causal"]
     with use_abstract_mesh(mesh("TPU v6e")):
         exported = export.export(
-            jax.jit(lambda arrays: REGISTRY.call(FORWARD, **arrays, **made.options)), platforms=["tpu"]
-        )(made.arrays)
+            jax.jit(lambda arrays: REGISTRY.call(FORWARD, **arrays, **causal.options)), platforms=["tpu"]
+        )(causal.arrays)
     assert exported.platforms == ("tpu",)
     assert "tpu_custom_call" in exported.mlir_module()
 
 
-def test_it_is_the_first_choice_on_a_tpu():
-    made = CALLS["causal"]
+def test_the_kernel_is_the_first_choice_on_a_tpu():
+    causal = CALLS["causal"]
     with use_abstract_mesh(mesh("TPU v5e")):
-        low = jax.jit(lambda arrays: REGISTRY.call(FORWARD, **arrays, **made.options)).trace(made.arrays)
-        (label,) = find_labels_in_lowered(low.lower(lowering_platforms=("tpu",)))
+        traced = jax.jit(lambda arrays: REGISTRY.call(FORWARD, **arrays, **causal.options)).trace(causal.arrays)
+        (label,) = find_labels_in_lowered(traced.lower(lowering_platforms=("tpu",)))
     assert label.backend == "pallas_tpu"

@@ -1,4 +1,4 @@
-"""The examples of docs/pallas-tpu.md."""
+"""docs/pallas-tpu.md: its examples run, and its tables have the numbers of the code."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_the_examples_run():
     exec("\n".join(blocks), {})
 
 
-def test_the_blocks_are_those_of_the_tables():
+def test_the_tables_have_the_blocks_and_the_memory_of_each_generation():
     generations = {kind.name: attrs.astuple(kind) for kind in KINDS.values()}
     for name, which in NAMES.items():
         (row,) = re.findall(rf"^\| {name} \| (.*) \|$", PAGE, re.MULTILINE)
-        shown = [tuple(map(int, cell.split(", "))) for cell in row.split(" | ")]
-        assert shown == [_tuning.FIRST[which][generation] for generation in generations]
+        cells = [tuple(map(int, cell.split(", "))) for cell in row.split(" | ")]
+        assert cells == [_tuning.FIRST[which][generation] for generation in generations]
     (row,) = re.findall(r"^\| vector memory that may be used \| (.*) \|$", PAGE, re.MULTILINE)
-    shown = [tuple(map(int, re.findall(r"\d+", cell))) for cell in row.split(" | ")]
-    assert shown == [(budget // MIB, vmem // MIB) for _, vmem, budget, _ in generations.values()]
+    cells = [tuple(map(int, re.findall(r"\d+", cell))) for cell in row.split(" | ")]
+    assert cells == [(budget // MIB, vmem // MIB) for _, vmem, budget, _ in generations.values()]

@@ -1,7 +1,7 @@
-"""The backward passes, from the forward's log-sum-exps. Each computes the weights of its tiles anew.
+"""The backward passes, from the lse of the forward. Each computes the weights of its tiles again.
 
-One keeps a block of queries and adds up over keys. One keeps a block of keys and adds up over the queries that see it,
-of all the heads that share it: so the gradients of keys and values are finished where they are made.
+One keeps a block of queries and sums over keys. The other keeps a block of keys and sums over the queries that see it,
+of all the heads that share it, so that it finishes the gradients of keys and values itself.
 """
 
 from __future__ import annotations
@@ -11,78 +11,78 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas_tpu.flash_attention._operands import Operand, by_queries, operands, output_by_queries, statistics
+from ejkernel_ops.flash_attention.statistics import BackwardRows
+from ejkernel_pallas_tpu.flash_attention._operands import by_queries, operands, output_by_queries, statistics
 from ejkernel_pallas_tpu.flash_attention._problem import Arguments, Problem
-from ejkernel_pallas_tpu.flash_attention._rows import Rows
-from ejkernel_pallas_tpu.flash_attention._sight import FIRST, LAST, Sight, is_set, passing, staying
-from ejkernel_pallas_tpu.flash_attention._tile import inner, slopes
-from ejkernel_pallas_tpu.flash_attention._walk import visit
-from ejkernel_pallas_tpu.launch._launch import Launch, Output, ids
+from ejkernel_pallas_tpu.flash_attention._steps import FIRST, LAST, Steps, inner_block, is_set, outer_block, run_step
+from ejkernel_pallas_tpu.flash_attention._tile import logit_gradients, matmul
+from ejkernel_pallas_tpu.launch._launch import Launch, Operand, Output, grid_indices
 
 
-def all_operands(a: Arguments, p: Problem, rows: Rows) -> dict[str, Operand]:
-    """What the forward reads, and what comes back from behind it."""
+def all_operands(a: Arguments, p: Problem, rows: BackwardRows) -> dict[str, Operand]:
+    """What the forward reads, the cotangent of its output, and the statistics of rows."""
     return {
         **operands(a, p),
         "d_out": by_queries(rows.d_out, p),
-        # What is no query has no weight.
-        "top": statistics(rows.top, p, jnp.inf),
-        "shift": statistics(rows.shift, p, 0.0),
+        # Queries that are padding have no weights.
+        "lse": statistics(rows.lse, p, jnp.inf),
+        "delta": statistics(rows.delta, p, 0.0),
     }
 
 
-# -- for queries ---------------------------------------------------------------------------------------------------
+# -- queries -------------------------------------------------------------------------------------------------------
 
 
-def over_keys(a: Arguments, p: Problem, rows: Rows, sight: Sight) -> Launch:
-    """The launch that makes the gradient of queries."""
+def query_pass(a: Arguments, p: Problem, rows: BackwardRows, steps: Steps) -> Launch:
+    """The launch that computes the gradient of queries."""
 
-    def at(b: Any, h: Any, t: Any, table: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
-        word = sight.word(table, b, t)
-        return b, h, staying(word), passing(word)
+    def tile_map(b: Any, h: Any, t: Any, table: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
+        word = steps.word(table, b, t)
+        return b, h, outer_block(word), inner_block(word)
 
     return Launch(
         name="flash_attention_bwd_queries",
-        kernel=lambda table, seed, refs: _sum_over_keys(p, sight, table, seed, refs),
-        grid=(p.batch, p.heads, sight.steps),
+        kernel=lambda table, seed, refs: _sum_over_keys(p, steps, table, seed, refs),
+        grid=(p.batch, p.heads, steps.count),
         semantics=("parallel", "parallel", "arbitrary"),
-        at=at,
+        tile_map=tile_map,
         operands=all_operands(a, p, rows),
         outputs={"d_query": output_by_queries(p, p.dim)},
         scratch={"sums": (p.q_block, p.dim)},
     )
 
 
-def _sum_over_keys(p: Problem, sight: Sight, table: Any, seed: Any, refs: Any) -> None:
-    b, h, step = ids(3)
-    word, state = sight.word(table, b, step), seed[0]
-    i = staying(word)
+def _sum_over_keys(p: Problem, steps: Steps, table: Any, seed: Any, refs: Any) -> None:
+    b, h, step = grid_indices(3)
+    word, state = steps.word(table, b, step), seed[0]
+    i = outer_block(word)
 
     @pl.when(is_set(word, FIRST))
     def _() -> None:
         refs.sums[...] = jnp.zeros((p.q_block, p.dim), jnp.float32)
 
-    def meet(j: Any, masked: bool) -> None:
-        _, of_product, _ = slopes(p, refs, state, b * p.heads + h, i, j, masked, turned=False)
-        refs.sums[...] += inner(of_product, refs.key[...])
+    def tile(j: Any, is_masked: bool) -> None:
+        head = b * p.heads + h
+        _, d_products, _ = logit_gradients(p, refs, state, head, i, j, is_masked, is_transposed=False)
+        refs.sums[...] += matmul(d_products, refs.key[...])
 
-    visit(sight, word, meet)
+    run_step(steps, word, tile)
 
     @pl.when(is_set(word, LAST))
     def _() -> None:
         refs.d_query[...] = (refs.sums[...] * p.scale).astype(refs.d_query.dtype)
 
 
-# -- for keys and values -------------------------------------------------------------------------------------------
+# -- keys and values -----------------------------------------------------------------------------------------------
 
 
-def over_queries(a: Arguments, p: Problem, rows: Rows, sight: Sight) -> Launch:
-    """The launch that makes the gradients of keys and values."""
+def key_pass(a: Arguments, p: Problem, rows: BackwardRows, steps: Steps) -> Launch:
+    """The launch that computes the gradients of keys and values."""
     group = p.group
 
-    def at(b: Any, h: Any, t: Any, g: Any, table: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
-        word = sight.word(table, b, t)
-        return b, h * group + g, passing(word), staying(word)
+    def tile_map(b: Any, h: Any, t: Any, g: Any, table: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
+        word = steps.word(table, b, t)
+        return b, h * group + g, inner_block(word), outer_block(word)
 
     def output(dim: int) -> Output:
         return Output(
@@ -94,20 +94,20 @@ def over_queries(a: Arguments, p: Problem, rows: Rows, sight: Sight) -> Launch:
 
     return Launch(
         name="flash_attention_bwd_keys",
-        kernel=lambda table, seed, refs: _sum_over_queries(p, sight, table, seed, refs),
-        grid=(p.batch, p.kv_heads, sight.steps, group),
+        kernel=lambda table, seed, refs: _sum_over_queries(p, steps, table, seed, refs),
+        grid=(p.batch, p.kv_heads, steps.count, group),
         semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
-        at=at,
+        tile_map=tile_map,
         operands=all_operands(a, p, rows),
         outputs={"d_key": output(p.dim), "d_value": output(p.v_dim)},
         scratch={"k_sums": (p.k_block, p.dim), "v_sums": (p.k_block, p.v_dim)},
     )
 
 
-def _sum_over_queries(p: Problem, sight: Sight, table: Any, seed: Any, refs: Any) -> None:
-    b, kv_head, step, member = ids(4)
-    word, state = sight.word(table, b, step), seed[0]
-    j = staying(word)
+def _sum_over_queries(p: Problem, steps: Steps, table: Any, seed: Any, refs: Any) -> None:
+    b, kv_head, step, member = grid_indices(4)
+    word, state = steps.word(table, b, step), seed[0]
+    j = outer_block(word)
     head = b * p.heads + kv_head * p.group + member
 
     @pl.when(jnp.logical_and(member == 0, is_set(word, FIRST)))
@@ -115,12 +115,12 @@ def _sum_over_queries(p: Problem, sight: Sight, table: Any, seed: Any, refs: Any
         refs.k_sums[...] = jnp.zeros((p.k_block, p.dim), jnp.float32)
         refs.v_sums[...] = jnp.zeros((p.k_block, p.v_dim), jnp.float32)
 
-    def meet(i: Any, masked: bool) -> None:
-        weights, of_product, _ = slopes(p, refs, state, head, i, j, masked, turned=True)
-        refs.v_sums[...] += inner(weights, refs.d_out[...])
-        refs.k_sums[...] += inner(of_product, refs.query[...])
+    def tile(i: Any, is_masked: bool) -> None:
+        weights, d_products, _ = logit_gradients(p, refs, state, head, i, j, is_masked, is_transposed=True)
+        refs.v_sums[...] += matmul(weights, refs.d_out[...])
+        refs.k_sums[...] += matmul(d_products, refs.query[...])
 
-    visit(sight, word, meet)
+    run_step(steps, word, tile)
 
     @pl.when(jnp.logical_and(member == p.group - 1, is_set(word, LAST)))
     def _() -> None:

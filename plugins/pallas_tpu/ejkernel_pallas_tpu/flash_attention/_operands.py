@@ -1,5 +1,6 @@
-"""The arrays of a call as the kernels take them: heads before tokens, tokens in whole blocks, one row for what is one
-number a token; and for each its block of the tile that is worked on.
+"""The arrays of a call as the kernels take them, and for each which of its blocks a tile reads.
+
+Heads come before tokens, tokens are padded to whole blocks, and one number for each token is a row.
 """
 
 from __future__ import annotations
@@ -9,20 +10,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel_pallas_tpu.flash_attention._problem import LANES, LEAST, LOG2E, Arguments, Problem, plane_dtype
-from ejkernel_pallas_tpu.flash_attention._sight import intervals
+from ejkernel_ops.flash_attention.geometry import key_intervals, pad_to
+from ejkernel_ops.flash_attention.statistics import LOG2E
+from ejkernel_pallas_tpu.flash_attention._problem import LANES, LEAST, Arguments, Problem, bias_dtype
 from ejkernel_pallas_tpu.launch._launch import Operand, Output
 
 
 def by_queries(x: jax.Array, p: Problem) -> Operand:
     """(batch, length, heads, dim) of queries."""
-    x = filled(jnp.swapaxes(x, 1, 2), 2, p.q_count * p.q_block)
+    x = pad_to(jnp.swapaxes(x, 1, 2), 2, p.q_count * p.q_block)
     return Operand(x, (None, None, p.q_block, x.shape[3]), lambda b, h, i, j: (b, h, i, 0))
 
 
 def by_keys(x: jax.Array, p: Problem) -> Operand:
-    """(batch, length, heads, dim) of keys: all the query heads of a group find theirs."""
-    x = filled(jnp.swapaxes(x, 1, 2), 2, p.k_count * p.k_block)
+    """(batch, length, heads, dim) of keys: each query head reads the head of its group."""
+    x = pad_to(jnp.swapaxes(x, 1, 2), 2, p.k_count * p.k_block)
     group = p.group
     return Operand(x, (None, None, p.k_block, x.shape[3]), lambda b, h, i, j: (b, h // group, j, 0))
 
@@ -39,85 +41,78 @@ def output_by_queries(p: Problem, dim: int) -> Output:
 
 def statistics(x: jax.Array, p: Problem, fill: float) -> Operand:
     """(batch, heads, length): one number for each query of each head."""
-    x = filled(x[:, :, None].astype(jnp.float32), 3, p.q_count * p.q_block, fill)
+    x = pad_to(x[:, :, None].astype(jnp.float32), 3, p.q_count * p.q_block, fill)
     return Operand(x, (None, None, 1, p.q_block), lambda b, h, i, j: (b, h, 0, i))
 
 
-def plane(x: jax.Array, p: Problem, kind: str, dtype: Any) -> Operand:
-    """A bias or mask with four axes, each 1 or whole."""
+def bias_or_mask(x: jax.Array, p: Problem, layout: str, dtype: Any) -> Operand:
+    """A bias or mask with four axes, each of them 1 or of full length."""
     batched, headed = x.shape[0] > 1, x.shape[1] > 1
     x = x.astype(dtype)
-    if kind == "queries":
-        x = filled(jnp.swapaxes(x, 2, 3), 3, p.q_count * p.q_block)
+    if layout == "queries":
+        x = pad_to(jnp.swapaxes(x, 2, 3), 3, p.q_count * p.q_block)
         return Operand(x, (None, None, 1, p.q_block), lambda b, h, i, j: (b * batched, h * headed, 0, i))
     if x.shape[3] == 1:
         x = jnp.broadcast_to(x, (*x.shape[:3], p.k_length))
-    x = filled(x, 3, p.k_count * p.k_block)
-    if kind == "keys":
+    x = pad_to(x, 3, p.k_count * p.k_block)
+    if layout == "keys":
         return Operand(x, (None, None, 1, p.k_block), lambda b, h, i, j: (b * batched, h * headed, 0, j))
-    x = filled(x, 2, p.q_count * p.q_block)
+    x = pad_to(x, 2, p.q_count * p.q_block)
     return Operand(x, (None, None, p.q_block, p.k_block), lambda b, h, i, j: (b * batched, h * headed, i, j))
 
 
-def tokens_of_queries(x: jax.Array, p: Problem) -> Operand:
-    """(rows, length) of integers, one a query; one row serves every batch."""
+def query_numbers(x: jax.Array, p: Problem) -> Operand:
+    """(rows, length): one integer for each query; a single row is for every batch entry."""
     batched = x.shape[0] > 1
-    x = filled(x[:, None], 2, p.q_count * p.q_block)
+    x = pad_to(x[:, None], 2, p.q_count * p.q_block)
     return Operand(x, (None, 1, p.q_block), lambda b, h, i, j: (b * batched, 0, i))
 
 
-def tokens_of_keys(x: jax.Array, p: Problem) -> Operand:
+def key_numbers(x: jax.Array, p: Problem) -> Operand:
     batched = x.shape[0] > 1
-    x = filled(x[:, None], 2, p.k_count * p.k_block)
+    x = pad_to(x[:, None], 2, p.k_count * p.k_block)
     return Operand(x, (None, 1, p.k_block), lambda b, h, i, j: (b * batched, 0, j))
 
 
 def sinks(x: jax.Array) -> Operand:
-    """(heads, n) logits: the greatest of each head in units of log2, and under it what they all weigh beside it. They
-    are two numbers, because far from 0 their sum would be the first of them; the same in every lane.
+    """Of the sinks, (heads, n), of each head two numbers, repeated in every lane: the greatest one in base 2, and the
+    sum of the exponentials of all, less the greatest one. They are not added: far from 0 the sum would be rounded off.
     """
-    x = _within_reach(x.astype(jnp.float32))
+    x = _at_least(x.astype(jnp.float32))
     greatest = jnp.maximum(x.max(1, keepdims=True, initial=-jnp.inf), LEAST)
-    two = jnp.concatenate([greatest * LOG2E, jnp.exp(x - greatest).sum(1, keepdims=True)], axis=1)
-    lanes = jnp.broadcast_to(two[:, :, None], (x.shape[0], 2, LANES))
+    statistics = jnp.concatenate([greatest * LOG2E, jnp.exp(x - greatest).sum(1, keepdims=True)], axis=1)
+    lanes = jnp.broadcast_to(statistics[:, :, None], (x.shape[0], 2, LANES))
     return Operand(lanes, (None, 2, LANES), lambda b, h, i, j: (h, 0, 0))
 
 
 def operands(a: Arguments, p: Problem) -> dict[str, Operand]:
-    """What every pass reads, by name: what a call does not have is not there."""
-    made = {
+    """What every pass reads, by name, without what the call does not have."""
+    inputs = {
         "query": by_queries(a["query"], p),
         "key": by_keys(a["key"], p),
         "value": by_keys(a["value"], p),
     }
     if p.packed:
-        start, end = intervals(a, p)
-        made |= {"start": tokens_of_queries(start[None], p), "end": tokens_of_queries(end[None], p)}
+        start, end = key_intervals(a)
+        inputs |= {"start": query_numbers(start[None], p), "end": query_numbers(end[None], p)}
     if p.segments:
-        made["q_ids"] = tokens_of_queries(a["q_segment_ids"], p)
-        made["k_ids"] = tokens_of_keys(a["kv_segment_ids"], p)
+        inputs["q_ids"] = query_numbers(a["q_segment_ids"], p)
+        inputs["k_ids"] = key_numbers(a["kv_segment_ids"], p)
     if p.bias:
-        made["bias"] = plane(_within_reach(a["bias"]), p, p.bias, plane_dtype(a["bias"].dtype))
+        inputs["bias"] = bias_or_mask(_at_least(a["bias"]), p, p.bias, bias_dtype(a["bias"].dtype))
     if p.mask:
-        made["mask"] = plane(a["attention_mask"], p, p.mask, jnp.int8 if p.mask == "full" else jnp.int32)
-    return made
+        inputs["mask"] = bias_or_mask(a["attention_mask"], p, p.mask, jnp.int8 if p.mask == "full" else jnp.int32)
+    return inputs
 
 
-def _within_reach(logits: jax.Array) -> jax.Array:
+def _at_least(logits: jax.Array) -> jax.Array:
+    """Biases or sinks, the finite ones no lower than LEAST."""
     if jnp.finfo(logits.dtype).min > LEAST:
         return logits
     return jnp.where(logits == -jnp.inf, logits, jnp.maximum(logits, LEAST))
 
 
 def seed(a: Arguments) -> jax.Array:
-    """The seed of the dropout as 32 bits; any number will do where there is none."""
-    given = jnp.uint32(0) if a["dropout_seed"] is None else a["dropout_seed"]
-    return jax.lax.bitcast_convert_type(given, jnp.int32).reshape(1)
-
-
-def filled(x: jax.Array, axis: int, length: int, fill: float = 0) -> jax.Array:
-    """An axis filled up at its end."""
-    missing = length - x.shape[axis]
-    if not missing:
-        return x
-    return jnp.pad(x, [(0, missing if other == axis else 0) for other in range(x.ndim)], constant_values=fill)
+    """The seed of the dropout as 32 bits, or 0 without dropout."""
+    bits = jnp.uint32(0) if a["dropout_seed"] is None else a["dropout_seed"]
+    return jax.lax.bitcast_convert_type(bits, jnp.int32).reshape(1)

@@ -1,8 +1,7 @@
-"""A call in numbers that are known while it is traced: what decides which code there is."""
+"""The sizes and options of a call, which are static while it is traced. They decide which code a kernel has."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,24 +9,23 @@ import attrs
 import jax.numpy as jnp
 
 from ejkernel_ops.flash_attention.dropout import threshold
+from ejkernel_ops.flash_attention.geometry import block_count
 from ejkernel_ops.flash_attention.tokens import band
 
 Arguments = Mapping[str, Any]
 
 #: How many numbers lie side by side in a TPU's vector register. Every block of tokens is a multiple of it.
 LANES = 128
-#: Logits are kept in units of log2, because the hardware's exponential is that of 2.
-LOG2E = 1.4426950408889634
-#: Where the greatest logit of a row starts: below every finite one, and not -inf, whose difference with itself is NaN.
+#: Where the maximum of a row starts: below every finite logit, and not -inf, because -inf - -inf is NaN.
 LOWEST = -3.4028234663852886e38
-#: A finite bias or sink is taken to be no less, so that it is finite in units of log2 too: the lowest numbers, which
-#: many use for "hidden", hide nothing from a row that has nothing else. A power of two, which bfloat16 has.
+#: Lower finite biases and sinks are read as this number, so that they are finite in base 2, too: a row in which every
+#: logit has the lowest bias, which many use as a mask, still has weights. A power of two, which bfloat16 has.
 LEAST = -(2.0**126)
 
 
 @attrs.frozen
 class Problem:
-    """One call, cut into blocks of queries and of keys."""
+    """One call, split into blocks of queries and of keys."""
 
     q_block: int
     k_block: int
@@ -41,17 +39,17 @@ class Problem:
     dtype: str
     scale: float
     cap: float
-    #: How many keys before its own place a query sees, and behind it; None where nothing limits it.
-    before: int | None
-    after: int | None
+    #: How many keys to the left and to the right of its own a query sees; None is without limit.
+    left: int | None
+    right: int | None
     packed: bool
     segments: bool
     sinks: bool
-    #: How a bias and a mask lie: a plane "full" of (query, key) pairs, one row for all queries, of "keys", or one
-    #: number for all keys, a row of "queries"; None where there is none.
+    #: The layouts of bias and mask, or None without: "full" has a number for each query and key, "keys" has one row
+    #: for all queries, and "queries" one number for all keys.
     bias: str | None
     mask: str | None
-    drop: float
+    dropout: float
     threshold: int
 
     @property
@@ -61,23 +59,23 @@ class Problem:
 
     @property
     def q_count(self) -> int:
-        return blocks(self.q_length, self.q_block)
+        return block_count(self.q_length, self.q_block)
 
     @property
     def k_count(self) -> int:
-        return blocks(self.k_length, self.k_block)
+        return block_count(self.k_length, self.k_block)
 
     @property
-    def shift(self) -> int:
-        """What a query's index is behind its place among the keys: the last query stands at the last key."""
+    def offset(self) -> int:
+        """The index of a query's own key less that of the query: the last query is at the last key."""
         return self.k_length - self.q_length
 
 
 def problem(a: Arguments, q_block: int, k_block: int) -> Problem:
-    """The call of these arguments, cut into these blocks, or into shorter ones where there is less to cut."""
+    """The call of these arguments, in blocks of these sizes, or shorter ones where the call itself is shorter."""
     (batch, q_length, heads, dim), (_, k_length, kv_heads, v_dim) = a["query"].shape, a["value"].shape
-    before, after = band(a["causal"], a["sliding_window"])
-    drop = a["dropout_prob"]
+    left, right = band(a["causal"], a["sliding_window"])
+    dropout = a["dropout_prob"]
     return Problem(
         q_block=min(q_block, whole_lanes(q_length)),
         k_block=min(k_block, whole_lanes(k_length)),
@@ -91,40 +89,35 @@ def problem(a: Arguments, q_block: int, k_block: int) -> Problem:
         dtype=str(a["query"].dtype),
         scale=a["softmax_scale"],
         cap=a["logits_soft_cap"] or 0.0,
-        before=before,
-        after=after,
+        left=left,
+        right=right,
         packed=a["cum_seqlens_q"] is not None,
         segments=a["q_segment_ids"] is not None,
         sinks=a["softmax_aux"] is not None,
-        bias=plane_kind(a["bias"]),
-        mask=plane_kind(a["attention_mask"]),
-        drop=drop,
-        threshold=threshold(drop) if drop else 0,
+        bias=layout(a["bias"]),
+        mask=layout(a["attention_mask"]),
+        dropout=dropout,
+        threshold=threshold(dropout) if dropout else 0,
     )
 
 
-def plane_kind(plane: Any) -> str | None:
-    """How a bias or mask lies; one number for all pairs is a row of keys that are alike."""
-    if plane is None:
+def layout(x: Any) -> str | None:
+    """The layout of a bias or mask. A single number has that of a row of keys."""
+    if x is None:
         return None
-    _, _, queries, keys = plane.shape
+    _, _, queries, keys = x.shape
     return "full" if queries > 1 and keys != 1 else "queries" if queries > 1 else "keys"
 
 
-def blocks(length: int, block: int) -> int:
-    """How many blocks there are, at least one."""
-    return max(1, math.ceil(length / block))
-
-
 def whole_lanes(length: int) -> int:
-    """The length, filled up.
+    """The length, rounded up to a multiple of the lanes.
 
     >>> whole_lanes(0), whole_lanes(128), whole_lanes(129)
     (128, 128, 256)
     """
-    return LANES * blocks(length, LANES)
+    return LANES * block_count(length, LANES)
 
 
-def plane_dtype(dtype: Any) -> Any:
-    """What a bias is read as: bfloat16 as it is, and all others as float32."""
+def bias_dtype(dtype: Any) -> Any:
+    """The dtype that a bias is read in: bfloat16 as it is, and all others as float32."""
     return dtype if dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)

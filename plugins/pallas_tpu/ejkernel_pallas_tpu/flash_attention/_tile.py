@@ -1,9 +1,9 @@
 """Device code that the passes share: one block of queries against one block of keys of one head.
 
-A tile is (queries, keys), or ``turned`` (keys, queries): a pass that adds up over queries multiplies by turned tiles,
-and a product whose left side has to be turned first is slow. What is one number a query comes as a row: a turned tile
-takes it as it is, and another has it turned into a column, once for each block. What a call does not have is not there
-while the kernel is traced, and costs nothing.
+A tile is (queries, keys), or transposed (keys, queries): a pass that sums over queries multiplies by transposed tiles,
+and a product whose left side has to be transposed first is slow. What is one number for each query is stored as a row:
+a transposed tile takes it as it is, and another one transposes it into a column, once for each block. Python decides
+while the kernel is traced which code there is: features that a call does not use cost nothing.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas_tpu.flash_attention._problem import LANES, LOG2E, Problem
+from ejkernel_ops.flash_attention.statistics import LOG2E
+from ejkernel_pallas_tpu.flash_attention._problem import LANES, Problem
 
 
-def outer(x: Any, y: Any) -> Any:
-    """Rows against rows."""
+def matmul_transposed(x: Any, y: Any) -> Any:
+    """``x @ y.T``, in float32."""
     return _product(x, y, 1)
 
 
-def inner(weights: Any, y: Any) -> Any:
-    """A tile of weights against rows, in the precision of the rows."""
+def matmul(weights: Any, y: Any) -> Any:
+    """``weights @ y``, in float32, with weights rounded to the dtype of ``y``."""
     return _product(weights.astype(y.dtype), y, 0)
 
 
@@ -43,91 +44,94 @@ def row(column: Any) -> Any:
     return column.T[:1]
 
 
-def wide(column: Any, width: int) -> Any:
+def widen(column: Any, width: int) -> Any:
     """(n, lanes), the same in every lane, as (n, width)."""
-    whole = jnp.concatenate([column] * -(-width // LANES), axis=1) if width > LANES else column
-    return whole if whole.shape[1] == width else whole[:, :width]
+    copies = jnp.concatenate([column] * -(-width // LANES), axis=1) if width > LANES else column
+    return copies if copies.shape[1] == width else copies[:, :width]
 
 
-def shape(p: Problem, turned: bool) -> tuple[int, int]:
-    return (p.k_block, p.q_block) if turned else (p.q_block, p.k_block)
+def tile_shape(p: Problem, is_transposed: bool) -> tuple[int, int]:
+    return (p.k_block, p.q_block) if is_transposed else (p.q_block, p.k_block)
 
 
-def of_queries(x: Any, p: Problem, turned: bool) -> Any:
-    """A row of one number a query, so that it meets a tile."""
-    return x if turned else wide(column(x), p.k_block)
+def align_queries(x: Any, p: Problem, is_transposed: bool) -> Any:
+    """A row of one number for each query, in a shape that broadcasts against a tile."""
+    return x if is_transposed else widen(column(x), p.k_block)
 
 
-def of_keys(x: Any, p: Problem, turned: bool) -> Any:
-    return wide(column(x), p.q_block) if turned else x
+def align_keys(x: Any, p: Problem, is_transposed: bool) -> Any:
+    """A row of one number for each key, likewise."""
+    return widen(column(x), p.q_block) if is_transposed else x
 
 
-def logits(p: Problem, refs: Any, i: Any, j: Any, masked: bool, turned: bool = False) -> tuple[Any, Any]:
-    """In units of log2, -inf where nothing is seen; and what a soft cap bends their slope by, or None."""
+def logits(p: Problem, refs: Any, i: Any, j: Any, is_masked: bool, is_transposed: bool = False) -> tuple[Any, Any]:
+    """The logits in base 2, -inf where they are masked, and the derivative of the soft cap, or None without one."""
     q, k = refs.query[...], refs.key[...]
-    x = outer(k, q) if turned else outer(q, k)
-    slope = None
+    x = matmul_transposed(k, q) if is_transposed else matmul_transposed(q, k)
+    derivative = None
     if p.cap:
-        bent = jnp.tanh(x * (p.scale / p.cap))
-        x, slope = bent * (p.cap * LOG2E), 1.0 - bent * bent
+        tanh = jnp.tanh(x * (p.scale / p.cap))
+        x, derivative = tanh * (p.cap * LOG2E), 1.0 - tanh * tanh
     else:
         x = x * (p.scale * LOG2E)
     if p.bias:
-        x = x + _plane(refs.bias[...].astype(jnp.float32), p, p.bias, turned) * LOG2E
-    if masked:
-        seen = _seen(p, refs, i, j, turned)
-        x = x if seen is None else jnp.where(seen, x, -jnp.inf)
-    return x, slope
+        x = x + _align(refs.bias[...].astype(jnp.float32), p, p.bias, is_transposed) * LOG2E
+    if is_masked:
+        visible = _visible(p, refs, i, j, is_transposed)
+        x = x if visible is None else jnp.where(visible, x, -jnp.inf)
+    return x, derivative
 
 
-def _plane(x: Any, p: Problem, kind: str, turned: bool) -> Any:
-    if kind == "queries":
-        return of_queries(x, p, turned)
-    if kind == "keys":
-        return of_keys(x, p, turned)
-    return x.T if turned else x
+def _align(x: Any, p: Problem, layout: str, is_transposed: bool) -> Any:
+    """A block of a bias or mask, in a shape that broadcasts against a tile."""
+    if layout == "queries":
+        return align_queries(x, p, is_transposed)
+    if layout == "keys":
+        return align_keys(x, p, is_transposed)
+    return x.T if is_transposed else x
 
 
-def _seen(p: Problem, refs: Any, i: Any, j: Any, turned: bool) -> Any:
-    seen = None
+def _visible(p: Problem, refs: Any, i: Any, j: Any, is_transposed: bool) -> Any:
+    """The mask of a tile, or None if nothing hides anything."""
+    mask = None
 
-    def also(condition: Any) -> None:
-        nonlocal seen
-        seen = condition if seen is None else seen & condition
+    def require(condition: Any) -> None:
+        nonlocal mask
+        mask = condition if mask is None else mask & condition
 
-    place = lax.broadcasted_iota(jnp.int32, shape(p, turned), 0 if turned else 1)
+    key = lax.broadcasted_iota(jnp.int32, tile_shape(p, is_transposed), 0 if is_transposed else 1)
     if p.packed:
-        keys = place + j * p.k_block
-        also(keys >= of_queries(refs.start[...], p, turned))
-        also(keys < of_queries(refs.end[...], p, turned))
+        index = key + j * p.k_block
+        require(index >= align_queries(refs.start[...], p, is_transposed))
+        require(index < align_queries(refs.end[...], p, is_transposed))
     else:
-        # How far a key lies behind the first query of the block, and how far a query does: the rest are numbers.
-        distance = place - lax.broadcasted_iota(jnp.int32, shape(p, turned), 1 if turned else 0)
-        own = i * p.q_block + p.shift - j * p.k_block
-        if p.before is not None:
-            also(distance >= own - p.before)
-        if p.after is not None:
-            also(distance <= own + p.after)
+        # Only the index of the key less that of the query differs within a tile: the rest are scalars.
+        distance = key - lax.broadcasted_iota(jnp.int32, tile_shape(p, is_transposed), 1 if is_transposed else 0)
+        diagonal = i * p.q_block + p.offset - j * p.k_block
+        if p.left is not None:
+            require(distance >= diagonal - p.left)
+        if p.right is not None:
+            require(distance <= diagonal + p.right)
         if p.k_length < p.k_count * p.k_block:
-            also(place < p.k_length - j * p.k_block)
+            require(key < p.k_length - j * p.k_block)
     if p.segments:
         q_ids, k_ids = refs.q_ids[...], refs.k_ids[...]
-        # What is no segment's is made no query's either: one comparison a pair is enough.
+        # Padding gets ids that differ on the two sides, so that one comparison for each pair is enough.
         k_ids = jnp.where(k_ids > 0, k_ids, -1)
         q_ids = jnp.where(q_ids > 0, q_ids, -2)
-        also(of_queries(q_ids, p, turned) == of_keys(k_ids, p, turned))
+        require(align_queries(q_ids, p, is_transposed) == align_keys(k_ids, p, is_transposed))
     if p.mask:
-        also(_plane(refs.mask[...].astype(jnp.int32), p, p.mask, turned) != 0)
-    return seen
+        require(_align(refs.mask[...].astype(jnp.int32), p, p.mask, is_transposed) != 0)
+    return mask
 
 
-def kept(p: Problem, seed: Any, head: Any, i: Any, j: Any, turned: bool = False) -> Any:
-    """Which weights survive dropout: the operation's own numbers, whose sums and products wrap around."""
+def keep_mask(p: Problem, seed: Any, head: Any, i: Any, j: Any, is_transposed: bool = False) -> Any:
+    """Which weights survive dropout: the operation's own formula, whose sums and products wrap around."""
     state = _mix(_mix(seed + _word(0x9E3779B9)) ^ head)
     queries = i * p.q_block + lax.broadcasted_iota(jnp.int32, (1, p.q_block), 1)
-    keys = j * p.k_block + lax.broadcasted_iota(jnp.int32, shape(p, turned), 0 if turned else 1)
-    bits = _mix(of_queries(_mix(state ^ queries), p, turned) + keys * _word(0x9E3779B9))
-    # They are compared as unsigned numbers: with the highest bit turned over, signed ones have the same order.
+    keys = j * p.k_block + lax.broadcasted_iota(jnp.int32, tile_shape(p, is_transposed), 0 if is_transposed else 1)
+    bits = _mix(align_queries(_mix(state ^ queries), p, is_transposed) + keys * _word(0x9E3779B9))
+    # The comparison is one of unsigned numbers: with the highest bit flipped, signed ones have the same order.
     return (bits ^ _word(0x80000000)) >= _word(p.threshold ^ 0x80000000)
 
 
@@ -148,15 +152,20 @@ def _like(x: Any, value: int) -> Any:
     return jnp.full(jnp.shape(x), value, jnp.int32)
 
 
-def slopes(p: Problem, refs: Any, seed: Any, head: Any, i: Any, j: Any, masked: bool, turned: bool) -> tuple[Any, ...]:
-    """Of a tile: the weights after dropout, and the gradients of the logits, before the bias and behind it."""
-    x, slope = logits(p, refs, i, j, masked, turned)
-    weights = jnp.exp2(x - of_queries(refs.top[...], p, turned))
-    v, d = refs.value[...], refs.d_out[...]
-    d_weights = outer(v, d) if turned else outer(d, v)
-    after = weights
-    if p.drop:
-        factor = jnp.where(kept(p, seed, head, i, j, turned), 1.0 / (1.0 - p.drop), 0.0)
-        after, d_weights = weights * factor, d_weights * factor
-    of_bias = weights * (d_weights - of_queries(refs.shift[...], p, turned))
-    return after, of_bias if slope is None else of_bias * slope, of_bias
+def logit_gradients(
+    p: Problem, refs: Any, seed: Any, head: Any, i: Any, j: Any, is_masked: bool, is_transposed: bool
+) -> tuple[Any, Any, Any]:
+    """The weights of a tile after dropout, the gradients of the products of queries and keys, and those of the logits,
+    which are the gradients of the bias.
+    """
+    x, derivative = logits(p, refs, i, j, is_masked, is_transposed)
+    weights = jnp.exp2(x - align_queries(refs.lse[...], p, is_transposed))
+    value, d_out = refs.value[...], refs.d_out[...]
+    d_weights = matmul_transposed(value, d_out) if is_transposed else matmul_transposed(d_out, value)
+    after_dropout = weights
+    if p.dropout:
+        factor = jnp.where(keep_mask(p, seed, head, i, j, is_transposed), 1.0 / (1.0 - p.dropout), 0.0)
+        after_dropout, d_weights = weights * factor, d_weights * factor
+    d_logits = weights * (d_weights - align_queries(refs.delta[...], p, is_transposed))
+    d_products = d_logits if derivative is None else d_logits * derivative
+    return after_dropout, d_products, d_logits

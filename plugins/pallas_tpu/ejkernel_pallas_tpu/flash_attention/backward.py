@@ -14,7 +14,7 @@ from ejkernel_core import Invocation, hookimpl
 from ejkernel_pallas_tpu.flash_attention import _tuning
 from ejkernel_pallas_tpu.flash_attention._refusals import check, check_arguments
 
-#: Of the kernel and of its Config: what was measured with another one is measured again.
+#: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
 PLATFORMS = {"tpu": 50}
 COMPILERS = ("jaxlib",)
@@ -22,7 +22,7 @@ COMPILERS = ("jaxlib",)
 
 @attrs.frozen
 class Pass:
-    """How one of the passes is cut."""
+    """The sizes of the blocks of one pass."""
 
     q_block: int = attrs.field(default=512, validator=in_(_tuning.BLOCKS))
     k_block: int = attrs.field(default=512, validator=in_(_tuning.BLOCKS))
@@ -30,41 +30,41 @@ class Pass:
 
 @attrs.frozen
 class Config:
-    """One pass for queries, keys and values, or one for queries and one for keys and values; and that for a bias."""
+    """One pass for queries, keys and values, or two, for queries and for keys and values; and one for a bias."""
 
-    #: None: in two passes, of which each computes the weights anew.
+    #: None for two passes, each of which computes the weights again.
     fused: Pass | None = attrs.field(default=None, validator=optional(instance_of(Pass)))
     queries: Pass = attrs.field(default=Pass(), validator=instance_of(Pass))
     keys: Pass = attrs.field(default=Pass(), validator=instance_of(Pass))
     bias: Pass = attrs.field(default=Pass(256, 256), validator=instance_of(Pass))
-    #: Run in Pallas' interpreter, wherever it is: for debugging.
+    #: Run in the interpreter of Pallas, on any device, for debugging.
     interpret: bool = attrs.field(default=False, validator=instance_of(bool))
 
 
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> Config:
-    """The blocks for this generation of TPUs."""
+    """The blocks that are best on this generation of TPUs."""
     check(inv)
-    queries, keys, bias = (Pass(*_tuning.fitting(inv, which)[0]) for which in ("queries", "keys", "bias"))
+    queries, keys, bias = (Pass(*_tuning.block_shapes(inv, name)[0]) for name in ("queries", "keys", "bias"))
     return Config(next(iter(_fused(inv)), None), queries, keys, bias)
 
 
 @hookimpl
 def config_space(inv: Invocation) -> Iterable[Config]:
-    """Every pass cut in every way that fits, one pass at a time: what is best for one is so for all."""
+    """The blocks of each pass that fit, one pass at a time: the best of one do not depend on the others."""
     first = heuristic_cfg(inv)
     yield first
     if first.fused is not None:
         yield from (attrs.evolve(first, fused=fused) for fused in _fused(inv)[1:])
         first = attrs.evolve(first, fused=None)
         yield first
-    yield from (attrs.evolve(first, queries=Pass(*shape)) for shape in _tuning.fitting(inv, "queries")[1:])
-    yield from (attrs.evolve(first, keys=Pass(*shape)) for shape in _tuning.fitting(inv, "keys")[1:])
+    yield from (attrs.evolve(first, queries=Pass(*shape)) for shape in _tuning.block_shapes(inv, "queries")[1:])
+    yield from (attrs.evolve(first, keys=Pass(*shape)) for shape in _tuning.block_shapes(inv, "keys")[1:])
 
 
 def _fused(inv: Invocation) -> list[Pass]:
-    """How the passes may be cut if they are one."""
-    return [Pass(*shape) for shape in _tuning.fitting(inv, "fused")] if _has_both_passes(inv) else []
+    """The blocks of a single pass, if there may be one."""
+    return [Pass(*shape) for shape in _tuning.block_shapes(inv, "fused")] if _has_both_passes(inv) else []
 
 
 def _has_both_passes(inv: Invocation) -> bool:
@@ -73,7 +73,7 @@ def _has_both_passes(inv: Invocation) -> bool:
 
 @hookimpl
 def check_cfg(inv: Invocation, cfg: Config) -> None:
-    """Raise where these kernels do not do the call: in the interpreter they run anywhere."""
+    """Raise for what the kernels do not support; the interpreter runs on any device."""
     (check_arguments if cfg.interpret else check)(inv)
 
 
@@ -84,71 +84,82 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
 
 
 def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, ...]:
-    """The same, ``interpret`` being Pallas' own word."""
+    """The same; ``interpret`` is that of ``pl.pallas_call``."""
     from ejkernel_ops.flash_attention.far import near_and_far
 
     return near_and_far(inv, lambda inv: _gradients(inv, cfg, interpret))
 
 
 def _gradients(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, ...]:
-    from ejkernel_pallas_tpu.flash_attention._rows import of_sinks, rows
+    from ejkernel_ops.flash_attention.statistics import BackwardRows, sinks_gradient
 
     wrt = inv["wrt"]
     if 0 in inv["query"].shape[:2] or (inv["d_out"] is None and inv["d_lse"] is None):
         return tuple(jnp.zeros_like(inv[name]) for name in wrt)
-    of = rows(inv)
-    found: dict[str, jax.Array] = {}
+    rows = BackwardRows.of(inv)
+    gradients: dict[str, jax.Array] = {}
     if "softmax_aux" in wrt:
-        found["softmax_aux"] = of_sinks(inv, of)
+        gradients["softmax_aux"] = sinks_gradient(inv["softmax_aux"], rows.lse, rows.delta, base2=True)
     if inv["key"].shape[1] == 0:
-        found |= {name: jnp.zeros_like(inv[name]) for name in wrt if name != "softmax_aux"}
+        gradients |= {name: jnp.zeros_like(inv[name]) for name in wrt if name != "softmax_aux"}
     else:
-        found |= _by_kernels(inv, cfg, of, interpret)
-    return tuple(found[name].astype(inv[name].dtype) for name in wrt)
+        gradients |= _run_passes(inv, cfg, rows, interpret)
+    return tuple(gradients[name].astype(inv[name].dtype) for name in wrt)
 
 
-def _by_kernels(inv: Invocation, cfg: Config, of: Any, interpret: Any) -> dict[str, jax.Array]:
-    from ejkernel_pallas_tpu.flash_attention._backward import over_keys, over_queries
-    from ejkernel_pallas_tpu.flash_attention._bias import into_bias
-    from ejkernel_pallas_tpu.flash_attention._fused import fused
-    from ejkernel_pallas_tpu.flash_attention._sight import Meetings
+def _run_passes(inv: Invocation, cfg: Config, rows: Any, interpret: Any) -> dict[str, jax.Array]:
+    from ejkernel_pallas_tpu.flash_attention._backward import key_pass, query_pass
+    from ejkernel_pallas_tpu.flash_attention._bias import bias_pass
+    from ejkernel_pallas_tpu.flash_attention._fused import fused_pass
+    from ejkernel_pallas_tpu.flash_attention._steps import Pairs
 
     q_length, k_length = inv["query"].shape[1], inv["key"].shape[1]
-    found: dict[str, jax.Array] = {}
+    gradients: dict[str, jax.Array] = {}
     if cfg.fused is not None and _has_both_passes(inv):
-        launched = _launched(fused, inv, cfg.fused, of, interpret, Meetings.from_queries)
+        arrays = _launch(fused_pass, inv, cfg.fused, rows, interpret, Pairs.query_steps)
         lengths = (q_length, k_length, k_length)
-        found = {
+        gradients = {
             name: jnp.swapaxes(x, 1, 2)[:, :length]
-            for name, x, length in zip(("query", "key", "value"), launched, lengths, strict=True)
+            for name, x, length in zip(("query", "key", "value"), arrays, lengths, strict=True)
         }
     elif "query" in inv["wrt"]:
-        (d_query,) = _launched(over_keys, inv, cfg.queries, of, interpret, Meetings.from_queries)
-        found["query"] = jnp.swapaxes(d_query, 1, 2)[:, :q_length]
-    if "key" not in found and {"key", "value"} & {*inv["wrt"]}:
-        d_key, d_value = _launched(over_queries, inv, cfg.keys, of, interpret, Meetings.from_keys)
-        found["key"], found["value"] = (jnp.swapaxes(x, 1, 2)[:, :k_length] for x in (d_key, d_value))
+        (d_query,) = _launch(query_pass, inv, cfg.queries, rows, interpret, Pairs.query_steps)
+        gradients["query"] = jnp.swapaxes(d_query, 1, 2)[:, :q_length]
+    if "key" not in gradients and {"key", "value"} & {*inv["wrt"]}:
+        d_key, d_value = _launch(key_pass, inv, cfg.keys, rows, interpret, Pairs.key_steps)
+        gradients["key"], gradients["value"] = (jnp.swapaxes(x, 1, 2)[:, :k_length] for x in (d_key, d_value))
     if "bias" in inv["wrt"]:
-        (d_bias,) = _launched(into_bias, inv, cfg.bias, of, interpret, Meetings.everywhere)
-        found["bias"] = _of_its_shape(d_bias, inv["bias"].shape, q_length, k_length)
-    return found
+        (d_bias,) = _launch(bias_pass, inv, cfg.bias, rows, interpret, Pairs.table)
+        gradients["bias"] = _in_shape_of_bias(d_bias, inv["bias"].shape, q_length, k_length)
+    return gradients
 
 
-def _launched(
-    make: Callable[..., Any], inv: Invocation, cut: Pass, of: Any, interpret: Any, walk: Callable[[Any], Any]
+def _launch(
+    launch: Callable[..., Any], inv: Invocation, blocks: Pass, rows: Any, interpret: Any, order: Callable[[Any], Any]
 ) -> list[jax.Array]:
     from ejkernel_pallas_tpu.flash_attention._operands import seed
     from ejkernel_pallas_tpu.flash_attention._problem import problem
-    from ejkernel_pallas_tpu.flash_attention._sight import meetings
+    from ejkernel_pallas_tpu.flash_attention._steps import pairs
 
-    p = problem(inv, cut.q_block, cut.k_block)
-    sight = walk(meetings(inv, p))
-    return list(make(inv, p, of, sight)((sight.table, seed(inv)), interpret, _tuning.vmem(inv)))
+    p = problem(inv, blocks.q_block, blocks.k_block)
+    steps = order(pairs(inv, p))
+    return list(launch(inv, p, rows, steps)((steps.table, seed(inv)), interpret, _tuning.vmem_limit(inv)))
 
 
-def _of_its_shape(found: jax.Array, shape: tuple[int, ...], q_length: int, k_length: int) -> jax.Array:
-    """The gradient of a bias without what fills blocks up, from a row of queries or keys where it came as one."""
+def _in_shape_of_bias(d_bias: jax.Array, shape: tuple[int, ...], q_length: int, k_length: int) -> jax.Array:
+    """The gradient of a bias without padding, in its own shape where the kernel has a row of queries or keys."""
     if shape[2] > 1 and shape[3] == 1:
-        return jnp.swapaxes(found, 2, 3)[:, :, :q_length]
-    found = found[:, :, : max(shape[2], 1), :k_length]
-    return found.sum(3, keepdims=True) if shape[3] == 1 else found
+        return jnp.swapaxes(d_bias, 2, 3)[:, :, :q_length]
+    d_bias = d_bias[:, :, : max(shape[2], 1), :k_length]
+    return d_bias.sum(3, keepdims=True) if shape[3] == 1 else d_bias
+
+
+def vmem(inv: Invocation, cfg: Config) -> dict[str, int]:
+    """At most how many bytes of vector memory each of the passes takes."""
+    passes = {"queries": cfg.queries, "keys": cfg.keys, "bias": cfg.bias}
+    if cfg.fused is not None:
+        passes["fused"] = cfg.fused
+    return {
+        f"flash_attention_bwd_{name}": _tuning.vmem_bytes(inv, name, (blocks.q_block, blocks.k_block))
+        for name, blocks in passes.items()
+    }

@@ -1,1 +1,1 @@
-"""How a Pallas kernel is launched on a TPU, whichever operation it is of."""
+"""Launching Pallas kernels on TPUs, for kernels of any operation."""

@@ -1,4 +1,4 @@
-"""TPUs by generation, as far as blocks depend on them."""
+"""The generations of TPUs, with what the blocks of a kernel depend on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ MIB = 2**20
 
 @attrs.frozen
 class Generation:
-    """One generation."""
+    """A generation, by the name of its chip."""
 
     name: str
-    #: The vector memory of a core, and how much of it a kernel asks for: the rest is XLA's, for what lies around it.
+    #: Bytes of vector memory of a core, and how many a kernel may use: the rest is XLA's, for the code around it.
     vmem: int
     budget: int
-    #: How many cores share a kernel, by the axes of its grid that are parallel.
+    #: How many cores share a kernel. They split the parallel axes of its grid.
     cores: int
 
 
@@ -25,7 +25,7 @@ V5P = Generation("v5p", 64 * MIB, 56 * MIB, 2)
 V6E = Generation("v6e", 128 * MIB, 100 * MIB, 1)
 V7X = Generation("v7x", 64 * MIB, 56 * MIB, 1)
 
-#: By the name that JAX gives a device: the newer libraries and the older ones do not call all of them the same.
+#: By JAX's name of the device. For some generations, older versions have another name than newer ones.
 KINDS = {
     "TPU v4": V4,
     "TPU v5e": V5E,
@@ -39,7 +39,7 @@ KINDS = {
 
 
 def generation(device_kind: str) -> Generation | None:
-    """That of a device, by its name; None for one that is not known.
+    """The generation of a device, by JAX's name of it; None if it is unknown.
 
     >>> generation("TPU v5 lite").name, generation("TPU v3")
     ('v5e', None)

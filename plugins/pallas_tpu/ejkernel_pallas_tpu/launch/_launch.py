@@ -1,4 +1,4 @@
-"""Launching a kernel, with what differs between versions of JAX."""
+"""A kernel on a grid, and the arrays that it reads and writes."""
 
 from __future__ import annotations
 
@@ -8,66 +8,68 @@ from typing import Any
 
 import attrs
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-#: The shape of a block; None where it has one of an axis, and the kernel does not see the axis.
+#: The shape of a block. An axis with None has size 1, and the kernel does not see it.
 Block = tuple[int | None, ...]
-#: The coordinates of a tile to the place of a block in an array.
-Place = Callable[..., tuple[Any, ...]]
-#: (indices of the grid..., scalars...) to the coordinates of a tile.
-At = Callable[..., tuple[Any, ...]]
+#: From the coordinates of a tile to the index of a block in an array.
+IndexMap = Callable[..., tuple[Any, ...]]
+#: From (grid indices..., scalars...) to the coordinates of a tile.
+TileMap = Callable[..., tuple[Any, ...]]
 
-#: Older versions have the second name.
+#: Older versions of JAX have the second name.
 CompilerParams: Any = getattr(pltpu, "CompilerParams", None) or getattr(pltpu, "TPUCompilerParams", None)
 
 
 @attrs.frozen(eq=False)
 class Operand:
-    """An array that a kernel reads, the shape of its blocks, and which block a tile has."""
+    """An array that a kernel reads, the shape of its blocks, and which of them a tile reads."""
 
     array: Any
     block: Block
-    place: Place
+    index_map: IndexMap
 
-    def spec(self, at: At) -> pl.BlockSpec:
-        return pl.BlockSpec(self.block, lambda *ids: self.place(*at(*ids)))
+    def spec(self, tile_map: TileMap) -> pl.BlockSpec:
+        return pl.BlockSpec(self.block, lambda *indices: self.index_map(*tile_map(*indices)))
 
 
 @attrs.frozen(eq=False)
 class Output:
-    """An array that a kernel writes: its shape and dtype, the shape of its blocks, and which block a tile has."""
+    """An array that a kernel writes: its shape and dtype, the shape of its blocks, and which of them a tile writes."""
 
     shape: tuple[int, ...]
     dtype: Any
     block: Block
-    place: Place
+    index_map: IndexMap
 
-    def spec(self, at: At) -> pl.BlockSpec:
-        return pl.BlockSpec(self.block, lambda *ids: self.place(*at(*ids)))
+    def spec(self, tile_map: TileMap) -> pl.BlockSpec:
+        return pl.BlockSpec(self.block, lambda *indices: self.index_map(*tile_map(*indices)))
 
 
 @attrs.frozen(eq=False)
 class Launch:
     """A kernel on a grid.
 
-    ``kernel(*scalars, refs)`` gets the scalars, which are in scalar memory before the first step, and everything else
-    by name. ``semantics`` says of each axis of the grid whether its steps are independent.
+    ``kernel(*scalars, refs)`` gets the scalars, which are in scalar memory before the first step, and the references to
+    blocks and scratch by name. ``semantics`` has "parallel" for an axis of the grid whose steps are independent, and
+    "arbitrary" for another one.
     """
 
     name: str
     kernel: Callable[..., None]
     grid: tuple[int, ...]
     semantics: tuple[str, ...]
-    at: At
+    tile_map: TileMap
     operands: Mapping[str, Operand]
     outputs: Mapping[str, Output]
     scratch: Mapping[str, tuple[int, ...]]
-    #: The tile that is written, where it is not the one that is read: what is not fetched may have to be written.
-    output_at: At | None = None
+    #: The tile that is written, where it is another one than is read: a block that is not read may be written.
+    output_tile_map: TileMap | None = None
 
     def __call__(self, scalars: Sequence[jax.Array], interpret: Any, vmem: int | None) -> list[jax.Array]:
-        """``interpret`` is Pallas' own word: False, True, or parameters of its TPU interpreter."""
+        """The outputs. ``interpret`` is that of ``pallas_call``, ``vmem`` the bytes of vector memory it may use."""
         names = (*self.operands, *self.outputs, *self.scratch)
         count = len(scalars)
 
@@ -77,13 +79,13 @@ class Launch:
         operands, outputs = list(self.operands.values()), list(self.outputs.values())
         run = pl.pallas_call(
             kernel,
-            [_result(output, operands[0].array) for output in outputs],
+            [jax.ShapeDtypeStruct(output.shape, output.dtype) for output in outputs],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=count,
                 grid=self.grid,
-                in_specs=[operand.spec(self.at) for operand in operands],
-                out_specs=[output.spec(self.output_at or self.at) for output in outputs],
-                scratch_shapes=[pltpu.VMEM(shape, "float32") for shape in self.scratch.values()],
+                in_specs=[operand.spec(self.tile_map) for operand in operands],
+                out_specs=[output.spec(self.output_tile_map or self.tile_map) for output in outputs],
+                scratch_shapes=[pltpu.VMEM(shape, jnp.dtype("float32")) for shape in self.scratch.values()],
             ),
             compiler_params=CompilerParams(dimension_semantics=self.semantics, vmem_limit_bytes=vmem),
             interpret=interpret,
@@ -92,13 +94,6 @@ class Launch:
         return list(run(*scalars, *(operand.array for operand in operands)))
 
 
-def _result(output: Output, operand: Any) -> jax.ShapeDtypeStruct:
-    """The type of an output, varying over the mesh axes that an operand varies over: inside ``shard_map`` it has to be
-    told (``aval.mat``: seen on 0.10.2, 0.11.2, 0.12.0.1).
-    """
-    return jax.ShapeDtypeStruct(output.shape, output.dtype, manual_axis_type=jax.typeof(operand).mat)
-
-
-def ids(axes: int) -> Sequence[Any]:
-    """Where in the grid a step is. Read at the top of a kernel: inside a branch an interpreter does not know it."""
+def grid_indices(axes: int) -> Sequence[Any]:
+    """The grid indices of a step. Call it at the top of a kernel: an interpreter has them outside of branches only."""
     return [pl.program_id(axis) for axis in range(axes)]

@@ -1,8 +1,9 @@
-"""``python -m ejkernel_pallas_tpu.testing [PART ...] [--generation NAME ...]``: what the compiler for TPUs says.
+"""``python -m ejkernel_pallas_tpu.testing [PART ...] [--generation NAME ...] [--call TEXT]``: what the compiler for
+TPUs reports of the installed kernels.
 
-``fits`` of the memory that every configuration takes, ``sharded`` of communication, ``estimates`` of time. Without a
-word, all but the estimates, which take long. No TPU is needed, but its compiler: ``pip install "jax[tpu]"``, in an
-environment of its own.
+``fits`` checks the memory of every configuration, ``sharded`` communication, ``estimates`` time. By default, all but
+the estimates, which take long. This needs no TPU, but its compiler: ``pip install "jax[tpu]"``, in an environment of
+its own.
 """
 
 from __future__ import annotations
@@ -11,80 +12,77 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from . import _estimates, _fits, _sharded
-from ._compiler import TOPOLOGIES, Compiler
+from . import _memory, _sharded, _time
+from ._compiler import TOPOLOGIES, Compiler, versions
+from ._kernels import installed_kernels
 from ._schedule import CHIPS
 
 MIB = 2**20
-BARS = {"forward": 1.05, "forward + backward": 1.10}
 
 
-def fits(compiler: Compiler, generation: str) -> int:
-    """Every configuration that is offered fits, and takes no more than was reckoned with."""
-    wrong = 0
-    print("| generation | call | pass | queries, keys | MiB | at most |\n| --- | --- | --- | --- | --- | --- |")
-    for use in _fits.uses(compiler, generation):
-        taken = "does not fit" if use.bytes is None else f"{use.bytes / MIB:.1f}"
-        note = "" if use.right else " **wrong**"
-        blocks = f"{use.blocks[0]}, {use.blocks[1]}"
-        print(
-            f"| {generation} | {use.call} | {use.which} | {blocks} | {taken} | {use.estimate / MIB:.1f}{note} |",
-            flush=True,
-        )
-        wrong += not use.right
-    return wrong
+def fits(compiler: Compiler, generation: str, text: str) -> int:
+    """Every configuration of every kernel fits, and takes at most the memory that is estimated."""
+    faults = 0
+    print("| generation | call | kernel | configuration | MiB | at most |\n| --- | --- | --- | --- | --- | --- |")
+    for use in _memory.uses(compiler, generation, installed_kernels(), text):
+        reported = "does not fit" if use.bytes is None else f"{use.bytes / MIB:.1f}"
+        note = "" if use.is_right else " **wrong**"
+        cells = generation, use.call, use.kernel, use.cfg, reported, f"{use.estimate / MIB:.1f}{note}"
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+        faults += not use.is_right
+    return faults
 
 
-def sharded(compiler: Compiler, generation: str) -> int:
+def sharded(compiler: Compiler, generation: str, text: str) -> int:
     """Batch and heads on four chips: no communication."""
-    kernels, found = _sharded.collectives(compiler, generation)
-    print(f"{generation}, 2 x 2: {', '.join(kernels)}; communication: {', '.join(found) or 'none'}", flush=True)
-    return len(found) + (len(kernels) < 2)
+    kernels, collectives = _sharded.kernels_and_collectives(compiler, generation)
+    print(f"{generation}, 2 x 2: {', '.join(kernels)}; communication: {', '.join(collectives) or 'none'}", flush=True)
+    return len(collectives) + (len(kernels) < 2)
 
 
-def estimates(compiler: Compiler, generation: str) -> int:
-    """Never slower than JAX's flash attention, and not much slower than its splash attention."""
+def estimates(compiler: Compiler, generation: str, text: str) -> int:
+    """No kernel is slower than the minimum ratios to its peers allow."""
     if generation not in CHIPS:
         print(f"{generation}: nothing is estimated")
         return 0
-    wrong = 0
-    print("| chip | call | | whose, blocks | us | of ours | spills | VMEM MiB | HBM MB | bundles |")
+    faults = 0
+    print("| chip | call | | kernels, blocks | us | ours / theirs | spills | VMEM MiB | HBM MB | bundles |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for group in _estimates.groups(compiler, generation):
-        ours = next(row for row in group if row.contender == "ours")
-        for row in group:
-            bar = BARS[row.direction] if row.contender == "splash" else 1.0
-            missed = row is not ours and ours.microseconds > bar * row.microseconds
-            wrong += missed
-            words = (
-                *(row.generation, row.shape, row.direction, f"{row.contender} {row.variant}".strip()),
-                f"{row.microseconds:.0f}",
-                f"{ours.microseconds / row.microseconds:.2f}{' **missed**' * missed}" if row is not ours else "",
-                *(str(row.spills), f"{row.vmem / MIB:.1f}", f"{row.bytes / 1e6:.0f}", str(row.bundles)),
+    for comparison in _time.comparisons(compiler, generation, installed_kernels(), text):
+        for row in (comparison.ours, *comparison.peers):
+            is_too_slow = row is not comparison.ours and comparison.is_too_slow(row)
+            ratio = f"{comparison.ours.microseconds / row.microseconds:.2f}" if row is not comparison.ours else ""
+            cells = (
+                *(generation, comparison.call, comparison.direction, f"{row.name} {row.variant}".strip()),
+                *(f"{row.microseconds:.0f}", f"{ratio}{' **too slow**' * is_too_slow}"),
+                *(row.spills, f"{row.vmem / MIB:.1f}", f"{row.bytes / 1e6:.0f}", row.bundles),
             )
-            print(f"| {' | '.join(words)} |", flush=True)
-    return wrong
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
+            faults += is_too_slow
+    return faults
 
 
-PARTS: dict[str, Callable[[Compiler, str], int]] = {"fits": fits, "sharded": sharded, "estimates": estimates}
+PARTS: dict[str, Callable[[Compiler, str, str], int]] = {"fits": fits, "sharded": sharded, "estimates": estimates}
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ejkernel_pallas_tpu.testing", description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
     parser.add_argument("--generation", action="append", choices=[*TOPOLOGIES])
-    asked = parser.parse_args(given)
+    parser.add_argument("--call", default="", metavar="TEXT", help="only the calls with this text in their names")
+    options = parser.parse_args(arguments)
+    print(versions(), flush=True)
     compiler = Compiler.start()
     try:
-        wrong = sum(
-            PARTS[part](compiler, generation)
-            for part in asked.parts or ("fits", "sharded")
-            for generation in asked.generation or TOPOLOGIES
+        faults = sum(
+            PARTS[part](compiler, generation, options.call)
+            for part in options.parts or ("fits", "sharded")
+            for generation in options.generation or TOPOLOGIES
         )
     finally:
         compiler.stop()
-    print(f"{wrong} wrong" if wrong else "right")
-    return int(wrong > 0)
+    print(f"{faults} wrong" if faults else "right")
+    return int(faults > 0)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""The compiler for TPUs, libtpu, where there is no TPU; and what it tells of a program besides the program."""
+"""The compiler for TPUs, libtpu, where there is no TPU, and what it reports of a program."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from ejkernel_pallas_tpu.launch._generations import KINDS
 
-#: What it is asked to write down, by the ends of its files' names.
-DUMPED = ("vmem_report", "assembly-pre-overlay", "hlo-details", "final_bundles", "final_hlo-static.*")
+#: The reports that it writes, by the ends of the names of their files.
+REPORTS = ("vmem_report", "final_bundles", "final_hlo-static.*")
 #: Four chips of each generation.
 TOPOLOGIES: dict[str, dict[str, str]] = {
     "v4": {"topology_name": "v4:2x2x1", "chip_config_name": "megacore"},
@@ -32,13 +34,34 @@ TOPOLOGIES: dict[str, dict[str, str]] = {
 }
 
 
-def in_main_memory(generation: str) -> dict[str, str]:
-    """What has the compiler leave operands in main memory: no vector memory is its own to bring them into.
+def versions() -> str:
+    """The compiler, by its version and those around it."""
+    packages = (f"{name} {version(name)}" for name in ("libtpu", "jax", "jaxlib"))
+    return f"{', '.join(packages)}, Python {platform.python_version()}"
 
-    Without it, one kernel finds its operands where another has to fetch them from, as there is room.
+
+def in_main_memory(generation: str) -> dict[str, str]:
+    """The compiler's options that leave operands in main memory: XLA has no vector memory of its own for them.
+
+    Otherwise, some kernels would have their operands in vector memory already, and others would have to fetch them.
     """
-    (told,) = {kind for kind in KINDS.values() if kind.name == generation}
-    return {"xla_tpu_scoped_vmem_limit_kib": str(told.vmem // 1024)}
+    (chip,) = {kind for kind in KINDS.values() if kind.name == generation}
+    return {"xla_tpu_scoped_vmem_limit_kib": str(chip.vmem // 1024)}
+
+
+def pallas_kernels(text: str) -> list[tuple[str, str]]:
+    """The name and the code of each Pallas kernel in a lowered program."""
+    pattern = r'@tpu_custom_call\(.*?backend_config = "(.*?)".*?kernel_name = "([\w.-]+)"'
+    return [(name, code) for code, name in re.findall(pattern, text)]
+
+
+def base_name(kernel: str) -> str:
+    """The name that ``pallas_call`` has for a kernel: the compiler adds a number.
+
+    >>> base_name("flash_attention.1")
+    'flash_attention'
+    """
+    return re.sub(r"\.\d+$", "", kernel)
 
 
 @attrs.frozen(eq=False)
@@ -53,31 +76,40 @@ class Program:
         """The names of its Pallas kernels, in order."""
         return re.findall(r"%([\w.-]+) = [^\n]*custom_call_target=\"tpu_custom_call\"", self.text)
 
+    @property
+    def operations(self) -> list[str]:
+        """The names of all operations with a schedule, in order: XLA's own fusions too."""
+        entry = self.text[self.text.index("ENTRY ") :]
+        return [name for name in re.findall(r"^ +(?:ROOT )?%([\w.-]+) = ", entry, re.MULTILINE) if self._has(name)]
+
+    def _has(self, operation: str) -> bool:
+        return any(self.folder.glob(f"*-{operation}-[0-9]*-final_bundles.txt"))
+
     def vmem(self, kernel: str) -> int:
-        """How many bytes of vector memory a kernel takes: its blocks, its scratch and what registers do not hold."""
+        """How many bytes of vector memory a kernel takes: blocks, scratch, and what registers do not hold."""
         (report,) = self.folder.glob("*vmem_report.html")
         text = report.read_text()
-        # A script in a page; its data are those of all operations of the program.
+        # A script in a page has the data of all operations of the program.
         start = re.search(rf"\"{re.escape(kernel)}\": ", text)
         if start is None:
-            raise LookupError(f"the compiler's report says nothing of {kernel}")
-        found, _ = json.JSONDecoder().raw_decode(text, start.end())
-        return int(found["total_size"])
+            raise LookupError(f"the compiler's report of vector memory does not have the kernel {kernel}")
+        operation, _ = json.JSONDecoder().raw_decode(text, start.end())
+        return int(operation["total_size"])
 
 
 @attrs.frozen(eq=False)
 class Compiler:
-    """libtpu, to be asked once in a process: it looks at its environment when it is loaded."""
+    """libtpu. A process starts it once, because it reads its environment when it is loaded."""
 
     folder: Path
 
     @classmethod
     def start(cls) -> Compiler:
         folder = Path(tempfile.mkdtemp(prefix="ejkernel-tpu-"))
-        labels = "|".join(DUMPED)
+        labels = "|".join(REPORTS)
         os.environ |= {
             "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_pass_label_regex=({labels})",
-            # Several processes may load it, none has a TPU, and nobody reads its log.
+            # Several processes may load it, none has a TPU, and its log is not read.
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "TPU_LOG_DIR": "disabled",
             "TPU_WORKER_HOSTNAMES": "localhost",
@@ -87,24 +119,26 @@ class Compiler:
         return cls(folder)
 
     def mesh(self, generation: str, shape: tuple[int, ...] = (1,), axes: tuple[str, ...] = ("x",)) -> Mesh:
-        """Devices of a generation that are not there."""
+        """A mesh of absent devices of a generation."""
         chips = topologies.get_topology_desc(platform="tpu", **TOPOLOGIES[generation]).devices
         return Mesh(np.array(chips[: math.prod(shape)]).reshape(shape), axes)
 
-    def compile(
-        self,
-        function: Callable[..., Any],
-        *given: Any,
-        mesh: Mesh,
-        sharding: NamedSharding | None = None,
-        options: Mapping[str, str] | None = None,
-    ) -> Program:
-        """The program of one call. The next one's files replace its own."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir()
+    def device_kind(self, generation: str) -> str:
+        """JAX's name of the devices of a generation."""
+        return str(self.mesh(generation).devices.flat[0].device_kind)
+
+    def lower(
+        self, function: Callable[..., Any], *arguments: Any, mesh: Mesh, sharding: NamedSharding | None = None
+    ) -> Any:
+        """One call of a function, lowered for a mesh."""
         sharding = sharding or NamedSharding(mesh, PartitionSpec())
         with use_abstract_mesh(mesh.abstract_mesh):
-            lowered = jax.jit(function, in_shardings=sharding).trace(*given).lower(lowering_platforms=("tpu",))
+            return jax.jit(function, in_shardings=sharding).trace(*arguments).lower(lowering_platforms=("tpu",))
+
+    def compile(self, lowered: Any, options: Mapping[str, str] | None = None) -> Program:
+        """The program of a lowered call. The reports of the next one replace its own."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
         return Program(str(lowered.compile(compiler_options=dict(options or {})).as_text()), self.folder)
 
     def stop(self) -> None:

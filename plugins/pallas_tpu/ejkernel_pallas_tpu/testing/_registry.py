@@ -1,4 +1,4 @@
-"""A registry in which kernels that are written for a TPU are found on the CPU."""
+"""A registry in which kernels for TPUs run on the CPU."""
 
 from __future__ import annotations
 
@@ -22,64 +22,64 @@ def interpreted_registry(
     order: int = 0,
     plugins: str | None = None,
 ) -> Registry:
-    """What is installed, and the given kernels, by name, as if the CPU were this TPU.
+    """The installed plugins and these kernels, by name, on a CPU that stands for this TPU.
 
-    Their hooks see an invocation on that TPU, so that they choose and refuse as they would there. They run in Pallas'
-    interpreter; with ``races``, in that of a whole TPU: slower, with the memories and copies of one, with NaN in what
-    nobody wrote, and with an error for two accesses of which nobody knows the order. Independent steps are then done in
-    an order that ``order`` draws.
+    Their hooks get an invocation on that TPU, so that they choose and refuse as they would there. They run in Pallas'
+    interpreter, or with ``races`` in the interpreter of a whole TPU. It is slower, and has the memories and copies of a
+    TPU, NaN in memory that was not written, and an error for two accesses whose order is not determined. Independent
+    steps are then run in a random order, drawn by ``order``.
     """
-    watched = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", random_seed=order)
-    interpret = watched if races else True
+    whole_tpu = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", random_seed=order)
+    interpret = whole_tpu if races else True
     registry = Registry(plugins)
     for name, module in kernels.items():
-        registry.register(_as_if(module, device_kind, interpret), name)
+        registry.register(_interpreted_kernel(module, device_kind, interpret), name)
     return registry
 
 
-def _as_if(module: Any, device_kind: str, interpret: Any) -> Any:
-    """The kernel with its hooks called with the invocation that it would get on the TPU."""
+def _interpreted_kernel(module: Any, device_kind: str, interpret: Any) -> Any:
+    """The kernel, whose hooks get the invocation that they would get on the TPU."""
 
-    def there(inv: Invocation) -> Invocation:
+    def on_tpu(inv: Invocation) -> Invocation:
         return attrs.evolve(inv, platform="tpu", device_kind=device_kind, compute_capability=None)
 
     @hookimpl
     def heuristic_cfg(inv: Invocation) -> Any:
-        return module.heuristic_cfg(there(inv))
+        return module.heuristic_cfg(on_tpu(inv))
 
     @hookimpl
     def config_space(inv: Invocation) -> Any:
-        return module.config_space(there(inv))
+        return module.config_space(on_tpu(inv))
 
     @hookimpl
     def run_backend(inv: Invocation, cfg: Any) -> Any:
         if interpret is True:
-            return module.compute(there(inv), cfg, True)
-        return _apart(lambda inv: module.compute(inv, cfg, interpret), there(inv))
+            return module.compute(on_tpu(inv), cfg, True)
+        return _by_callback(lambda inv: module.compute(inv, cfg, interpret), on_tpu(inv))
 
     return SimpleNamespace(
         heuristic_cfg=heuristic_cfg,
         config_space=config_space,
         run_backend=run_backend,
         Config=module.Config,
-        # The highest rank of all: who registers a kernel here wants to see it run.
+        # The highest rank of all, because a kernel is registered here in order to run.
         PLATFORMS={"cpu": 60},
         CODE=[module.heuristic_cfg, module.config_space, module.compute],
     )
 
 
-def _apart(compute: Callable[[Invocation], Any], inv: Invocation) -> Any:
-    """The computation, called back: the interpreter of a whole TPU acts in an order that the call's code has no word
-    for. It gets a device of its own where there is one: the first waits for the result.
+def _by_callback(compute: Callable[[Invocation], Any], inv: Invocation) -> Any:
+    """The computation in a callback: the interpreter of a whole TPU has side effects whose order the code of the call
+    cannot express. It runs on the last device, because the first may be waiting for the result.
     """
     arrays = {name: value for name, value in inv.items() if isinstance(value, jax.Array)}
 
-    def computed(given: Mapping[str, Any]) -> Any:
-        return compute(inv.with_arrays(given))
+    def run(arrays: Mapping[str, Any]) -> Any:
+        return compute(inv.with_arrays(arrays))
 
-    def called(given: Mapping[str, Any]) -> Any:
+    def callback(arrays: Mapping[str, Any]) -> Any:
         with jax.default_device(jax.local_devices(backend="cpu")[-1]):
-            found = jax.jit(computed)({name: np.asarray(value) for name, value in given.items()})
-            return jax.tree.map(np.asarray, found)
+            results = jax.jit(run)({name: np.asarray(value) for name, value in arrays.items()})
+            return jax.tree.map(np.asarray, results)
 
-    return jax.pure_callback(called, jax.eval_shape(computed, arrays), arrays)
+    return jax.pure_callback(callback, jax.eval_shape(run, arrays), arrays)

@@ -1,4 +1,4 @@
-"""A call on four chips, batch and heads cut in two: does a kernel bring communication with it?"""
+"""A call that is sharded over four chips, by batch and heads: does its program communicate?"""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ import ejkernel_core
 
 from ._compiler import Compiler
 
-#: What chips say to each other, in the compiler's words.
+#: The operations in a compiled program by which chips communicate.
 COLLECTIVE = re.compile(r" ((?:all-|reduce-scatter|collective-|ragged-)[\w-]*)\(")
 
 
-def collectives(compiler: Compiler, generation: str) -> tuple[list[str], list[str]]:
+def kernels_and_collectives(compiler: Compiler, generation: str) -> tuple[list[str], list[str]]:
     """The kernels of a forward and a backward pass inside ``shard_map``, and the communication in their program."""
     mesh = compiler.mesh(generation, (2, 2), ("batch", "heads"))
-    cut = PartitionSpec("batch", None, "heads", None)
+    spec = PartitionSpec("batch", None, "heads", None)
 
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        return ejkernel_core.call("flash_attention", q, k, v, causal=True, backend="pallas_tpu")
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        return ejkernel_core.call("flash_attention", query, key, value, causal=True, backend="pallas_tpu")
 
-    def both(q: Any, k: Any, v: Any) -> Any:
-        out, pull = jax.vjp(attend, q, k, v)
+    def with_gradients(query: Any, key: Any, value: Any) -> Any:
+        out, pull = jax.vjp(attend, query, key, value)
         return out, pull(jnp.ones_like(out))
 
     query, key = (jax.ShapeDtypeStruct((4, 1024, heads, 128), jnp.bfloat16) for heads in (8, 4))
-    sharded = jax.shard_map(both, mesh=mesh, in_specs=cut, out_specs=cut)
-    program = compiler.compile(sharded, query, key, key, mesh=mesh, sharding=NamedSharding(mesh, cut))
+    sharded = jax.shard_map(with_gradients, mesh=mesh, in_specs=spec, out_specs=spec)
+    lowered = compiler.lower(sharded, query, key, key, mesh=mesh, sharding=NamedSharding(mesh, spec))
+    program = compiler.compile(lowered)
     return program.kernels, COLLECTIVE.findall(program.text)
