@@ -1,6 +1,6 @@
 """Configurations on disk: a cache that processes share, and records that are installed with a package.
 
-Importing this module reads and writes nothing. See ``docs/stores.md``.
+Importing this module reads and writes no files. See ``docs/stores.md``.
 """
 
 from ._packaged import PackagedRecords

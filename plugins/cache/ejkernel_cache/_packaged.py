@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from ejkernel_core import Candidate, Choice, Invocation, Key, Record, RecordError, fitting, hookimpl, recall
+from ejkernel_core import Candidate, Choice, Invocation, Key, Record, RecordError, hookimpl, matching_record, recall
 from ejkernel_core._keys import canonical_json
 
 from ._documents import LIMIT, device_and_op, read_record, text_of
@@ -89,8 +89,8 @@ class PackagedRecords:
                 records.append(read_record(document.text, key, candidate.config_type))
             except RecordError as fault:
                 faults.append(f"{document.place}: {fault}")
-        # One by one, because ``fitting`` puts records of other versions last.
-        record = next((one for each in records if (one := fitting([each], candidate))), None)
+        # One by one, because ``matching_record`` puts records of other versions last.
+        record = next((one for each in records if (one := matching_record([each], candidate))), None)
         if record is None and faults:
             raise RecordError("; ".join(faults))
         return record

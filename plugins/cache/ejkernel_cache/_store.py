@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ejkernel_core import Candidate, Key, Record, RecordError, as_record, fitting, record_to_json
+from ejkernel_core import Candidate, Key, Record, RecordError, as_record, matching_record, record_to_json
 
 from ._directory import UNFINISHED, Content, Directory
 from ._documents import LIMIT, read_record, rebuilt_key, software_in, text_of
@@ -160,7 +160,7 @@ class PersistentCache:
         # Without listing the folder, which may have many files.
         places = [place_of(_check_key(key), backend, software) for backend in backends for software in versions]
         records, faults = self._read_records(places, key, candidate.config_type)
-        record = fitting(records, candidate)
+        record = matching_record(records, candidate)
         if record is None and faults:
             raise RecordError(_join_faults(faults))
         return record

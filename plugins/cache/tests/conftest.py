@@ -1,4 +1,4 @@
-"""A small operation that tells which configuration it ran with, over a cache of the test's own."""
+"""A small operation whose results show the configuration that it ran with, and a cache folder for each test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ejkernel_core import Candidate, Choice, Key, Operation, Provenance, Record,
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the default cache: nothing here touches the user's."""
+    """The folder of the default cache, so that no test uses the user's cache."""
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
     default_cache.cache_clear()
     yield tmp_path / "cache"
@@ -57,15 +57,15 @@ def _kernel(heuristic: Any) -> SimpleNamespace:
 
 
 class Scale:
-    """``scale`` by the factor of the configuration, in a registry that has the policy ``cache`` alone."""
+    """``scale`` by the factor of the configuration, in a registry with only the policy ``cache``."""
 
     Config = Config
 
     def __init__(self) -> None:
-        self.fresh()
+        self.reset()
 
-    def fresh(self) -> None:
-        """As in a new process: nothing is in memory."""
+    def reset(self) -> None:
+        """Empty the memory, as in a new process."""
         default_cache.cache_clear()
         self.registry = Registry(plugins="ejkernel-tuning")
         operation = Operation(name="scale", signature=scale, outputs=lambda a: (a["x"],), tuning_key=_bucket)
@@ -74,7 +74,7 @@ class Scale:
         self.registry.register(policy, "cache")
 
     def use(self, heuristic: Any, config_space: Callable[[Any], Any] | None = None, backend: str = "two") -> None:
-        """Have the kernel take configurations of this type, and this one where it has to guess; offering these."""
+        """Register a kernel with this heuristic, its type as Config, and this ``config_space``."""
         kernel = _kernel(heuristic)
         if config_space is not None:
             kernel.config_space = hookimpl(config_space)
@@ -87,7 +87,7 @@ class Scale:
         plan = self.registry.plan("scale", jnp.ones(5))
         return Candidate(plan.kernel, plan.cfg)
 
-    def used(self, length: int = 5, **options: Any) -> int:
+    def used_factor(self, length: int = 5, **options: Any) -> int:
         """The factor that a call was computed with."""
         x = jnp.arange(1.0, length + 1)
         result = self.registry.call("scale", x, **options)
@@ -99,23 +99,23 @@ class Scale:
         return self.registry.plan("scale", jnp.ones(length)).origin
 
     def reason(self, policy: str = "cache") -> str:
-        """Why the policy did not answer, as it is explained to the user."""
+        """The policy's reason for having no answer, from an explanation."""
         plan = self.registry.explain("scale", jnp.ones(5)).plan
         assert plan is not None
         assert (plan.origin, plan.cfg.factor) == ("heuristic", 2)
-        told = [v for v in plan.verdicts if v.name == policy]
-        assert [v.status for v in told] in ([], ["no answer"])
-        return told[0].reason if told else ""
+        verdicts = [v for v in plan.verdicts if v.name == policy]
+        assert [v.status for v in verdicts] in ([], ["no answer"])
+        return verdicts[0].reason if verdicts else ""
 
     def record(self, factor: int, milliseconds: float = 1.0) -> Record:
-        """A measurement."""
+        """A record with a provenance."""
         provenance = Provenance(
             when="2026-11-20T12:00:00+00:00", device="cpu", milliseconds=milliseconds, backends=("two",)
         )
         return Record(Config(factor), "two", provenance)
 
     def tuner(self, factor: int, milliseconds: float = 1.0) -> None:
-        """Register a policy that "measures" whatever nobody else answers."""
+        """Register a policy of low rank that returns a measured choice."""
 
         @hookimpl
         def select_config(inv, candidates):
@@ -124,7 +124,7 @@ class Scale:
         self.registry.register(SimpleNamespace(RANK=20, select_config=select_config), "tuner")
 
     def on_disk(self, length: int = 5) -> Path:
-        """Put a good record under the call's own key; its file."""
+        """Put a valid record under the call's exact key, and return its file."""
         cache = PersistentCache()
         cache.put(self.keys(length)[0], self.record(7))
         file = cache.file(self.keys(length)[0], "two")
@@ -142,7 +142,7 @@ def scale_op() -> Scale:
 
 @pytest.fixture
 def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """``distribution(name, modules, version, policies=..., ...)`` makes one; returns the folder to put on the path."""
+    """``distribution(name, modules, version, policies=..., ...)`` makes one, and returns its folder."""
     count = 0
 
     def make(name: str, modules: Mapping[str, str], version: str = "1.0", **groups: Mapping[str, str]) -> Path:
@@ -152,11 +152,11 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
         info = site / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        points = [
+        sections = [
             f"[ejkernel.{group}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items())
             for group, entries in groups.items()
         ]
-        (info / "entry_points.txt").write_text("\n".join(points))
+        (info / "entry_points.txt").write_text("\n".join(sections))
         for file, source in modules.items():
             (site / file).parent.mkdir(exist_ok=True)
             (site / file).write_text(textwrap.dedent(source))
@@ -166,12 +166,12 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 
 
 @pytest.fixture
-def python(tmp_path: Path) -> Callable[..., str]:
-    """``python(program, *sites, NAME=value)``: what a program prints, in a process of its own."""
+def run_python(tmp_path: Path) -> Callable[..., str]:
+    """``run_python(program, *sites, NAME=value)``: the output of a program in a new process."""
 
     def run(program: str, *sites: Path, **environment: str) -> str:
         path = os.pathsep.join([*map(str, sites), os.environ.get("PYTHONPATH", "")])
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-B", "-W", "error::RuntimeWarning", "-c", textwrap.dedent(program)],
             env={**os.environ, "PYTHONPATH": path, **environment},
             cwd=tmp_path,
@@ -179,7 +179,7 @@ def python(tmp_path: Path) -> Callable[..., str]:
             text=True,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        assert process.returncode == 0, process.stderr
+        return process.stdout.strip()
 
     return run

@@ -1,4 +1,4 @@
-"""Importing does nothing: no file, no folder, no lookup of where they would be."""
+"""Importing the package reads and writes no file, and does not look up the cache folder."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ PROGRAM = """
 """
 
 
-def test_importing_does_nothing(python, tmp_path, folder):
-    found = json.loads(python(PROGRAM, HOME=str(tmp_path)))
-    ours = [event for event in found["touched"] if "site-packages" not in event[1] and "ejkernel_cache" not in event[1]]
-    assert [event for event in ours if event[0] in ("os.mkdir",) or str(tmp_path) in event[1]] == []
-    assert found["read"] == []
-    for late in ("platformdirs", "cattrs"):
-        assert late not in found["modules"]
+def test_importing_has_no_effects(run_python, tmp_path, folder):
+    effects = json.loads(run_python(PROGRAM, HOME=str(tmp_path)))
+    events = [
+        event for event in effects["touched"] if "site-packages" not in event[1] and "ejkernel_cache" not in event[1]
+    ]
+    assert [event for event in events if event[0] in ("os.mkdir",) or str(tmp_path) in event[1]] == []
+    assert effects["read"] == []
+    for module in ("platformdirs", "cattrs"):
+        assert module not in effects["modules"]
     assert not folder.exists()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_platformdirs_is_imported_only_for_the_users_folder(python, tmp_path):
+def test_platformdirs_is_imported_only_for_the_users_folder(run_python, tmp_path):
     program = """
         import sys
         from ejkernel_cache import PersistentCache
@@ -46,5 +48,5 @@ def test_platformdirs_is_imported_only_for_the_users_folder(python, tmp_path):
         del os.environ["EJKERNEL_CACHE_DIR"]
         print(first, PersistentCache().path.name, "platformdirs" in sys.modules)
     """
-    assert python(program, HOME=str(tmp_path)) == "False configs True"
+    assert run_python(program, HOME=str(tmp_path)) == "False configs True"
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a measurement: the process ends as Python ends, and nobody waits for it."""
+"""Ctrl-C at any moment of a measurement ends the process as usual, and leaves no lock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-#: Takes some seconds to measure, and tells when it begins and when it ends.
+#: A program that measures for some seconds, and prints when it begins and ends.
 MODULE = """
     import os, sys, time
     from pathlib import Path
@@ -46,17 +46,17 @@ MODULE = """
         large = jnp.full((100_000,), x[0])
         return x * 3 + 0 * jax.lax.fori_loop(0, cfg.steps, lambda _, v: jnp.sin(v) * 0.5, large).sum()
 
-    made = Registry(plugins="ejkernel-tuning")
-    made.register(policy, "cache")
-    made.register(Operation(name="triple", signature=lambda x: None, outputs=lambda a: (a["x"],), reference="kinds"))
-    made.register(
+    registry = Registry(plugins="ejkernel-tuning")
+    registry.register(policy, "cache")
+    registry.register(Operation(name="triple", signature=lambda x: None, outputs=lambda a: (a["x"],), reference="kinds"))
+    registry.register(
         SimpleNamespace(Config=Config, heuristic_cfg=heuristic_cfg, config_space=config_space, run_backend=run_backend),
         "triple.kinds",
     )
     x = jnp.arange(8.0)
     print("measuring", flush=True)
     with policy_override(autotune=True, budget_s=30):
-        made.call("triple", x)
+        registry.call("triple", x)
     print("done", flush=True)
 """
 
@@ -70,15 +70,15 @@ def start(folder: Path, **environment: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # As a shell starts it: what runs these tests may ignore the signal.
+        # The parent of the tests may ignore the signal.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
 def interrupt(process: subprocess.Popen[str], delay: float, after: str = "measuring") -> tuple[int, str, str]:
-    """Ctrl-C so many seconds after this line; the exit code, and what was printed and said about it from then on.
+    """Interrupt ``delay`` seconds after this line of output: the exit code, and the rest of stdout and stderr.
 
-    What JAX's imports make of it is theirs.
+    An interrupt during JAX's imports is not tested.
     """
     assert process.stdout is not None
     try:
@@ -95,47 +95,47 @@ def interrupt(process: subprocess.Popen[str], delay: float, after: str = "measur
 
 def check_end(code: int, out: str, err: str, folder: Path) -> None:
     assert code in (0, -signal.SIGINT), err
-    # Behind the last line Python ends, and gives the signal back to the system, which says nothing.
+    # After the last line Python exits, and restores the default handler, which prints nothing.
     if code and not (out.endswith("done\n") and not err):
         assert err.rstrip().endswith("KeyboardInterrupt"), err
     assert "Exception in thread" not in err
     assert "terminate called" not in err
     assert "Fatal Python error" not in err
     for lock in (folder / ".tuning").glob("*"):
-        assert lock.suffix == ".json", f"{lock} is left"  # what was measured so far
+        assert lock.suffix == ".json", f"{lock} is left"  # entries of the interrupted measurement
 
 
 def check_moments(tmp_path: Path, folder: Path, moments: int) -> None:
-    whole = start(tmp_path)
-    assert whole.stdout is not None
-    while whole.stdout.readline().strip() != "measuring":
-        assert whole.poll() is None
-    begun = time.monotonic()
-    out, err = whole.communicate(timeout=120)
+    process = start(tmp_path)
+    assert process.stdout is not None
+    while process.stdout.readline().strip() != "measuring":
+        assert process.poll() is None
+    start_time = time.monotonic()
+    out, err = process.communicate(timeout=120)
     assert out.endswith("done\n"), err
-    seconds = time.monotonic() - begun
-    spread = random.Random(moments)
+    seconds = time.monotonic() - start_time
+    generator = random.Random(moments)
     codes = []
     for number in range(moments):
         for file in folder.rglob("*.json"):
             file.unlink()
-        delay = seconds * (number + spread.random()) / moments
+        delay = seconds * (number + generator.random()) / moments
         code, out, err = interrupt(start(tmp_path), delay)
         check_end(code, out, err, folder)
         codes.append(code)
     assert -signal.SIGINT in codes
 
 
-def test_at_three_moments(tmp_path: Path, folder: Path) -> None:
+def test_an_interrupt_at_three_moments(tmp_path: Path, folder: Path) -> None:
     check_moments(tmp_path, folder, 3)
 
 
 @pytest.mark.long
-def test_at_ten_moments(tmp_path: Path, folder: Path) -> None:
+def test_an_interrupt_at_ten_moments(tmp_path: Path, folder: Path) -> None:
     check_moments(tmp_path, folder, 10)
 
 
-def test_what_hangs_does_not_keep_the_process(tmp_path: Path, folder: Path) -> None:
+def test_a_hanging_configuration_does_not_keep_the_process_alive(tmp_path: Path, folder: Path) -> None:
     code, out, err = interrupt(start(tmp_path, HANGS="35"), 0.5, after="hanging")
     assert code == -signal.SIGINT, err
     check_end(code, out, err, folder)

@@ -1,4 +1,4 @@
-"""Names of operations, backends and devices as folders: they stay inside, and they stay apart."""
+"""Names of operations, backends and devices as folder names: inside the cache, and distinct."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ejkernel_core import Key
 
 SAFE = frozenset(string.ascii_letters + string.digits + "._-%")
 
-NASTY = [
+UNUSUAL_NAMES = [
     "",
     "any",
     "empty",
@@ -36,10 +36,10 @@ NASTY = [
     "a b",
     "é",
 ]
-NASTY += ["CON", "x" * 119, "x" * 120, "x" * 121, "x" * 5000, "é" * 100, "." * 300, "\ud800", "\U0001f600" * 90]
+UNUSUAL_NAMES += ["CON", "x" * 119, "x" * 120, "x" * 121, "x" * 5000, "é" * 100, "." * 300, "\ud800", "\U0001f600" * 90]
 
 names = st.one_of(
-    st.sampled_from(NASTY),
+    st.sampled_from(UNUSUAL_NAMES),
     st.text(max_size=8),
     st.text(alphabet="./\\%.~aA2Ee\0:", max_size=6),
     st.text(alphabet="ab/", min_size=100, max_size=200),
@@ -47,32 +47,32 @@ names = st.one_of(
 
 
 @given(names)
-def test_a_component_is_one_plain_name(name):
-    part = component(name)
-    assert set(part) <= SAFE
-    assert 0 < len(part) <= MAX_LENGTH
-    assert not part.startswith(".")
+def test_a_component_is_a_safe_file_name(name):
+    text = component(name)
+    assert set(text) <= SAFE
+    assert 0 < len(text) <= MAX_LENGTH
+    assert not text.startswith(".")
 
 
 @given(st.one_of(st.none(), names), st.one_of(st.none(), names))
-def test_different_names_have_different_components(one, other):
-    assert (component(one) == component(other)) is (one == other)
+def test_different_names_have_different_components(first, second):
+    assert (component(first) == component(second)) is (first == second)
 
 
-def test_the_nasty_ones_are_all_apart():
-    assert len({component(name) for name in [None, *NASTY]}) == len(NASTY) + 1
-    long = ["x" * 5000 + end for end in ("", "a", "b")]
-    assert len({component(name) for name in long}) == 3
+def test_unusual_names_have_different_components():
+    assert len({component(name) for name in [None, *UNUSUAL_NAMES]}) == len(UNUSUAL_NAMES) + 1
+    long_names = ["x" * 5000 + end for end in ("", "a", "b")]
+    assert len({component(name) for name in long_names}) == 3
 
 
 @given(names)
-def test_a_component_is_read_back_unless_it_is_cut(name):
-    back = decode_component(component(name))
-    assert back == name or (back is None and len(component(name)) > 80)
+def test_a_component_is_decoded_unless_it_is_shortened(name):
+    decoded = decode_component(component(name))
+    assert decoded == name or (decoded is None and len(component(name)) > 80)
 
 
 @given(names, names, st.one_of(st.none(), names))
-def test_no_place_is_outside(op, device, backend):
+def test_every_path_is_inside_the_cache(op, device, backend):
     root = Path("/some/cache")
     path = below(root, place_of(Key(op, device, "{}"), backend))
     assert os.path.normpath(path) == str(path)
@@ -81,13 +81,13 @@ def test_no_place_is_outside(op, device, backend):
 
 
 @given(st.tuples(names, names, names), st.tuples(names, names, names))
-def test_no_two_places_are_one(one, other):
-    places = [place_of(Key(op, device, "{}"), backend) for op, device, backend in (one, other)]
-    assert (places[0] == places[1]) is (one == other)
+def test_different_places_have_different_paths(first, second):
+    paths = [place_of(Key(op, device, "{}"), backend) for op, device, backend in (first, second)]
+    assert (paths[0] == paths[1]) is (first == second)
 
 
 @pytest.mark.parametrize(
-    ("name", "part"),
+    ("name", "text"),
     [
         ("flash_attention", "flash_attention"),
         ("NVIDIA H200", "NVIDIA%20H200"),
@@ -98,5 +98,5 @@ def test_no_two_places_are_one(one, other):
         ("%any", "%25any"),
     ],
 )
-def test_a_person_can_read_it(name, part):
-    assert component(name) == part
+def test_components_are_readable(name, text):
+    assert component(name) == text

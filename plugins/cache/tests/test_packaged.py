@@ -1,4 +1,4 @@
-"""Records that come with a package: they answer for their problem whatever the software, and are never touched."""
+"""Records installed with a package: they apply with any versions of software, and are never changed."""
 
 from __future__ import annotations
 
@@ -23,155 +23,159 @@ def state(folder: Path) -> list[tuple[str, float, bytes]]:
 
 
 @pytest.fixture
-def shipped(scale_op, folder, tmp_path) -> Path:
-    """A folder copied from a cache that knows factor 7 for the call, and an empty cache."""
+def packaged(scale_op, folder, tmp_path) -> Path:
+    """A copy of a cache that has factor 7 for the call, while the cache itself is empty."""
     scale_op.on_disk()
     shutil.move(folder, tmp_path / "shipped")
     shutil.rmtree(tmp_path / "shipped" / ".tmp")
     return tmp_path / "shipped"
 
 
-def the_file(shipped: Path) -> Path:
-    (file,) = shipped.rglob("*.json")
+def file_in(packaged: Path) -> Path:
+    (file,) = packaged.rglob("*.json")
     return file
 
 
-def with_software(file: Path, **software: str) -> None:
+def set_software(file: Path, **software: str) -> None:
     provenance = json.loads(file.read_text())["provenance"]
-    edited(file, provenance={**provenance, "software": software})
+    edit(file, provenance={**provenance, "software": software})
 
 
-def edited(file: Path, name: str | None = None, **changes: object) -> None:
+def edit(file: Path, name: str | None = None, **changes: object) -> None:
     document = {**json.loads(file.read_text()), **changes}
     file.with_name(name or file.name).write_text(json.dumps(document))
 
 
-def use(scale_op, *layers: PackagedRecords) -> None:
-    for number, layer in enumerate(layers):
-        scale_op.registry.register(layer, f"packaged{number}")
+def register(scale_op, *layers: PackagedRecords) -> None:
+    for number, records in enumerate(layers):
+        scale_op.registry.register(records, f"packaged{number}")
 
 
-def test_a_record_is_found_and_named(scale_op, shipped, folder):
-    before = state(shipped)
-    use(scale_op, PackagedRecords(shipped))
-    assert scale_op.used() == 7
-    assert scale_op.origin() == f"packaged records ({shipped})"
+def test_a_packaged_record_is_used_and_named_as_the_origin(scale_op, packaged, folder):
+    before = state(packaged)
+    register(scale_op, PackagedRecords(packaged))
+    assert scale_op.used_factor() == 7
+    assert scale_op.origin() == f"packaged records ({packaged})"
     assert f"remembered as scale {scale_op.keys()[0].digest}, measured" in str(
         scale_op.registry.plan("scale", jnp.ones(5))
     )
-    assert scale_op.used(length=8) == 2
-    assert state(shipped) == before
+    assert scale_op.used_factor(length=8) == 2
+    assert state(packaged) == before
     assert not folder.exists()
 
 
-def test_it_holds_for_any_software(scale_op, shipped):
-    with_software(the_file(shipped), jax="0.1")
-    use(scale_op, PackagedRecords(shipped))
-    assert scale_op.used() == 7
+def test_a_packaged_record_applies_with_other_versions(scale_op, packaged):
+    set_software(file_in(packaged), jax="0.1")
+    register(scale_op, PackagedRecords(packaged))
+    assert scale_op.used_factor() == 7
     assert f"measured with other versions: jax was 0.1, is {jax.__version__}" in str(
         scale_op.registry.plan("scale", jnp.ones(5))
     )
 
 
-def test_what_a_kernel_does_not_offer_here_is_passed_over_unless_it_was_put_there_by_hand(scale_op, shipped):
+def test_a_configuration_outside_of_the_space_applies_only_if_it_was_put_by_hand(scale_op, packaged):
     scale_op.use(scale_op.Config(), lambda inv: [scale_op.Config(), scale_op.Config(3)])
-    use(scale_op, PackagedRecords(shipped))
+    register(scale_op, PackagedRecords(packaged))
     assert scale_op.reason("packaged0") == "two does not offer Config(factor=7) here"
-    assert scale_op.used() == 2
-    edited(the_file(shipped), provenance=None)
-    scale_op.fresh()
+    assert scale_op.used_factor() == 2
+    edit(file_in(packaged), provenance=None)
+    scale_op.reset()
     scale_op.use(scale_op.Config(), lambda inv: [scale_op.Config(), scale_op.Config(3)])
-    use(scale_op, PackagedRecords(shipped))
-    assert scale_op.used() == 7
+    register(scale_op, PackagedRecords(packaged))
+    assert scale_op.used_factor() == 7
 
 
-def test_a_kernel_that_refuses_to_say_what_it_offers_offers_nothing(scale_op, shipped):
-    def refused(inv):
+def test_a_kernel_whose_space_refuses_offers_nothing(scale_op, packaged):
+    def config_space(inv):
         raise Unsupported("not here")
 
-    scale_op.use(scale_op.Config(), refused)
-    use(scale_op, PackagedRecords(shipped))
+    scale_op.use(scale_op.Config(), config_space)
+    register(scale_op, PackagedRecords(packaged))
     assert scale_op.reason("packaged0") == "two does not offer Config(factor=7) here"
 
 
-def test_of_several_the_same_software_goes_first_and_then_the_latest(scale_op, shipped):
-    file = the_file(shipped)
+def test_a_record_of_the_same_versions_comes_first_and_then_the_latest(scale_op, packaged):
+    file = file_in(packaged)
     document = json.loads(file.read_text())
 
-    def also(name, factor, software, **provenance):
+    def add_record(name, factor, software, **provenance):
         provenance = {**document["provenance"], "software": software, **provenance}
-        edited(file, name, config={"factor": factor}, provenance=provenance)
+        edit(file, name, config={"factor": factor}, provenance=provenance)
 
-    also("a.json", 3, {"jax": "0.1"}, when="2024-01-01T00:00:00+00:00")
-    also("b.json", 4, {"jax": "0.2"}, when="2025-01-01T00:00:00+00:00")
-    use(scale_op, PackagedRecords(shipped))
-    assert scale_op.used() == 7
+    add_record("a.json", 3, {"jax": "0.1"}, when="2024-01-01T00:00:00+00:00")
+    add_record("b.json", 4, {"jax": "0.2"}, when="2025-01-01T00:00:00+00:00")
+    register(scale_op, PackagedRecords(packaged))
+    assert scale_op.used_factor() == 7
     file.unlink()
-    use(scale_op, PackagedRecords(shipped))
-    assert scale_op.used() == 4
+    register(scale_op, PackagedRecords(packaged))
+    assert scale_op.used_factor() == 4
 
 
-def test_of_several_contests_that_counts_which_was_held_with_versions_like_ours(scale_op, shipped):
-    """Though another kernel won the other one, in less time."""
-    (document,) = (json.loads(file.read_text()) for file in shipped.rglob("*.json"))
-    shutil.rmtree(shipped)
+def test_the_measurement_with_the_same_versions_comes_first(scale_op, packaged):
+    """It comes first even if another measurement selected a faster kernel."""
+    (document,) = (json.loads(file.read_text()) for file in packaged.rglob("*.json"))
+    shutil.rmtree(packaged)
 
-    def held(backend, factor, milliseconds, year, **software):
-        told = {"milliseconds": milliseconds, "when": f"{year}-01-01T00:00:00+00:00", "backends": ["one", "two"]}
-        told["software"] = {"jax": jax.__version__, **software}
+    def write_record(backend, factor, milliseconds, year, **software):
+        changes_of_provenance = {
+            "milliseconds": milliseconds,
+            "when": f"{year}-01-01T00:00:00+00:00",
+            "backends": ["one", "two"],
+        }
+        changes_of_provenance["software"] = {"jax": jax.__version__, **software}
         changes = {
             "kernel": f"scale.{backend}",
             "config": {"factor": factor},
-            "provenance": {**document["provenance"], **told},
+            "provenance": {**document["provenance"], **changes_of_provenance},
         }
-        file = shipped / component(scale_op.keys()[0].device) / "scale" / backend / "record.json"
+        file = packaged / component(scale_op.keys()[0].device) / "scale" / backend / "record.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({**document, **changes}))
 
-    def used():
-        scale_op.fresh()
+    def used_factor():
+        scale_op.reset()
         scale_op.use(scale_op.Config(), backend="one")
-        use(scale_op, PackagedRecords(shipped))
-        return scale_op.used()
+        register(scale_op, PackagedRecords(packaged))
+        return scale_op.used_factor()
 
-    held("one", 3, 1.0, 2026, jax="0.1")
-    assert used() == 3
-    held("two", 4, 2.0, 2025)
-    assert used() == 4
-    held("two", 4, 2.0, 2025, jax="0.2")  # neither's: the latest
-    assert used() == 3
-    held("two", 4, 2.0, 2027, jax="0.2")
-    assert used() == 4
+    write_record("one", 3, 1.0, 2026, jax="0.1")
+    assert used_factor() == 3
+    write_record("two", 4, 2.0, 2025)
+    assert used_factor() == 4
+    write_record("two", 4, 2.0, 2025, jax="0.2")  # no record has these versions, so the latest applies
+    assert used_factor() == 3
+    write_record("two", 4, 2.0, 2027, jax="0.2")
+    assert used_factor() == 4
 
 
-def test_the_layers_are_asked_in_order(scale_op, shipped, tmp_path):
-    use(scale_op, PackagedRecords(shipped))
+def test_the_order_of_disk_and_packaged_records(scale_op, packaged, tmp_path):
+    register(scale_op, PackagedRecords(packaged))
     cache = default_cache()
     cache.put(scale_op.keys()[0], scale_op.record(9))
-    scale_op.fresh()
-    use(scale_op, PackagedRecords(shipped))
-    assert (scale_op.used(), scale_op.origin()) == (9, f"disk ({cache.path})")
+    scale_op.reset()
+    register(scale_op, PackagedRecords(packaged))
+    assert (scale_op.used_factor(), scale_op.origin()) == (9, f"disk ({cache.path})")
     cache.clear()
-    assert scale_op.origin() == f"packaged records ({shipped})"
+    assert scale_op.origin() == f"packaged records ({packaged})"
     (tmp_path / "nothing").mkdir()
-    scale_op.fresh()
-    use(scale_op, PackagedRecords(tmp_path / "nothing"), PackagedRecords(tmp_path / "missing"))
-    assert (scale_op.used(), scale_op.origin()) == (2, "heuristic")
+    scale_op.reset()
+    register(scale_op, PackagedRecords(tmp_path / "nothing"), PackagedRecords(tmp_path / "missing"))
+    assert (scale_op.used_factor(), scale_op.origin()) == (2, "heuristic")
 
 
 def test_a_record_without_a_backend_and_one_for_the_bucket(scale_op, folder, tmp_path):
     cache = PersistentCache(tmp_path / "shipped")
-    exact, alike = scale_op.keys()
-    cache.put(alike, Record(scale_op.Config(8)))
-    use(scale_op, PackagedRecords(tmp_path / "shipped"))
-    assert (scale_op.used(), scale_op.used(length=6)) == (8, 8)
+    exact, bucket_key = scale_op.keys()
+    cache.put(bucket_key, Record(scale_op.Config(8)))
+    register(scale_op, PackagedRecords(tmp_path / "shipped"))
+    assert (scale_op.used_factor(), scale_op.used_factor(length=6)) == (8, 8)
     cache.put(exact, Record(scale_op.Config(9)))
-    use(scale_op, PackagedRecords(tmp_path / "shipped"))
-    assert (scale_op.used(), scale_op.used(length=6)) == (9, 8)
+    register(scale_op, PackagedRecords(tmp_path / "shipped"))
+    assert (scale_op.used_factor(), scale_op.used_factor(length=6)) == (9, 8)
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
+    ("content", "message"),
     [
         (b"", "no record: JSONDecodeError"),
         (b"[]", "no record: TypeError"),
@@ -182,50 +186,50 @@ def test_a_record_without_a_backend_and_one_for_the_bucket(scale_op, folder, tmp
     ],
     ids=["empty", "list", "no text", "deep", "huge", "fifo"],
 )
-def test_what_cannot_be_read_is_told_and_left(scale_op, shipped, folder, content, why):
-    file = the_file(shipped)
+def test_an_unreadable_file_is_reported_and_stays(scale_op, packaged, folder, content, message):
+    file = file_in(packaged)
     file.unlink()
     os.mkfifo(file) if content is None else file.write_bytes(content)
-    use(scale_op, PackagedRecords(shipped))
-    assert scale_op.reason("packaged0").startswith(f"{file.relative_to(shipped)}: {why}")
-    assert scale_op.used() == 2
+    register(scale_op, PackagedRecords(packaged))
+    assert scale_op.reason("packaged0").startswith(f"{file.relative_to(packaged)}: {message}")
+    assert scale_op.used_factor() == 2
     assert os.path.lexists(file)
     assert not folder.exists()
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "message"),
     [({"schema": 9}, "$.schema is 9"), ({"config": {"other": 3}}, "extra fields found (other)")],
     ids=["schema", "fields"],
 )
-def test_another_kind_of_record_is_told(scale_op, shipped, changes, why):
-    file = the_file(shipped)
-    edited(file, **changes)
-    use(scale_op, PackagedRecords(shipped))
-    assert scale_op.reason("packaged0").startswith(f"{file.relative_to(shipped)}: {why}")
+def test_a_record_that_does_not_apply_is_reported(scale_op, packaged, changes, message):
+    file = file_in(packaged)
+    edit(file, **changes)
+    register(scale_op, PackagedRecords(packaged))
+    assert scale_op.reason("packaged0").startswith(f"{file.relative_to(packaged)}: {message}")
 
 
-def test_a_package_is_read_when_it_is_first_asked_in_a_zip_too(scale_op, shipped, tmp_path, monkeypatch):
+def test_a_package_is_read_at_the_first_call_even_in_a_zip(scale_op, packaged, tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "site.zip", "w") as site:
         site.writestr("zipped_records/__init__.py", "")
-        site.write(the_file(shipped), f"zipped_records/{the_file(shipped).relative_to(shipped)}")
+        site.write(file_in(packaged), f"zipped_records/{file_in(packaged).relative_to(packaged)}")
     records = PackagedRecords("zipped_records")
-    use(scale_op, records)
+    register(scale_op, records)
     assert "zipped_records" not in sys.modules
     monkeypatch.syspath_prepend(str(tmp_path / "site.zip"))
-    assert scale_op.used() == 7
+    assert scale_op.used_factor() == 7
     assert scale_op.origin() == "packaged records (zipped_records)"
     monkeypatch.delitem(sys.modules, "zipped_records")
 
 
-def test_a_package_that_is_not_there_breaks_no_call(scale_op):
-    use(scale_op, PackagedRecords("no_such_package"))
-    assert scale_op.used() == 2
-    (told,) = (v for v in scale_op.registry.plan("scale", jnp.ones(5)).verdicts if v.name == "packaged0")
-    assert told.reason == "select_config raised ModuleNotFoundError: No module named 'no_such_package'"
+def test_a_missing_package_breaks_no_call(scale_op):
+    register(scale_op, PackagedRecords("no_such_package"))
+    assert scale_op.used_factor() == 2
+    (verdict,) = (v for v in scale_op.registry.plan("scale", jnp.ones(5)).verdicts if v.name == "packaged0")
+    assert verdict.reason == "select_config raised ModuleNotFoundError: No module named 'no_such_package'"
 
 
-@pytest.mark.parametrize("where", ["/some/folder", "records/h200", "", "a..b"])
-def test_a_folder_is_given_as_a_path(where):
+@pytest.mark.parametrize("path", ["/some/folder", "records/h200", "", "a..b"])
+def test_a_folder_has_to_be_a_path(path):
     with pytest.raises(ValueError, match="takes the name of a package, or a Path"):
-        PackagedRecords(where)
+        PackagedRecords(path)

@@ -1,4 +1,4 @@
-"""The interface: what is put is there, for the next instance too, by the key that it was put under."""
+"""The interface of the caches: records that are put can be read by key, also by the next instance."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def key(op: str = "scale", device: str = "NVIDIA H200", number: int = 0) -> Key:
 
 @pytest.fixture(params=["disk", "memory"])
 def cache(request, folder):
-    """What is said of one holds for the other."""
+    """A cache on disk or in memory, which have the same interface."""
     return PersistentCache(folder) if request.param == "disk" else ConfigCache()
 
 
-def test_what_is_put_is_there(cache):
+def test_records_that_are_put_can_be_read(cache):
     assert cache.get(key()) is None
     assert cache.get(key(), "nothing") == "nothing"
     assert key() not in cache
@@ -52,7 +52,7 @@ def test_what_is_put_is_there(cache):
     assert len(cache) == 1
 
 
-def test_one_record_a_backend_the_last_one_first(cache):
+def test_one_record_per_backend_with_the_last_one_first(cache):
     for record in (Record(Block(1), "one"), Record(Block(2), "two"), Record(Tile((3, 4))), Record(Block(5), "one")):
         cache.put(key(), record)
     assert cache.records(key()) == (Record(Block(5), "one"), Record(Tile((3, 4))), Record(Block(2), "two"))
@@ -73,15 +73,15 @@ def test_keys_items_and_clear(cache):
     assert cache.get(key()) == Block(9)
 
 
-def test_the_next_instance_finds_it(folder):
+def test_the_next_instance_reads_the_record(folder):
     PersistentCache(folder).put(key(), Block(16, np.dtype("bfloat16")))
-    again = PersistentCache(folder)
-    assert again.get(key()) == Block(16, np.dtype("bfloat16"))
-    assert list(again) == [key()]
-    assert stable_json(again.items()[0][0]) == stable_json(key())
+    other_cache = PersistentCache(folder)
+    assert other_cache.get(key()) == Block(16, np.dtype("bfloat16"))
+    assert list(other_cache) == [key()]
+    assert stable_json(other_cache.items()[0][0]) == stable_json(key())
 
 
-def test_the_keys_of_calls_are_rebuilt(folder, scale_op):
+def test_the_keys_of_calls_are_read_back(folder, scale_op):
     cache = PersistentCache(folder)
     for k in (keys := [*scale_op.keys(5), *scale_op.keys(8)]):
         cache.put(k, scale_op.Config(3))
@@ -89,7 +89,7 @@ def test_the_keys_of_calls_are_rebuilt(folder, scale_op):
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "", "x" * 500, "é\0"])
-def test_a_key_with_any_name_is_rebuilt_and_stays_inside(tmp_path, folder, name):
+def test_a_key_with_any_name_is_read_back_and_stays_inside_the_cache(tmp_path, folder, name):
     cache = PersistentCache(folder)
     cache.put(key(op=name, device=name), Record(Block(1), name))
     assert list(PersistentCache(folder)) == [key(op=name, device=name)]
@@ -97,13 +97,13 @@ def test_a_key_with_any_name_is_rebuilt_and_stays_inside(tmp_path, folder, name)
     assert os.listdir(tmp_path) == ["cache"]
 
 
-def test_a_key_whose_problem_says_nothing_is_rebuilt_from_the_folders(folder):
-    plain = Key("an op", "a device", '{"n":{"!tuple":[1]}}')
-    PersistentCache(folder).put(plain, Block(1))
-    assert list(PersistentCache(folder)) == [plain]
+def test_a_key_without_names_in_its_problem_is_read_back_from_the_folders(folder):
+    key_of_text = Key("an op", "a device", '{"n":{"!tuple":[1]}}')
+    PersistentCache(folder).put(key_of_text, Block(1))
+    assert list(PersistentCache(folder)) == [key_of_text]
 
 
-def test_the_layout(folder):
+def test_the_layout_on_disk(folder):
     cache = PersistentCache(folder)
     cache.put(key(), Record(Block(16), "triton"))
     cache.put(key(), Block(8))
@@ -118,22 +118,22 @@ def test_the_layout(folder):
     assert list((folder / ".tmp").iterdir()) == []
 
 
-def test_a_kind_is_read_without_looking_for_it(folder):
+def test_a_given_config_type_is_used_to_read(folder):
     PersistentCache(folder).put(key(), Record(Block(16), "one"))
     PersistentCache(folder).put(key(), Record(Tile((1,)), "two"))
     assert PersistentCache(folder).get(key(), kind=Block) == Block(16)
     assert PersistentCache(folder).records(key(), kind=Tile) == (Record(Tile((1,)), "two"),)
 
 
-def test_overlay_takes_it(folder, scale_op):
+def test_overlay_cache_takes_a_persistent_cache(folder, scale_op):
     cache = PersistentCache(folder / "elsewhere")
     cache.put(scale_op.keys()[0], scale_op.Config(6))
-    assert scale_op.used() == 2
+    assert scale_op.used_factor() == 2
     with overlay_cache(cache):
-        assert (scale_op.used(), scale_op.origin()) == (6, "overlay")
+        assert (scale_op.used_factor(), scale_op.origin()) == (6, "overlay")
 
 
-def test_find_takes_the_last_of_the_kernels_own_and_the_one_for_any(folder, scale_op):
+def test_find_returns_the_last_record_for_the_kernel_or_for_any(folder, scale_op):
     cache, candidate, (exact, _) = PersistentCache(folder), scale_op.candidate(), scale_op.keys()
     assert cache.find(exact, candidate) is None
     for factor, backend in ((3, "two"), (4, None), (5, "two")):
@@ -147,7 +147,7 @@ def test_find_takes_the_last_of_the_kernels_own_and_the_one_for_any(folder, scal
 
 
 @pytest.mark.parametrize("other", ["scale", 5, None, ("scale", "cpu")])
-def test_other_keys_are_a_type_error(folder, other):
+def test_a_key_of_another_type_is_refused(folder, other):
     cache = PersistentCache(folder)
     for use in (cache.get, cache.records, cache.__contains__, cache.file, lambda k: cache.put(k, Block(1))):
         with pytest.raises(TypeError, match=r"a key is an ejkernel_core\.Key"):
@@ -155,10 +155,10 @@ def test_other_keys_are_a_type_error(folder, other):
     assert not folder.exists()
 
 
-# -- where -----------------------------------------------------------------------------------------------------------
+# -- folders ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_folder_is_decided_when_it_is_first_needed(tmp_path, monkeypatch):
+def test_the_folder_is_determined_at_the_first_use(tmp_path, monkeypatch):
     cache = PersistentCache()
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "later"))
     cache.put(key(), Block(1))
@@ -170,13 +170,13 @@ def test_the_folder_is_decided_when_it_is_first_needed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_without_the_variable_it_is_the_users_folder(tmp_path, monkeypatch, value):
+def test_without_the_variable_the_folder_is_in_the_users_cache(tmp_path, monkeypatch, value):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", value) if value is not None else monkeypatch.delenv("EJKERNEL_CACHE_DIR")
     assert PersistentCache().path == tmp_path / "xdg" / "ejkernel" / "configs"
 
 
-def test_a_tilde_is_the_home_and_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+def test_a_tilde_is_expanded_and_a_relative_folder_stays_fixed(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert PersistentCache("~/x").path == tmp_path / "x"
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", "~/y")
@@ -188,11 +188,11 @@ def test_a_tilde_is_the_home_and_a_relative_folder_stays_where_it_was(tmp_path, 
     assert cache.get(key()) == Block(1)
 
 
-# -- what cannot be kept ---------------------------------------------------------------------------------------------
+# -- values that are refused-----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (5, "attrs class or a dataclass"),
         (Block("x" * 2_000_000), "would be read back|too large|rows"),
@@ -200,16 +200,16 @@ def test_a_tilde_is_the_home_and_a_relative_folder_stays_where_it_was(tmp_path, 
         (Block(object()), "cannot be written down|rows"),
     ],
 )
-def test_what_cannot_be_written_down_does_not_poison_what_can(folder, value, told):
+def test_an_unwritable_configuration_is_refused_and_harms_no_other(folder, value, message):
     cache = PersistentCache(folder)
-    with pytest.raises(RecordError, match=told):
+    with pytest.raises(RecordError, match=message):
         cache.put(key(), value)
     assert not folder.exists()
     cache.put(key(), Block(3))
     assert cache.get(key()) == Block(3)
 
 
-def test_what_is_too_large_to_be_read_is_not_written(folder):
+def test_a_record_that_is_too_large_is_refused(folder):
     @attrs.frozen
     class Text:
         text: str
@@ -224,50 +224,50 @@ def test_what_is_too_large_to_be_read_is_not_written(folder):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("step", ["mkdir", "open", "fsync", "replace", "lstat", "fstat", "scandir"])
 def test_the_folder_may_be_deleted_at_any_time(folder, monkeypatch, step):
-    cache, real, left = PersistentCache(folder), getattr(os, step), []
+    cache, original, pending_deletions = PersistentCache(folder), getattr(os, step), []
 
     def delete_before(*args, **kwargs):
-        if left:
-            left.pop()
+        if pending_deletions:
+            pending_deletions.pop()
             shutil.rmtree(folder, ignore_errors=True)
-        return real(*args, **kwargs)
+        return original(*args, **kwargs)
 
     monkeypatch.setattr(os, step, delete_before)
     for times in (1, 2, 5):
-        left += [step] * times
+        pending_deletions += [step] * times
         cache.put(key(), Block(1))
-        left += [step] * times
+        pending_deletions += [step] * times
         assert cache.get(key()) in (None, Block(1))
-        left += [step] * times
+        pending_deletions += [step] * times
         assert (len(cache), list(cache)) in ((0, []), (1, [key()]), (1, []), (0, [key()]))
-        left.clear()
+        pending_deletions.clear()
         cache.put(key(), Block(2))
         assert cache.items() == [(key(), (Record(Block(2)),))]
 
 
-def test_jax_arrays_are_no_business_of_a_store(folder):
+def test_a_jax_array_is_refused(folder):
     with pytest.raises(RecordError):
         PersistentCache(folder).put(key(), Block(jnp.ones(3)))
 
 
-def test_what_other_versions_measured_stays_for_those_who_go_back(folder, scale_op):
+def test_records_of_other_versions_stay_on_disk(folder, scale_op):
     cache, key = PersistentCache(folder), scale_op.keys()[0]
 
-    def measured(factor: int, jax_version: str) -> Record:
+    def record_of(factor: int, jax_version: str) -> Record:
         record = scale_op.record(factor)
         return attrs.evolve(record, provenance=attrs.evolve(record.provenance, software={"jax": jax_version}))
 
-    def found(jax_version: str) -> Record | None:
+    def record_for(jax_version: str) -> Record | None:
         return PersistentCache(folder).find(key, attrs.evolve(scale_op.candidate(), software={"jax": jax_version}))
 
     for factor, jax_version in [(3, "1"), (4, "2"), (5, "1"), (6, "3")]:
-        cache.put(key, measured(factor, jax_version))
-    assert [found(version) for version in "123"] == [measured(5, "1"), measured(4, "2"), measured(6, "3")]
-    assert found("4") == measured(6, "3")  # of others the last one; who asks sees that it is another
-    assert cache.records(key) == (measured(6, "3"),)
-    assert cache.predecessor(key, measured(7, "1")) == measured(5, "1")
+        cache.put(key, record_of(factor, jax_version))
+    assert [record_for(version) for version in "123"] == [record_of(5, "1"), record_of(4, "2"), record_of(6, "3")]
+    assert record_for("4") == record_of(6, "3")  # no record has this version, so the last one is returned
+    assert cache.records(key) == (record_of(6, "3"),)
+    assert cache.predecessor(key, record_of(7, "1")) == record_of(5, "1")
     assert list(cache) == [key]
     cache.put(key, Record(scale_op.Config(8), "two"))
-    assert {found(version) for version in "123"} == {Record(scale_op.Config(8), "two")}
+    assert {record_for(version) for version in "123"} == {Record(scale_op.Config(8), "two")}
     cache.clear()
-    assert [found(version) for version in "123"] == [None] * 3
+    assert [record_for(version) for version in "123"] == [None] * 3

@@ -1,4 +1,4 @@
-"""The type of a configuration is found by its name, and nothing that a file names is imported or called."""
+"""A type of configuration is found by name in imported modules. Files cause no import and no call."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_a_type_is_never_imported(folder, tmp_path, monkeypatch):
     assert PersistentCache(folder).get(key(), kind=some_configs.C) == some_configs.C(3)
 
 
-def test_a_module_is_not_asked_for_what_it_would_import(folder, monkeypatch):
-    asked = []
+def test_the_getattr_of_a_module_is_not_called(folder, monkeypatch):
+    names = []
     lazy = types.ModuleType("lazy")
-    lazy.__getattr__ = asked.append
+    lazy.__getattr__ = names.append
     monkeypatch.setitem(sys.modules, "lazy", lazy)
     cache = PersistentCache(folder)
     cache.put(key(), Block(1))
@@ -46,11 +46,11 @@ def test_a_module_is_not_asked_for_what_it_would_import(folder, monkeypatch):
     file.write_text(file.read_text().replace(f"{__name__}.Block", "lazy.Block"))
     with pytest.warns(CacheWarning, match="nothing has imported"):
         assert cache.get(key()) is None
-    assert asked == []
+    assert names == []
 
 
 @pytest.mark.parametrize("name", ["subprocess.Popen", "json", "builtins.int", "os.path.join", "a", ".", ""])
-def test_only_the_type_of_a_configuration_is_made(folder, name):
+def test_only_the_type_of_a_configuration_is_instantiated(folder, name):
     cache = PersistentCache(folder)
     cache.put(key(), Block(1))
     file = cache.file(key())
@@ -59,7 +59,7 @@ def test_only_the_type_of_a_configuration_is_made(folder, name):
         assert cache.get(key()) is None
 
 
-def test_a_type_made_in_a_function_is_known_to_who_put_it(folder):
+def test_a_local_type_is_found_only_by_the_cache_that_wrote_it(folder):
     @attrs.frozen
     class Local:
         n: int

@@ -1,4 +1,4 @@
-"""Several processes and one measurement: one measures, the others wait; one is killed, another goes on."""
+"""Several processes share a measurement: one measures, the others wait, and after a kill another continues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ejkernel_core import Key
 from ejkernel_core._scopes import EMPTY
 from ejkernel_tuning import Earlier, Entry, Progress
 
-#: ``triple`` with some configurations; every tracing of one is told in a file.
+#: ``triple`` with some configurations. Each trace of one is logged in a file.
 MODULE = """
     import os, sys, time
     from pathlib import Path
@@ -41,7 +41,7 @@ MODULE = """
     class Config:
         kind: str = "usual"
 
-    def slowly(x, steps):
+    def add_passes(x, steps):
         return x + 0 * jax.lax.fori_loop(0, steps, lambda _, v: jnp.sin(v) * 0.5, jnp.full((50_000,), x[0])).sum()
 
     @hookimpl
@@ -58,7 +58,7 @@ MODULE = """
             log.write(f"{os.getpid()} {cfg.kind}\\n")
         x = inv["x"]
         if cfg.kind == "usual":
-            x = slowly(x, 300)
+            x = add_passes(x, 300)
         if cfg.kind == "waits":
             time.sleep(float(os.environ["WAITS"]))
         return x * (4 if cfg.kind == "wrong" else 3)
@@ -68,29 +68,29 @@ MODULE = """
         return None
 
     @hookimpl
-    def run_plainly(inv, cfg):
-        return slowly(inv["x"], 900) * 3
+    def run_reference(inv, cfg):
+        return add_passes(inv["x"], 900) * 3
 
     def registry():
-        made = Registry(plugins="ejkernel-tuning")
-        made.register(policy, "cache")
-        made.register(Operation(name="triple", signature=lambda x: None, outputs=lambda a: (a["x"],)))
-        made.register(
+        registry_of_triple = Registry(plugins="ejkernel-tuning")
+        registry_of_triple.register(policy, "cache")
+        registry_of_triple.register(Operation(name="triple", signature=lambda x: None, outputs=lambda a: (a["x"],)))
+        registry_of_triple.register(
             SimpleNamespace(
                 Config=Config, heuristic_cfg=heuristic_cfg, config_space=config_space, run_backend=run_backend
             ),
             "triple.kinds",
         )
-        made.register(
-            SimpleNamespace(PLATFORMS={"cpu": 0}, heuristic_cfg=no_cfg, run_backend=run_plainly), "triple.reference"
+        registry_of_triple.register(
+            SimpleNamespace(PLATFORMS={"cpu": 0}, heuristic_cfg=no_cfg, run_backend=run_reference), "triple.reference"
         )
-        return made
+        return registry_of_triple
 
     def main():
         with policy_override(autotune=True, budget_s=float(os.environ.get("BUDGET", "40"))):
-            made = registry()
-            inv = made.invocation("triple", jnp.ones(8))
-            choice = made.choose(inv, None, None, current()).choice
+            registry_of_triple = registry()
+            inv = registry_of_triple.invocation("triple", jnp.ones(8))
+            choice = registry_of_triple.choose(inv, None, None, current()).choice
         print(os.getpid(), choice.origin.split()[0], choice.cfg.kind)
 """
 
@@ -107,54 +107,61 @@ def start(folder: Path, waits: float) -> subprocess.Popen[str]:
     )
 
 
-def told(process: subprocess.Popen[str]) -> list[str]:
+def output_words(process: subprocess.Popen[str]) -> list[str]:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     return out.split()
 
 
-def traced(folder: Path) -> list[tuple[str, str]]:
+def trace_log(folder: Path) -> list[tuple[str, str]]:
     file = folder / "traced"
-    return [tuple(line.split()) for line in file.read_text().splitlines()] if file.exists() else []  # type: ignore[misc]
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [(pid, kind) for pid, kind in map(str.split, lines)]
 
 
-def test_one_of_two_processes_measures_and_the_other_reads_it(tmp_path: Path, folder: Path) -> None:
+def test_one_of_two_processes_measures_and_the_other_reads_the_record(tmp_path: Path, folder: Path) -> None:
     first, second = start(tmp_path, 2.0), start(tmp_path, 2.0)
-    answers = [told(first), told(second)]
-    assert sorted(answer[1] for answer in answers) == ["autotuned", "disk"]
-    assert [answer[2] for answer in answers] == [answers[0][2]] * 2
-    (measuring,) = (pid for pid, origin, _ in answers if origin == "autotuned")
-    assert {pid for pid, _ in traced(tmp_path)} == {measuring}
-    assert sorted(kind for _, kind in traced(tmp_path)) == ["fast", "usual", "waits", "wrong"]
+    outputs = [output_words(first), output_words(second)]
+    assert sorted(output[1] for output in outputs) == ["autotuned", "disk"]
+    assert [output[2] for output in outputs] == [outputs[0][2]] * 2
+    (measuring,) = (pid for pid, origin, _ in outputs if origin == "autotuned")
+    assert {pid for pid, _ in trace_log(tmp_path)} == {measuring}
+    assert sorted(kind for _, kind in trace_log(tmp_path)) == ["fast", "usual", "waits", "wrong"]
     assert list((folder / ".tuning").iterdir()) == []
 
 
 @pytest.mark.long
-def test_what_was_measured_before_a_kill_is_not_measured_again(tmp_path: Path, folder: Path) -> None:
-    killed = start(tmp_path, 600.0)
-    kept = folder / ".tuning"
+def test_entries_before_a_kill_are_not_measured_again(tmp_path: Path, folder: Path) -> None:
+    process = start(tmp_path, 600.0)
+    folder_of_entries = folder / ".tuning"
     for _ in range(600):
-        documents = [json.loads(file.read_text()) for file in kept.glob("*.json")] if kept.exists() else []
-        # The compiler's part of the budget ends, and the others are measured while one hangs.
-        if documents and len(documents[0]) >= 5:  # the heuristic's, the reference, and all that are offered
+        documents = (
+            [json.loads(file.read_text()) for file in folder_of_entries.glob("*.json")]
+            if folder_of_entries.exists()
+            else []
+        )
+        # After the budget for compiling, the others are measured while one hangs.
+        if documents and len(documents[0]) >= 5:  # heuristic, reference, and the space
             break
         time.sleep(0.1)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
     assert PersistentCache().items() == []
-    before = traced(tmp_path)
-    (note,) = kept.glob("*.trying")
-    notes = [json.loads(noted["config"])["fields"] for noted in json.loads(note.read_text())]
-    tried = [fields["kind"] for fields in notes if fields]
-    pid, origin, kind = told(start(tmp_path, 0.0))
+    traces_before = trace_log(tmp_path)
+    (note,) = folder_of_entries.glob("*.trying")
+    notes = [json.loads(trial["config"])["fields"] for trial in json.loads(note.read_text())]
+    trial_kinds = [fields["kind"] for fields in notes if fields]
+    pid, origin, selected_kind = output_words(start(tmp_path, 0.0))
     assert origin == "autotuned"
-    again = [what for who, what in traced(tmp_path)[len(before) :] if who == pid]
-    # They had not come to an end: what hung in the compiler, and what was run at that moment.
-    assert sorted(again) == sorted(tried)
-    assert "waits" in tried
-    assert len(tried) <= 2
-    assert kind in ("fast", "waits")
-    assert list(kept.iterdir()) == []
+    kinds_measured_again = [
+        traced_kind for process_id, traced_kind in trace_log(tmp_path)[len(traces_before) :] if process_id == pid
+    ]
+    # Only unfinished ones are measured again: the one that hung in the compiler, and the one that was running.
+    assert sorted(kinds_measured_again) == sorted(trial_kinds)
+    assert "waits" in trial_kinds
+    assert len(trial_kinds) <= 2
+    assert selected_kind in ("fast", "waits")
+    assert list(folder_of_entries.iterdir()) == []
     assert len(list(folder.rglob("kinds/*.json"))) == 1
 
 
@@ -167,13 +174,13 @@ def key() -> Key:
     return Key("scale", "cpu", '{"a":1}')
 
 
-def test_what_is_kept_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_are_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ejkernel_core, "config_type", {"scale.two": Config}.get)
     unfinished = PersistentCache().unfinished
     entries = (
         Entry("two", Config(3), 1.5, is_checked=True),
         Entry("two", Config(4), None, reason="wrong: NaN"),
-        Entry("two", Config(5)),  # nothing is known of it yet
+        Entry("two", Config(5)),  # not measured yet
         Entry("two", object(), 1.0),  # cannot be written down
     )
     assert unfinished.take(key())
@@ -186,7 +193,7 @@ def test_what_is_kept_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unfinished.entries(key()) == ()
 
 
-def test_what_is_damaged_is_nothing(folder: Path) -> None:
+def test_a_damaged_file_has_no_entries(folder: Path) -> None:
     unfinished = PersistentCache().unfinished
     for text in ("", "[", "{}", "3", '[{"backend": 1}]', '[{"config": "{}"}]', "[[]]", "[" * 10_000):
         unfinished.files.write_at((".tuning",), f"{key().digest}.json", text.encode())
@@ -194,39 +201,39 @@ def test_what_is_damaged_is_nothing(folder: Path) -> None:
 
 
 def test_a_lock_is_taken_once_and_released() -> None:
-    one, other = PersistentCache().unfinished, PersistentCache().unfinished
-    one.take(key())
-    one.take(key())  # it is one's own
-    path = one._path(key(), "lock")
+    first, second = PersistentCache().unfinished, PersistentCache().unfinished
+    first.take(key())
+    first.take(key())  # the lock is already its own
+    path = first._path(key(), "lock")
     assert _try_lock(path) is None
-    one.release(key())
+    first.release(key())
     assert not path.exists()
-    other.take(key())
+    second.take(key())
     assert path.exists()
-    other.release(key())
+    second.release(key())
 
 
-def test_who_has_the_lock_is_alive_however_silent() -> None:
-    one, other = PersistentCache().unfinished, PersistentCache().unfinished
-    assert one.take(key())
-    os.utime(one._path(key(), "lock"), (1, 1))
-    assert not other.take(key(), 0.3)
-    assert other._locks == {}
-    one.release(key())
-    assert other.take(key())
-    other.release(key())
+def test_an_old_lock_of_a_live_process_stays_valid() -> None:
+    first, second = PersistentCache().unfinished, PersistentCache().unfinished
+    assert first.take(key())
+    os.utime(first._path(key(), "lock"), (1, 1))
+    assert not second.take(key(), 0.3)
+    assert second._locks == {}
+    first.release(key())
+    assert second.take(key())
+    second.release(key())
 
 
-def test_who_does_not_wait_is_told_that_another_is_busy() -> None:
-    one, other = PersistentCache().unfinished, PersistentCache().unfinished
-    assert one.take(key())
-    assert not other.take(key(), 0.0)
-    one.release(key())
-    assert other.take(key(), 0.0)
-    other.release(key())
+def test_a_process_that_does_not_wait_gets_no_lock() -> None:
+    first, second = PersistentCache().unfinished, PersistentCache().unfinished
+    assert first.take(key())
+    assert not second.take(key(), 0.0)
+    first.release(key())
+    assert second.take(key(), 0.0)
+    second.release(key())
 
 
-def test_where_nothing_can_be_written_measuring_goes_on(monkeypatch: Any, tmp_path: Path) -> None:
+def test_a_measurement_works_without_a_writable_folder(monkeypatch: Any, tmp_path: Path) -> None:
     unfinished = PersistentCache(tmp_path / "file" / "in the way").unfinished
     (tmp_path / "file").write_text("")
     unfinished.take(key())
@@ -235,13 +242,13 @@ def test_where_nothing_can_be_written_measuring_goes_on(monkeypatch: Any, tmp_pa
     unfinished.end(key(), (), is_interrupted=False)
 
 
-def test_a_measurement_that_finds_nothing_lets_the_others_go_on(scale_op: Any) -> None:
+def test_a_measurement_without_a_result_releases_its_lock(scale_op: Any) -> None:
     inv = scale_op.registry.invocation("scale", jnp.ones(5))
     unfinished = default_cache().unfinished
     assert policy.tuning_started(inv, EMPTY) == Earlier()
     assert unfinished._locks
     policy.tuning_progress(inv, Progress(inv, (Entry("two", Config(3), reason="wrong"),), 1.0, 2.0))
     assert unfinished.entries(inv.tuning_keys[-1])
-    failed = Entry("two", Config(3), 1.5, reason="measuring raised ValueError: late")
-    policy.tuning_progress(inv, Progress(inv, (failed,), 1.0, 2.0, finished=True))
+    failed_entry = Entry("two", Config(3), 1.5, reason="measuring raised ValueError: late")
+    policy.tuning_progress(inv, Progress(inv, (failed_entry,), 1.0, 2.0, finished=True))
     assert (unfinished._locks, unfinished.entries(inv.tuning_keys[-1])) == ({}, ())

@@ -1,4 +1,4 @@
-"""What the core's tests have for plugins that are made on the spot."""
+"""The core's fixture that installs small distributions."""
 
 from tests.conftest import distribution
 

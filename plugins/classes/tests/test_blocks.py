@@ -1,4 +1,4 @@
-"""``FwdParams`` and ``BwdParams`` as ``cfg`` of attention: in the kernel's own words, or refused with what fits."""
+"""``FwdParams`` and ``BwdParams`` as ``cfg`` of attention: translated to the kernel's Config, or refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FWD = FwdParams(q_blocksize=16, kv_blocksize=32)
 BWD = BwdParams(q_blocksize=32, kv_blocksize=16)
 
 
-def used(function: Any, *args: Any) -> dict[str, Any]:
+def configs_of(function: Any, *args: Any) -> dict[str, Any]:
     """The configurations of a program by operation."""
     configs = labels_to_configs(find_labels_in_lowered(jax.jit(function).lower(*args)))
     return {label.name: config for label, config in configs.items()}
@@ -51,12 +51,12 @@ def used(function: Any, *args: Any) -> dict[str, Any]:
 
 TILES = triton_fwd.Config(128, 64, 8, 3)
 PASS = triton_bwd.Pass(64, 64, 4, 2)
-WHOLE = triton_bwd.Config(keys=PASS, queries=attrs.evolve(PASS, q_block=128), bias=triton_bwd.Pass(32, 32, 4, 1))
+THREE_PASSES = triton_bwd.Config(keys=PASS, queries=attrs.evolve(PASS, q_block=128), bias=triton_bwd.Pass(32, 32, 4, 1))
 TPU = ejkernel_pallas_tpu.flash_attention.backward.Config()
 
 
 @pytest.mark.parametrize(
-    ("params", "known", "wanted"),
+    ("params", "cfg", "expected"),
     [
         (FwdParams(), TILES, TILES),
         (FwdParams(q_blocksize=64), TILES, triton_fwd.Config(64, 64, 8, 3)),
@@ -70,15 +70,15 @@ TPU = ejkernel_pallas_tpu.flash_attention.backward.Config()
         ),
         (
             BwdParams(q_blocksize=32, num_warps=8),
-            WHOLE,
-            attrs.evolve(WHOLE, keys=triton_bwd.Pass(32, 64, 8, 2), queries=triton_bwd.Pass(32, 64, 8, 2)),
+            THREE_PASSES,
+            attrs.evolve(THREE_PASSES, keys=triton_bwd.Pass(32, 64, 8, 2), queries=triton_bwd.Pass(32, 64, 8, 2)),
         ),
         (
             BwdParams(kv_blocksize=16, num_stages=1),
-            WHOLE,
-            attrs.evolve(WHOLE, keys=triton_bwd.Pass(64, 16, 4, 1), queries=triton_bwd.Pass(128, 16, 4, 1)),
+            THREE_PASSES,
+            attrs.evolve(THREE_PASSES, keys=triton_bwd.Pass(64, 16, 4, 1), queries=triton_bwd.Pass(128, 16, 4, 1)),
         ),
-        (BwdParams(), WHOLE, WHOLE),
+        (BwdParams(), THREE_PASSES, THREE_PASSES),
         (FwdParams(kv_blocksize=64, num_stages=3), gluon_fwd.Config(), gluon_fwd.Config(k_block=64, stages=3)),
         (BwdParams(q_blocksize=128), gluon_bwd.Config(), gluon_bwd.Config(q_block=128)),
         (
@@ -89,18 +89,18 @@ TPU = ejkernel_pallas_tpu.flash_attention.backward.Config()
         (FwdParams(), None, None),
     ],
 )
-def test_a_field_is_the_kernels_own(params: Any, known: Any, wanted: Any) -> None:
-    assert configuration(params, known) == wanted
+def test_params_replace_the_fields_of_the_kernels_config(params: Any, cfg: Any, expected: Any) -> None:
+    assert configuration(params, cfg) == expected
 
 
-def test_of_a_tpus_backward_every_pass_that_is_there() -> None:
-    found = configuration(BwdParams(q_blocksize=256), TPU)
-    assert (found.queries.q_block, found.keys.q_block, found.fused, found.bias) == (256, 256, TPU.fused, TPU.bias)
-    assert found.queries.k_block == TPU.queries.k_block
+def test_params_apply_to_every_pass_of_the_tpu_backward() -> None:
+    cfg = configuration(BwdParams(q_blocksize=256), TPU)
+    assert (cfg.queries.q_block, cfg.keys.q_block, cfg.fused, cfg.bias) == (256, 256, TPU.fused, TPU.bias)
+    assert cfg.queries.k_block == TPU.queries.k_block
 
 
 @pytest.mark.parametrize(
-    ("params", "known", "told"),
+    ("params", "cfg", "message"),
     [
         (
             FwdParams(blocksize_m=64),
@@ -109,16 +109,16 @@ def test_of_a_tpus_backward_every_pass_that_is_there() -> None:
         ),
         (FwdParams(num_key_splits=2, blocksize_heads=1), TILES, "and not blocksize_heads, num_key_splits"),
         (FwdParams(q_blocksize=48), TILES, r"refuses it: 'q_block' must be in \(16, 32, 64, 128, 256\) \(got 48\)"),
-        (BwdParams(num_warps=3), WHOLE, r"refuses it: 'num_warps' must be in \(1, 2, 4, 8, 16\) \(got 3\)"),
-        (BwdParams(blocksize_k=16), WHOLE, "and not blocksize_k"),
+        (BwdParams(num_warps=3), THREE_PASSES, r"refuses it: 'num_warps' must be in \(1, 2, 4, 8, 16\) \(got 3\)"),
+        (BwdParams(blocksize_k=16), THREE_PASSES, "and not blocksize_k"),
         (FwdParams(q_blocksize=64), gluon_fwd.Config(), "takes kv_blocksize, num_stages, and not q_blocksize"),
         (FwdParams(q_blocksize=64), None, "takes none of these parameters"),
         (BwdParams(num_warps=4), TPU, "takes q_blocksize, kv_blocksize, and not num_warps"),
     ],
 )
-def test_what_does_not_fit_is_told(params: Any, known: Any, told: str) -> None:
-    with pytest.raises(Unsupported, match=told):
-        configuration(params, known)
+def test_params_that_do_not_fit_a_kernel_are_refused(params: Any, cfg: Any, message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        configuration(params, cfg)
 
 
 # -- calls on the CPU ------------------------------------------------------------------------------------------------
@@ -132,47 +132,47 @@ def test_what_does_not_fit_is_told(params: Any, known: Any, told: str) -> None:
         lambda q: Executor()("flash_attention", q, K, V, causal=True, cfg=FWD),
     ],
 )
-def test_the_forward_runs_with_them(call: Any) -> None:
-    assert used(call, Q) == {"flash_attention": ejkernel_xla.flash_attention.Config(16, 32)}
+def test_the_forward_runs_with_params(call: Any) -> None:
+    assert configs_of(call, Q) == {"flash_attention": ejkernel_xla.flash_attention.Config(16, 32)}
     np.testing.assert_allclose(call(Q), flash_attention(Q, K, V, causal=True), atol=1e-5)
 
 
-def test_under_vmap_and_grad() -> None:
+def test_params_under_vmap_and_grad() -> None:
     mapped = vmap_with_config("flash_attention", in_axes=(0, None, None), cfg=FWD)
     rows = jnp.stack([Q, 2 * Q])
-    assert used(lambda rows: mapped(rows, K, V), rows)["flash_attention"].kv_block == 32
+    assert configs_of(lambda rows: mapped(rows, K, V), rows)["flash_attention"].kv_block == 32
     np.testing.assert_allclose(mapped(rows, K, V)[1], flash_attention(2 * Q, K, V), atol=1e-5)
     gradient = jax.grad(lambda q: flash_attention(q, K, V, cfg=FWD).sum())
     np.testing.assert_allclose(gradient(Q), jax.grad(lambda q: flash_attention(q, K, V).sum())(Q), atol=1e-5)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_of_the_backward_they_are_for_the_backward(mapped: bool) -> None:
+def test_bwd_params_apply_to_the_backward(mapped: bool) -> None:
     def gradient(q: Any) -> Any:
         return jax.grad(lambda q: (flash_attention(q, K, V, cfg=BWD) ** 2).sum())(q)
 
-    plain = jax.grad(lambda q: (flash_attention(q, K, V) ** 2).sum())
-    over, q = (jax.vmap, jnp.stack([Q, 2 * Q])) if mapped else (lambda function: function, Q)
-    found, usual = used(over(gradient), q), used(over(plain), q)
-    assert found["flash_attention_bwd"] == ejkernel_xla.flash_attention.backward.Config(32, 16)
-    assert found["flash_attention"] == usual["flash_attention"]
-    assert found["flash_attention_bwd"] != usual["flash_attention_bwd"]
-    np.testing.assert_allclose(over(gradient)(q), over(plain)(q), atol=1e-4)
-    # It holds for that call alone.
-    assert used(over(plain), q) == usual
+    reference_gradient = jax.grad(lambda q: (flash_attention(q, K, V) ** 2).sum())
+    transform, q = (jax.vmap, jnp.stack([Q, 2 * Q])) if mapped else (lambda function: function, Q)
+    configs, default_configs = configs_of(transform(gradient), q), configs_of(transform(reference_gradient), q)
+    assert configs["flash_attention_bwd"] == ejkernel_xla.flash_attention.backward.Config(32, 16)
+    assert configs["flash_attention"] == default_configs["flash_attention"]
+    assert configs["flash_attention_bwd"] != default_configs["flash_attention_bwd"]
+    np.testing.assert_allclose(transform(gradient)(q), transform(reference_gradient)(q), atol=1e-4)
+    # It applies only to that call.
+    assert configs_of(transform(reference_gradient), q) == default_configs
 
 
-def test_the_backward_operation_itself() -> None:
+def test_the_backward_operation_takes_bwd_params() -> None:
     out, lse = flash_attention(Q, K, V, return_lse=True)
-    given = {"query": Q, "key": K, "value": V, "out": out, "lse": lse, "d_out": out, "wrt": ("query",)}
-    found = used(lambda q: Executor()("flash_attention_bwd", **{**given, "query": q}, cfg=BWD), Q)
-    assert found == {"flash_attention_bwd": ejkernel_xla.flash_attention.backward.Config(32, 16)}
+    arguments = {"query": Q, "key": K, "value": V, "out": out, "lse": lse, "d_out": out, "wrt": ("query",)}
+    configs = configs_of(lambda q: Executor()("flash_attention_bwd", **{**arguments, "query": q}, cfg=BWD), Q)
+    assert configs == {"flash_attention_bwd": ejkernel_xla.flash_attention.backward.Config(32, 16)}
     with pytest.raises(TypeError, match="flash_attention_bwd is a backward pass, which takes BwdParams; got FwdParams"):
-        Executor()("flash_attention_bwd", **given, cfg=FWD)
+        Executor()("flash_attention_bwd", **arguments, cfg=FWD)
 
 
 @pytest.mark.parametrize(
-    ("cfg", "backend", "error", "told"),
+    ("cfg", "backend", "error", "message"),
     [
         (
             FwdParams(num_warps=4),
@@ -193,17 +193,17 @@ def test_the_backward_operation_itself() -> None:
         (BWD, "reference", TypeError, "flash_attention_bwd.reference takes none of these parameters"),
     ],
 )
-def test_a_call_that_they_do_not_fit_is_refused(cfg: Any, backend: Any, error: Any, told: str) -> None:
-    with pytest.raises(error, match=told):
+def test_a_call_without_a_kernel_that_params_fit_is_refused(cfg: Any, backend: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
         flash_attention(Q, K, V, cfg=cfg, backend=backend)
 
 
-def test_a_kernels_own_configuration_goes_through() -> None:
-    own = ejkernel_xla.flash_attention.Config(16, 16)
-    assert used(lambda q: flash_attention(q, K, V, cfg=own), Q) == {"flash_attention": own}
+def test_a_config_of_the_kernel_is_used_unchanged() -> None:
+    cfg = ejkernel_xla.flash_attention.Config(16, 16)
+    assert configs_of(lambda q: flash_attention(q, K, V, cfg=cfg), Q) == {"flash_attention": cfg}
 
 
-def test_a_kernel_whose_configurations_they_are(use_registry: Any) -> None:
+def test_a_kernel_whose_config_is_fwd_params(use_registry: Any) -> None:
     class Times(Kernel[FwdParams, jax.Array]):
         def run(self, x: Any, *, cfg: FwdParams) -> Any:
             return x * (cfg.blocksize_m or 1)
@@ -220,44 +220,44 @@ def test_a_kernel_whose_configurations_they_are(use_registry: Any) -> None:
 
 @pytest.fixture
 def triton(use_registry: Any) -> Iterator[None]:
-    """Triton's kernels are the best ones here."""
-    if _jax_triton.missing():
-        pytest.skip(_jax_triton.missing())
+    """A registry in which the interpreted Triton kernels are chosen first."""
+    if _jax_triton.unavailable_reason():
+        pytest.skip(_jax_triton.unavailable_reason())
     modules: Any = {"flash_attention.triton": triton_fwd, "flash_attention_bwd.triton": triton_bwd}
     use_registry(interpreted_registry(modules))
     with interpreted():
         yield
 
 
-def test_triton_runs_with_them(triton: None) -> None:
+def test_triton_runs_with_params(triton: None) -> None:
     def call(q: Any) -> Any:
         return flash_attention(q, K, V, causal=True, cfg=FwdParams(q_blocksize=32, kv_blocksize=16, num_stages=1))
 
-    usual = used(lambda q: flash_attention(q, K, V, causal=True), Q)["flash_attention"]
-    assert used(call, Q) == {"flash_attention": attrs.evolve(usual, q_block=32, k_block=16, num_stages=1)}
-    wanted = flash_attention(Q, K, V, causal=True, backend="reference")
-    np.testing.assert_allclose(call(Q), wanted, atol=1e-5)
+    default_cfg = configs_of(lambda q: flash_attention(q, K, V, causal=True), Q)["flash_attention"]
+    assert configs_of(call, Q) == {"flash_attention": attrs.evolve(default_cfg, q_block=32, k_block=16, num_stages=1)}
+    expected = flash_attention(Q, K, V, causal=True, backend="reference")
+    np.testing.assert_allclose(call(Q), expected, atol=1e-5)
 
 
-def test_tritons_backward_runs_with_them(triton: None) -> None:
+def test_the_triton_backward_runs_with_params(triton: None) -> None:
     def gradients(q: Any, k: Any) -> Any:
         return jax.grad(lambda q, k: (flash_attention(q, k, V, causal=True, cfg=BWD) ** 2).sum(), (0, 1))(q, k)
 
-    cfg = used(gradients, Q, K)["flash_attention_bwd"]
-    assert {(one.q_block, one.k_block) for one in (cfg.keys, cfg.queries)} == {(32, 16)}
-    plain = jax.grad(lambda q, k: (flash_attention(q, k, V, causal=True, backend="xla") ** 2).sum(), (0, 1))
-    for found, wanted in zip(gradients(Q, K), plain(Q, K), strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-4)
+    cfg = configs_of(gradients, Q, K)["flash_attention_bwd"]
+    assert {(pass_config.q_block, pass_config.k_block) for pass_config in (cfg.keys, cfg.queries)} == {(32, 16)}
+    xla_gradients = jax.grad(lambda q, k: (flash_attention(q, k, V, causal=True, backend="xla") ** 2).sum(), (0, 1))
+    for gradient, expected in zip(gradients(Q, K), xla_gradients(Q, K), strict=True):
+        np.testing.assert_allclose(gradient, expected, atol=1e-4)
 
 
-def test_what_triton_has_not_is_refused(triton: None) -> None:
+def test_a_field_that_triton_does_not_have_is_refused(triton: None) -> None:
     with pytest.raises(
         TypeError, match="flash_attention.triton takes q_blocksize, .*num_stages, and not num_key_splits"
     ):
         flash_attention(Q, K, V, cfg=FwdParams(num_key_splits=2))
 
 
-def test_the_best_kernel_that_has_all_fields_is_taken(triton: None) -> None:
-    """No block of 48 in Triton; XLA's may be of any size."""
-    found = used(lambda q: flash_attention(q, K, V, cfg=FwdParams(q_blocksize=48)), Q)["flash_attention"]
-    assert found == ejkernel_xla.flash_attention.Config(48, found.kv_block)
+def test_the_best_kernel_with_all_fields_is_chosen(triton: None) -> None:
+    """Triton has no blocks of 48. XLA's blocks may have any size."""
+    cfg = configs_of(lambda q: flash_attention(q, K, V, cfg=FwdParams(q_blocksize=48)), Q)["flash_attention"]
+    assert cfg == ejkernel_xla.flash_attention.Config(48, cfg.kv_block)

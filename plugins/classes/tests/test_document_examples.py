@@ -1,7 +1,6 @@
-"""The code examples of the document that ejKernel's users know, as they are written there.
+"""The code examples of ejKernel's document, unchanged but for the name of the package.
 
-Only the name of the package is changed. What an example leaves open (``custom_forward``, ``key``, ``...``) is provided
-around it, and what it did is looked at afterwards.
+Names that an example leaves undefined (``custom_forward``, ``key``, ``...``) are provided, and its effects are checked.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ejkernel_core import Registry, policy_override
 from ejkernel_core._devices import device_name
 from ejkernel_tuning import clear_invocations, find_labels_in_lowered
 
-#: Each example by the heading that it stands under.
+#: The examples by their heading.
 EXAMPLES = {
     "Basic Kernel Implementation": '''
         from dataclasses import dataclass
@@ -285,7 +284,7 @@ Run = Callable[..., types.ModuleType]
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_registry: Any) -> Path:
-    """A home of the test's own, and a registry of the core without plugins."""
+    """A new home folder, and a registry of the core without plugins."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
     use_registry(Registry(plugins=""))
@@ -294,60 +293,60 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_registry: Any) -> 
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    """``run(heading, **names)`` runs an example in a module of its own, in which its classes are found by name."""
-    made = []
+    """``run(heading, **names)`` runs an example in a new module, in which its classes can be found by name."""
+    module_names = []
 
     def run(heading: str, **names: Any) -> types.ModuleType:
-        module = types.ModuleType(f"document_example_{len(made)}")
+        module = types.ModuleType(f"document_example_{len(module_names)}")
         vars(module).update(names)
         sys.modules[module.__name__] = module
-        made.append(module.__name__)
+        module_names.append(module.__name__)
         code = textwrap.dedent(EXAMPLES[heading]).replace("from ejkernel.", "from ejkernel_classes.")
         exec(compile(code, heading, "exec", dont_inherit=True), vars(module))
         return module
 
     yield run
-    for name in made:
+    for name in module_names:
         del sys.modules[name]
 
 
 @pytest.fixture
 def basic(run: Run) -> types.ModuleType:
-    """The first example; the others use what it defines."""
+    """The module of the first example, whose definitions the other examples use."""
     return run("Basic Kernel Implementation")
 
 
-def used(executor: Executor, kernel: Kernel[Any, Any], *args: Any, **kwargs: Any) -> tuple[Any, str]:
-    """The configuration that an executor would use, and who chose it."""
+def cfg_and_origin(executor: Executor, kernel: Kernel[Any, Any], *args: Any, **kwargs: Any) -> tuple[Any, str]:
+    """The configuration that an executor would use, and its origin."""
     with executor.selector.entered():
         plan = kernel.plan(*args, **kwargs)
     return plan.cfg, plan.origin
 
 
-def watched(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The configurations that its ``run`` is called with, from here on."""
-    seen: list[Any] = []
+def recorded_cfgs(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The configurations of all further calls of the kernel's ``run``."""
+    cfgs: list[Any] = []
     original = type(kernel).run
 
     def run(self: Any, *args: Any, cfg: Any, **kwargs: Any) -> Any:
-        seen.append(cfg)
+        cfgs.append(cfg)
         return original(self, *args, cfg=cfg, **kwargs)
 
     monkeypatch.setattr(type(kernel), "run", run)
-    return seen
+    return cfgs
 
 
 def test_basic_kernel_implementation(basic: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = basic.MyKernel()
-    seen = watched(kernel, monkeypatch)
+    cfgs = recorded_cfgs(kernel, monkeypatch)
     np.testing.assert_allclose(kernel(A, B), A @ B, rtol=1e-6)
     np.testing.assert_allclose(Executor()(kernel, A, B), A @ B, rtol=1e-6)
     np.testing.assert_allclose(jax.jit(kernel)(A, B), A @ B, rtol=1e-6)
-    assert set(seen) == {basic.MyConfig(block_size=64, num_warps=4, algorithm="default")}
-    seen.clear()
+    assert set(cfgs) == {basic.MyConfig(block_size=64, num_warps=4, algorithm="default")}
+    cfgs.clear()
     long = jnp.ones((128, 7))
     np.testing.assert_allclose(kernel(long, B), long @ B, rtol=1e-6)
-    assert set(seen) == {basic.MyConfig(block_size=128)}
+    assert set(cfgs) == {basic.MyConfig(block_size=128)}
     gradients = jax.grad(lambda a, b: (kernel(a, b) * CT).sum(), (0, 1))(A, B)
     np.testing.assert_allclose(gradients[0], CT @ B.T, rtol=1e-5)
     np.testing.assert_allclose(gradients[1], A.T @ CT, rtol=1e-5)
@@ -356,7 +355,7 @@ def test_basic_kernel_implementation(basic: types.ModuleType, monkeypatch: pytes
 
 
 def test_platform_specific_implementations(basic: types.ModuleType, run: Run) -> None:
-    asked: list[Any] = []
+    attention_calls: list[Any] = []
 
     @dataclasses.dataclass(frozen=True)
     class AttentionConfig:
@@ -365,7 +364,7 @@ def test_platform_specific_implementations(basic: types.ModuleType, run: Run) ->
 
     def attention(name: str) -> Callable[..., Any]:
         def compute(q: Any, k: Any, v: Any, **params: Any) -> Any:
-            asked.append((name, params))
+            attention_calls.append((name, params))
             return jax.nn.softmax(q @ k.T) @ v
 
         return compute
@@ -381,25 +380,25 @@ def test_platform_specific_implementations(basic: types.ModuleType, run: Run) ->
     )
     kernel = module.AttentionKernel()
     q, k, v = jax.random.normal(jax.random.key(2), (3, 6, 4))
-    wanted = jax.nn.softmax(q @ k.T) @ v
-    np.testing.assert_allclose(kernel(q, k, v), wanted, rtol=1e-5)
-    np.testing.assert_allclose(Executor()(kernel, q, k, v), wanted, rtol=1e-5)
-    assert {name for name, _ in asked} == {"xla"}
+    expected = jax.nn.softmax(q @ k.T) @ v
+    np.testing.assert_allclose(kernel(q, k, v), expected, rtol=1e-5)
+    np.testing.assert_allclose(Executor()(kernel, q, k, v), expected, rtol=1e-5)
+    assert {name for name, _ in attention_calls} == {"xla"}
     assert kernel.plan(q, k, v).kernel.backend == "xla"
     for platform, name, params in (("cuda", "triton", {"block": 64}), ("tpu", "pallas", {"blocks": 32})):
-        asked.clear()
+        attention_calls.clear()
         jax.jit(kernel).trace(q, k, v).lower(lowering_platforms=(platform,))
-        assert (name, params) in asked
-    found = jax.grad(lambda *a: (kernel(*a) ** 2).sum(), (0, 1, 2))(q, k, v)
-    plain = jax.grad(lambda q, k, v: ((jax.nn.softmax(q @ k.T) @ v) ** 2).sum(), (0, 1, 2))(q, k, v)
-    for one, other in zip(found, plain, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        assert (name, params) in attention_calls
+    gradients = jax.grad(lambda *a: (kernel(*a) ** 2).sum(), (0, 1, 2))(q, k, v)
+    reference_gradients = jax.grad(lambda q, k, v: ((jax.nn.softmax(q @ k.T) @ v) ** 2).sum(), (0, 1, 2))(q, k, v)
+    for gradient, expected_gradient in zip(gradients, reference_gradients, strict=True):
+        np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_custom_gradients(basic: types.ModuleType, run: Run) -> None:
     cfgs: list[Any] = []
 
-    def noted(compute: Callable[..., Any]) -> Callable[..., Any]:
+    def record_cfg(compute: Callable[..., Any]) -> Callable[..., Any]:
         def function(*args: Any) -> Any:
             cfgs.append(args[-1])
             return compute(*args[:-1])
@@ -411,20 +410,20 @@ def test_custom_gradients(basic: types.ModuleType, run: Run) -> None:
         Kernel=Kernel,
         jnp=jnp,
         MyConfig=basic.MyConfig,
-        custom_forward=noted(lambda a, b: a @ b),
-        # Twice and three times what JAX would say: these are the ones that are used.
-        custom_grad_a=noted(lambda a, b, ct: 2 * ct @ b.T),
-        custom_grad_b=noted(lambda a, b, ct: 3 * a.T @ ct),
+        custom_forward=record_cfg(lambda a, b: a @ b),
+        # Twice and three times the gradients, so that their use shows.
+        custom_grad_a=record_cfg(lambda a, b, ct: 2 * ct @ b.T),
+        custom_grad_b=record_cfg(lambda a, b, ct: 3 * a.T @ ct),
     )
     kernel = module.MyKernel()
 
-    def gradients(*given: Any, **kwargs: Any) -> Any:
-        return jax.grad(lambda a, b: (kernel(a, b, **kwargs) * CT).sum(), (0, 1))(*given)
+    def gradients(*arguments: Any, **kwargs: Any) -> Any:
+        return jax.grad(lambda a, b: (kernel(a, b, **kwargs) * CT).sum(), (0, 1))(*arguments)
 
     np.testing.assert_allclose(kernel(A, B), A @ B, rtol=1e-6)
-    for found in (gradients(A, B), jax.jit(gradients)(A, B), gradients(A, B, scale=2.0)):
-        np.testing.assert_allclose(found[0], 2 * CT @ B.T, rtol=1e-5)
-        np.testing.assert_allclose(found[1], 3 * A.T @ CT, rtol=1e-5)
+    for results in (gradients(A, B), jax.jit(gradients)(A, B), gradients(A, B, scale=2.0)):
+        np.testing.assert_allclose(results[0], 2 * CT @ B.T, rtol=1e-5)
+        np.testing.assert_allclose(results[1], 3 * A.T @ CT, rtol=1e-5)
     assert set(cfgs) == {basic.MyConfig()}
     cfgs.clear()
     gradients(A, B, cfg=basic.MyConfig(block_size=32))
@@ -448,21 +447,21 @@ def test_invocation(basic: types.ModuleType, run: Run) -> None:
 
 def test_executor(basic: types.ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, config = basic.MyKernel(), basic.MyConfig(block_size=32, algorithm="other")
-    seen = watched(kernel, monkeypatch)
+    cfgs = recorded_cfgs(kernel, monkeypatch)
     module = run("Executor", my_kernel=kernel, a=A, b=B, my_config=config)
     np.testing.assert_allclose(module.result, A @ B, rtol=1e-6)
-    assert seen[-1] == config
-    assert set(seen) == {config, basic.MyConfig(block_size=64)}
-    assert len(module.cache) == 0  # a heuristic and an explicit configuration are not worth remembering
-    assert used(module.executor, kernel, A, B) == (basic.MyConfig(block_size=64), "heuristic")
-    seen.clear()
+    assert cfgs[-1] == config
+    assert set(cfgs) == {config, basic.MyConfig(block_size=64)}
+    assert len(module.cache) == 0  # heuristic and explicit configurations are not remembered
+    assert cfg_and_origin(module.executor, kernel, A, B) == (basic.MyConfig(block_size=64), "heuristic")
+    cfgs.clear()
     module.executor(kernel, A, B)
-    assert seen == []  # nothing is traced again
-    chosen = basic.MyConfig(block_size=256)
-    module.cache.put(kernel.invocation(A, B).key, chosen)
+    assert cfgs == []  # nothing is traced again
+    cached_cfg = basic.MyConfig(block_size=256)
+    module.cache.put(kernel.invocation(A, B).key, cached_cfg)
     np.testing.assert_allclose(module.executor(kernel, A, B), A @ B, rtol=1e-6)
-    assert seen[-1] == chosen
-    assert used(module.executor, kernel, A, B) == (chosen, "cache")
+    assert cfgs[-1] == cached_cfg
+    assert cfg_and_origin(module.executor, kernel, A, B) == (cached_cfg, "cache")
 
 
 def test_config_cache(basic: types.ModuleType, run: Run) -> None:
@@ -484,9 +483,9 @@ def test_persistent_cache(basic: types.ModuleType, run: Run, home: Path) -> None
     assert kernel.invocation(A, 2 * B, scale=1.0).key not in module.persistent
     (file,) = (home / ".cache/ejkernel/configs").rglob("*.json")
     assert '"block_size": 16' in file.read_text()
-    again = module.PersistentCache(path="~/.cache/ejkernel/configs")
-    executor = Executor(ConfigSelectorChain(persistent=again))
-    assert used(executor, kernel, A, B) == (config, "persistent")
+    reopened_cache = module.PersistentCache(path="~/.cache/ejkernel/configs")
+    executor = Executor(ConfigSelectorChain(persistent=reopened_cache))
+    assert cfg_and_origin(executor, kernel, A, B) == (config, "persistent")
     np.testing.assert_allclose(executor(kernel, A, B), A @ B, rtol=1e-6)
 
 
@@ -499,48 +498,53 @@ def test_config_selector_chain(basic: types.ModuleType, run: Run, home: Path) ->
         np.testing.assert_allclose(executor(kernel, A, B), A @ B, rtol=1e-6)
     assert (len(module.selector.cache), len(module.selector.persistent)) == (0, 0)
     module.selector.persistent.put(key, basic.MyConfig(block_size=8))
-    assert used(executor, kernel, A, B) == (basic.MyConfig(block_size=8), "persistent")
+    assert cfg_and_origin(executor, kernel, A, B) == (basic.MyConfig(block_size=8), "persistent")
     module.selector.cache.put(key, basic.MyConfig(block_size=4))
-    assert used(executor, kernel, A, B) == (basic.MyConfig(block_size=4), "cache")
+    assert cfg_and_origin(executor, kernel, A, B) == (basic.MyConfig(block_size=4), "cache")
     np.testing.assert_allclose(executor(kernel, A, B), A @ B, rtol=1e-6)
-    assert not home.exists()  # EJKERNEL_CACHE_DIR says where, so nothing else is touched
+    assert not home.exists()  # the cache is in EJKERNEL_CACHE_DIR, and nothing else is written
     assert [*(home.parent / "cache").rglob("*.json")]
 
 
 def test_temporary_overrides(basic: types.ModuleType, run: Run) -> None:
     class Times(Kernel[basic.MyConfig, jax.Array]):  # type: ignore[name-defined]
-        """By its configuration, so that the result tells which one was used."""
+        """Multiplies by its configuration, so that the result shows which one was used."""
 
         def run(self, args: Any, *, cfg: Any) -> Any:
             results.append(cfg.block_size)
             return args * cfg.block_size
 
     results: list[int] = []
-    kernel, executor, mine = Times(), Executor(ConfigSelectorChain(cache=ConfigCache(), autotune=True)), ConfigCache()
+    kernel, executor, overlay = (
+        Times(),
+        Executor(ConfigSelectorChain(cache=ConfigCache(), autotune=True)),
+        ConfigCache(),
+    )
     key = kernel.invocation(A).key
     executor.selector.cache.put(key, basic.MyConfig(block_size=3))
-    mine.put(key, basic.MyConfig(block_size=5))
-    module = run("Temporary Overrides", my_custom_cache=mine, executor=executor, kernel=kernel, args=A)
-    assert [block for block in results if block != 128] == [5, 3]  # 128 is the heuristic's, asked for the shapes
+    overlay.put(key, basic.MyConfig(block_size=5))
+    module = run("Temporary Overrides", my_custom_cache=overlay, executor=executor, kernel=kernel, args=A)
+    # 128 is the heuristic, which is traced for the shapes.
+    assert [block for block in results if block != 128] == [5, 3]
     np.testing.assert_allclose(module.result, A * 3)
-    with module.overlay_cache(mine):
+    with module.overlay_cache(overlay):
         np.testing.assert_allclose(executor(kernel, A), A * 5)
     with module.policy_override(autotune=False):
         np.testing.assert_allclose(executor(kernel, B), B * 128)
     assert kernel.invocation(B).key not in executor.selector.cache
 
 
-# -- autotuning, and what comes after it -----------------------------------------------------------------------------
+# -- autotuning and later sections -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def kernel(basic: types.ModuleType, run: Run) -> Iterator[Any]:
-    """The kernel of the first example, with the configurations of this one."""
+    """The kernel of the first example, with the config_space of another one."""
     names = {name: value for name, value in vars(basic).items() if not name.startswith("__")}
-    spaced = run("Defining Config Space", **names, Invocation=InvocationClass)
+    module_with_space = run("Defining Config Space", **names, Invocation=InvocationClass)
 
     class Both(basic.MyKernel):  # type: ignore[name-defined,misc]
-        config_space = spaced.MyKernel.config_space
+        config_space = module_with_space.MyKernel.config_space
 
     yield Both()
     ejkernel_classes.stop_recording()
@@ -566,19 +570,21 @@ def test_manual_autotuning(kernel: Any, run: Run) -> None:
 def test_batch_autotuning(kernel: Any, run: Run) -> None:
     inv = InvocationClass(kernel=kernel, args=(A, B))
     module = run("Batch Autotuning", kernel=kernel, inv=inv)
-    assert [(one.kernel, one.key, one.args) for one in module.invocations] == [(kernel, inv.key, inv.abstract_args)]
+    assert [(invocation.kernel, invocation.key, invocation.args) for invocation in module.invocations] == [
+        (kernel, inv.key, inv.abstract_args)
+    ]
     (tuned,) = module.results.tuned
     assert tuned.keys[0] == inv.key
     assert kernel.plan(A, B).cfg == module.results.cfg
 
 
-@pytest.mark.parametrize("way", ["vmap_with_config", "pmap_with_config"])
-def test_mapping(kernel: Any, run: Run, way: str) -> None:
+@pytest.mark.parametrize("heading", ["vmap_with_config", "pmap_with_config"])
+def test_vmap_and_pmap_with_config(kernel: Any, run: Run, heading: str) -> None:
     a, b = jnp.stack([A, A + 1, A * 2]), jnp.stack([B, B - 1, B * 3])
-    if way == "vmap_with_config":
-        result = run(way, kernel=kernel, batched_a=a, batched_b=b).batched_result
+    if heading == "vmap_with_config":
+        result = run(heading, kernel=kernel, batched_a=a, batched_b=b).batched_result
     else:
-        result = run(way, kernel=kernel, sharded_a=a, sharded_b=b).parallel_result
+        result = run(heading, kernel=kernel, sharded_a=a, sharded_b=b).parallel_result
         assert len(result.sharding.device_set) == 3
     np.testing.assert_allclose(result, np.asarray(a) @ np.asarray(b), rtol=1e-5, atol=1e-5)
 
@@ -591,7 +597,7 @@ def test_fwd_and_bwd_params(run: Run) -> None:
 
 def test_device_detection(run: Run) -> None:
     module = run("Device Detection")
-    # The document has two answers to the second; here it is the platform, and the backend has a name of its own.
+    # The document describes the second in two ways. Here it is the platform, and preferred_backend is the backend.
     assert (module.device_kind(), module.get_device_platform()) == ("cpu", "cpu")
     assert ejkernel_classes.preferred_backend() == "xla"
     assert module.fingerprint == ejkernel_classes.device_fingerprint()
@@ -621,22 +627,22 @@ def test_hlo_analysis(kernel: Any, basic: types.ModuleType, run: Run) -> None:
         args=(A, B),
         hlo_text=compiled.as_text(),
     )
-    assert [found.name for found in module.labels] == ["my_kernel"]
+    assert [label.name for label in module.labels] == ["my_kernel"]
     assert list(module.configs.values()) == [kernel.plan(A, B).cfg]
 
 
 def test_labeling_operations(run: Run) -> None:
     module = run("Labeling Operations", attention_impl=lambda q, k, v: jnp.tanh(q @ k) @ v)
     lowered = jax.jit(module.my_attention).lower(jnp.ones((3, 3)), jnp.ones((3, 3)), jnp.ones((3, 3)))
-    assert [found.name for found in find_labels_in_lowered(lowered)] == ["my_attention"]
+    assert [label.name for label in find_labels_in_lowered(lowered)] == ["my_attention"]
 
 
 def test_the_module_api(run: Run, use_registry: Any) -> None:
     use_registry(Registry())
     q, k, v = jax.random.normal(jax.random.key(3), (3, 1, 24, 2, 8))
     module = run("Use the Module API for Common Operations", q=q, k=k, v=v)
-    wanted = ejkernel_core.call("flash_attention", q, k, v, causal=True, backend="reference")
-    np.testing.assert_allclose(module.output, wanted, atol=1e-5)
+    expected = ejkernel_core.call("flash_attention", q, k, v, causal=True, backend="reference")
+    np.testing.assert_allclose(module.output, expected, atol=1e-5)
 
 
 def test_good_heuristics(basic: types.ModuleType, run: Run) -> None:
@@ -647,8 +653,8 @@ def test_good_heuristics(basic: types.ModuleType, run: Run) -> None:
 
 
 def test_profiling(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = jax.profiler.trace
-    monkeypatch.setattr(jax.profiler, "trace", lambda folder: real(str(tmp_path / folder.strip("/"))))
+    original_trace = jax.profiler.trace
+    monkeypatch.setattr(jax.profiler, "trace", lambda folder: original_trace(str(tmp_path / folder.strip("/"))))
 
     class Summing(Kernel[Any, jax.Array]):
         def run(self, args: Any, *, cfg: Any) -> Any:

@@ -1,5 +1,5 @@
-"""``docs/from-ejkernel.md``: every name of ejKernel's documents has a row, whose target can be imported and takes what
-the documents pass to it; what they show is what is given here, or what the row says instead.
+"""``docs/from-ejkernel.md``: every name of ejKernel's documents has a row. The row's target can be imported and takes
+the documented arguments. Documented values are those of this package, or the row says what differs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ejkernel_ops.numerics import log_sum_exp
 
 PAGE = Path(__file__).parents[3] / "docs/from-ejkernel.md"
 
-#: What the four documents name as part of the interface. They are not in the repository.
+#: The names that the four documents present as the interface. The documents are not in the repository.
 FRAMEWORK = """
     ejkernel.ops ejkernel.ops.core.kernel ejkernel.ops.core.types ejkernel.ops.config.cache
     ejkernel.ops.config.persistent ejkernel.ops.config.selection ejkernel.ops.execution.executor
@@ -64,7 +64,7 @@ CARRIERS = """
 """
 NAMES = {*FRAMEWORK.split(), *UTILITIES.split(), *PACKED.split(), *CARRIERS.split(), "key in ConfigCache"}
 
-#: The parameters of the documents' functions, as they name and order them, after what is passed without a name.
+#: The parameters of the documents' functions in their order, after those that are passed by position.
 PARAMETERS = {
     "prepare_lens": "cu_seqlens", "prepare_lens_from_mask": "mask", "prepare_cu_seqlens_from_mask": "mask out_dtype",
     "prepare_position_ids": "cu_seqlens", "prepare_sequence_ids": "cu_seqlens", "prepare_token_indices": "cu_seqlens",
@@ -89,7 +89,7 @@ PARAMETERS = {
     "num_key_splits num_warps num_stages",
     "BwdParams": "blocksize_m blocksize_k blocksize_n q_blocksize kv_blocksize num_warps num_stages",
 }  # fmt: skip
-#: What the documents pass by name to what takes more than that.
+#: Parameters that the documents pass by name to functions with further parameters.
 BY_NAME = {
     "autotune": "configs num_warmup num_iters", "benchmark": "num_iters", "Executor.cfg": "cfg",
     "policy_override": "autotune",
@@ -105,117 +105,131 @@ DEFAULTS = {
 
 
 def rows() -> list[tuple[list[str], str, str]]:
-    """(names, target, what differs) of every row of the tables."""
+    """(names, target, difference) of every row of the tables."""
     cells = [
         [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))]
         for line in PAGE.read_text().splitlines()
         if line[:1] == "|"
     ]
-    found = [row for row in cells if row != ["there", "here", "what differs, and why"] and set(row) != {"---"}]
-    assert all(len(row) == 3 for row in found), "a row has three cells"
-    return [(re.findall(r"`([^`]+)`", there), here, why) for there, here, why in found]
+    table_rows = [row for row in cells if row != ["there", "here", "what differs, and why"] and set(row) != {"---"}]
+    assert all(len(row) == 3 for row in table_rows), "a row has three cells"
+    return [
+        (re.findall(r"`([^`]+)`", names_cell), target_cell, difference)
+        for names_cell, target_cell, difference in table_rows
+    ]
 
 
-def target(here: str) -> Any:
-    """What a cell such as `module:attribute` names."""
-    assert re.fullmatch(r"`[\w.]+(:[\w.]+)?`", here), f"{here} is no `module:attribute`"
-    module, _, path = here.strip("`").partition(":")
+def target(target_cell: str) -> Any:
+    """The object that a cell such as `module:attribute` names."""
+    assert re.fullmatch(r"`[\w.]+(:[\w.]+)?`", target_cell), f"{target_cell} is no `module:attribute`"
+    module, _, path = target_cell.strip("`").partition(":")
     return functools.reduce(getattr, path.split(".") if path else [], importlib.import_module(module))
 
 
-TARGETS = {name: here for names, here, _ in rows() for name in names}
+TARGETS = {name: target_cell for names, target_cell, _ in rows() for name in names}
 
 
-def test_every_name_of_the_documents_has_its_row():
-    named = [name for names, _, _ in rows() for name in names]
-    assert sorted(NAMES - {*named}) == []
-    assert sorted({*named} - NAMES) == [], "no document names these"
-    assert sorted({name for name in named if named.count(name) > 1}) == [], "these have two rows"
+def test_every_name_of_the_documents_has_a_row():
+    names = [name for names, _, _ in rows() for name in names]
+    assert sorted(NAMES - {*names}) == []
+    assert sorted({*names} - NAMES) == [], "no document names these"
+    assert sorted({name for name in names if names.count(name) > 1}) == [], "these have two rows"
 
 
-def fields_of(kind: Any) -> set[str]:
-    return {field.name for field in attrs.fields(kind)} if attrs.has(kind) else set()
+def fields_of(params_class: Any) -> set[str]:
+    return {field.name for field in attrs.fields(params_class)} if attrs.has(params_class) else set()
 
 
 @pytest.mark.parametrize(
-    ("names", "here", "why"), rows(), ids=lambda value: value[0] if isinstance(value, list) else ""
+    ("names", "target_cell", "difference"), rows(), ids=lambda value: value[0] if isinstance(value, list) else ""
 )
-def test_every_target_is_there(names: list[str], here: str, why: str) -> None:
+def test_every_target_exists(names: list[str], target_cell: str, difference: str) -> None:
     assert names
-    found = target(here)
+    object_at_target = target(target_cell)
     if len(names) > 1:
-        kinds, own = {name.partition(".")[0] for name in names}, {name.partition(".")[2] for name in names}
-        assert kinds == {found.__name__}
-        assert own == fields_of(found)
+        class_names, field_names = (
+            {name.partition(".")[0] for name in names},
+            {name.partition(".")[2] for name in names},
+        )
+        assert class_names == {object_at_target.__name__}
+        assert field_names == fields_of(object_at_target)
 
 
-def test_a_target_that_is_not_there_is_noticed():
-    for wrong in ("`ejkernel_core:no_such_name`", "`no_such_module:x`", "ejkernel_core", "`ejkernel_core:Kernel.walk`"):
+def test_a_missing_target_is_found():
+    for cell in ("`ejkernel_core:no_such_name`", "`no_such_module:x`", "ejkernel_core", "`ejkernel_core:Kernel.walk`"):
         with pytest.raises((AttributeError, ImportError, AssertionError)):
-            target(wrong)
+            target(cell)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_the_documented_parameters_are_taken(name: str) -> None:
+def test_functions_have_the_documented_parameters(name: str) -> None:
     """By position and by name, with the documented defaults."""
-    takes = inspect.signature(target(TARGETS[name])).parameters
-    wanted = PARAMETERS[name].split()
-    assert list(takes)[: len(wanted)] == wanted
-    assert all(takes[own].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for own in wanted)
+    parameters = inspect.signature(target(TARGETS[name])).parameters
+    expected = PARAMETERS[name].split()
+    assert list(parameters)[: len(expected)] == expected
+    assert all(parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for name in expected)
     defaults = DEFAULTS.get(name, ())
-    given = [takes[own].default for own in wanted[len(wanted) - len(defaults) :]]
-    assert given == list(defaults)
+    defaults_of_function = [parameters[name].default for name in expected[len(expected) - len(defaults) :]]
+    assert defaults_of_function == list(defaults)
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_what_is_documented_by_name_is_taken_by_name(name: str) -> None:
-    takes = inspect.signature(target(TARGETS[name])).parameters
-    named = {own for own, parameter in takes.items() if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY}
-    more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
-    assert more if name == "policy_override" else {*BY_NAME[name].split()} <= named
+def test_functions_have_the_documented_keywords(name: str) -> None:
+    parameters = inspect.signature(target(TARGETS[name])).parameters
+    keyword_names = {
+        parameter_name
+        for parameter_name, parameter in parameters.items()
+        if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
+    }
+    has_keywords = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    assert has_keywords if name == "policy_override" else {*BY_NAME[name].split()} <= keyword_names
 
 
-def test_every_function_of_the_documents_is_compared() -> None:
-    """But for those whose examples show a name and one argument without one."""
-    functions = {name for name, here in TARGETS.items() if inspect.isroutine(target(here)) or name in PARAMETERS}
-    shown_alone = """
+def test_all_functions_of_the_documents_are_compared() -> None:
+    """Except for functions whose examples pass only one argument, by position."""
+    functions = {
+        name for name, target_cell in TARGETS.items() if inspect.isroutine(target(target_cell)) or name in PARAMETERS
+    }
+    names_with_one_argument = """
         Executor.cfg Kernel.run Kernel.run_triton Kernel.run_pallas Kernel.run_xla FwdParams.__hash__ BwdParams.__hash__
         ConfigCache.put ConfigCache.get PersistentCache.put PersistentCache.get overlay_cache autotune_recorded
         sharding_fingerprint to_json from_json label find_labels_in_lowered extract_labels_from_hlo_text
         labels_to_configs ejkernel.modules.flash_attention PersistentCache.path
     """
-    assert functions - {*PARAMETERS} - {*BY_NAME} == {*shown_alone.split(), "key in ConfigCache"} - {*BY_NAME}
+    assert functions - {*PARAMETERS} - {*BY_NAME} == {*names_with_one_argument.split(), "key in ConfigCache"} - {
+        *BY_NAME
+    }
 
 
 @pytest.mark.parametrize("name", ["device_fingerprint", "get_device_platform", "device_kind"])
-def test_a_device_is_passed_by_name(name: str) -> None:
+def test_a_device_can_be_passed_by_name(name: str) -> None:
     function = getattr(ejkernel_classes, name)
     assert function(dev=jax.devices()[0]) == function(jax.devices()[0]) == function()
     with pytest.raises(TypeError, match="dev: takes one of jax.devices.*; got str 'cpu'"):
         function(dev="cpu")
 
 
-def test_content_is_passed_by_name() -> None:
+def test_content_can_be_passed_by_name() -> None:
     assert ejkernel_classes.stable_json(obj={"b": 1, "a": (2,)}) == '{"a":{"!tuple":[2]},"b":1}'
     assert ejkernel_classes.short_hash(obj=[1]) == ejkernel_classes.short_hash([1])
     assert ejkernel_classes.abstractify(pytree=[np.zeros(3)]) == [jax.ShapeDtypeStruct((3,), np.float64)]
     assert ejkernel_classes.hash_fn(self=FwdParams(q_blocksize=4)) == ejkernel_classes.hash_fn(FwdParams(q_blocksize=4))
 
 
-def test_the_documented_fields_and_their_defaults():
-    for kind in (FwdParams, BwdParams):
-        assert {getattr(kind(), name) for name in fields_of(kind)} == {None}
+def test_params_have_the_documented_fields_and_defaults():
+    for params_class in (FwdParams, BwdParams):
+        assert {getattr(params_class(), name) for name in fields_of(params_class)} == {None}
 
 
-# -- what the documents show ---------------------------------------------------------------------------------------
+# -- examples of the documents -------------------------------------------------------------------------------------
 
 BOUNDS = jnp.array([0, 3, 5, 9])
 MASK = jnp.array([[1, 1, 1, 0], [1, 1, 0, 0]])
 CHUNKS = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 0]]
 ROWS = jnp.array([[[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]])
 
-#: Each example with the value that stands beside it. All are int32.
-SHOWN = {
+#: Each example with its documented value. All are int32.
+DOCUMENTED_EXAMPLES = {
     "prepare_lens": (lambda: ejkernel_packed.prepare_lens(jnp.array([0, 5, 12, 18])), [5, 7, 6]),
     "prepare_lens, packed": (lambda: ejkernel_packed.prepare_lens(BOUNDS), [3, 2, 4]),
     "prepare_lens_from_mask": (lambda: ejkernel_packed.prepare_lens_from_mask(MASK), [3, 2]),
@@ -229,15 +243,15 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("name", SHOWN)
-def test_what_is_shown_is_what_comes(name: str) -> None:
-    compute, shown = SHOWN[name]
+@pytest.mark.parametrize("name", DOCUMENTED_EXAMPLES)
+def test_examples_have_the_documented_values(name: str) -> None:
+    compute, documented = DOCUMENTED_EXAMPLES[name]
     result = compute()
     assert result.dtype == jnp.int32
-    assert result.tolist() == shown
+    assert result.tolist() == documented
 
 
-def test_the_masks_that_are_shown():
+def test_masks_have_the_documented_values():
     mask = ejkernel_packed.segment_ids_to_mask(jnp.array([[1, 1, 2, 0], [1, 2, 0, 0]]))
     assert mask.dtype == bool
     assert mask[0, 0, 1]
@@ -246,7 +260,7 @@ def test_the_masks_that_are_shown():
     assert pair[0].tolist() == [[1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]
 
 
-def test_the_rest_that_is_shown():
+def test_other_documented_values():
     assert abs(float(log_sum_exp(jnp.array([1000.0, 1001.0, 1002.0]))) - 1002.407) < 1e-3
     assert estimate_shared_memory_bytes(128, 256, 64) > 49152
     struct = ejkernel_classes.abstractify(jnp.ones((2, 3)))

@@ -1,6 +1,6 @@
-"""Every import line of ejKernel's documents works with the package's name changed, and nothing else.
+"""Every import line of ejKernel's documents works with only the package's name changed.
 
-The documents are not in the repository: their lines are kept here.
+The documents are not in the repository, so this file has their lines.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from ejkernel.ops import label
 from ejkernel.modules import flash_attention
 """.strip().splitlines()
 
-#: What the documents name in the module where they have it, or show among its contents.
-PLACES = {
+#: The names that the documents show in each module.
+NAMES_BY_MODULE = {
     "ejkernel.ops.core.kernel": "Kernel Invocation",
     "ejkernel.ops.core.types": "Cfg Out",
     "ejkernel.ops.config.cache": "ConfigCache overlay_cache",
@@ -63,45 +63,49 @@ PLACES = {
         segment_ids_to_mask mask_to_segment_ids""",
     "ejkernel.callib": "estimate_shared_memory_bytes get_shared_memory_limit select_num_warps select_num_stages",
 }
-#: What the documents show without a module.
-PLACELESS = (
+#: The names that the documents show without a module.
+NAMES_WITHOUT_MODULE = (
     "assert_allclose chunk_array generate_attention_inputs get_memory_usage log_sum_exp safe_divide timer unchunk_array"
 )
 
 
-def imported(line: str) -> dict[str, Any]:
-    """What the line binds."""
+def names_of_line(line: str) -> dict[str, Any]:
+    """The names that the line binds, with their values."""
     names: dict[str, Any] = {}
     exec(line.replace("from ejkernel.", "from ejkernel_classes."), names)
     return {name: value for name, value in names.items() if name != "__builtins__"}
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_the_line_works_with_the_name_changed(line: str) -> None:
-    found = imported(line)
-    assert [*found] == line.partition(" import ")[2].split(", ")
-    assert {name: value is getattr(ejkernel_classes, name) for name, value in found.items()} == dict.fromkeys(
-        found, True
+def test_the_import_line_works(line: str) -> None:
+    names = names_of_line(line)
+    assert [*names] == line.partition(" import ")[2].split(", ")
+    assert {name: value is getattr(ejkernel_classes, name) for name, value in names.items()} == dict.fromkeys(
+        names, True
     )
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_name_is_in_the_module_that_the_documents_say(place: str) -> None:
-    module = importlib.import_module(place.replace("ejkernel", "ejkernel_classes", 1))
-    names = PLACES[place].split()
+@pytest.mark.parametrize("module_name", NAMES_BY_MODULE)
+def test_the_modules_have_the_documented_names(module_name: str) -> None:
+    module = importlib.import_module(module_name.replace("ejkernel", "ejkernel_classes", 1))
+    names = NAMES_BY_MODULE[module_name].split()
     assert set(names) <= set(module.__all__)
     assert [name for name in module.__all__ if getattr(module, name) is not getattr(ejkernel_classes, name)] == []
 
 
-def test_all_of_it_comes_from_one_place() -> None:
-    named = [name for line in LINES for name in line.partition(" import ")[2].split(", ")]
-    wanted = {*named, *PLACELESS.split(), *(name for names in PLACES.values() for name in names.split())}
-    assert set(ejkernel_classes.__all__) == wanted | {"preferred_backend", "stop_recording"}
+def test_the_package_has_all_documented_names() -> None:
+    names = [name for line in LINES for name in line.partition(" import ")[2].split(", ")]
+    expected = {
+        *names,
+        *NAMES_WITHOUT_MODULE.split(),
+        *(name for names in NAMES_BY_MODULE.values() for name in names.split()),
+    }
+    assert set(ejkernel_classes.__all__) == expected | {"preferred_backend", "stop_recording"}
     assert [name for name in ejkernel_classes.__all__ if not hasattr(ejkernel_classes, name)] == []
     assert ejkernel_classes.__all__ == sorted(ejkernel_classes.__all__)
 
 
-def test_what_others_have_is_theirs() -> None:
+def test_names_of_other_packages_are_theirs() -> None:
     assert ejkernel_classes.ConfigCache is ejkernel_core.ConfigCache
     assert issubclass(ejkernel_classes.PersistentCache, ejkernel_cache.PersistentCache)
     assert inspect.signature(ejkernel_classes.flash_attention) == inspect.signature(ejkernel_ops.flash_attention)
@@ -110,7 +114,7 @@ def test_what_others_have_is_theirs() -> None:
 
 
 @pytest.mark.parametrize("module", [ejkernel_classes, importlib.import_module("ejkernel_classes.ops")])
-def test_another_name_is_no_attribute(module: Any) -> None:
+def test_an_unknown_name_is_an_attribute_error(module: Any) -> None:
     with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'Autotuner'"):
         module.Autotuner  # noqa: B018
 
@@ -124,7 +128,7 @@ print(json.dumps([name for name in mine if name in sys.modules]))
 
 
 @pytest.mark.parametrize(
-    ("line", "loaded"),
+    ("line", "packages"),
     [
         ("from ejkernel_classes import Kernel, Executor", []),
         ("from ejkernel_classes.ops import Kernel, Executor", []),
@@ -134,9 +138,9 @@ print(json.dumps([name for name in mine if name in sys.modules]))
         ("from ejkernel_classes import assert_allclose", ["ejkernel_testing"]),
     ],
 )
-def test_nothing_is_loaded_before_it_is_asked_for(line: str, loaded: list[str]) -> None:
-    done = subprocess.run(
+def test_packages_are_imported_only_when_they_are_used(line: str, packages: list[str]) -> None:
+    process = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(line=line)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == loaded
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout) == packages

@@ -1,4 +1,4 @@
-"""vmap_with_config and pmap_with_config: equal to a call for each element, with one choice for all."""
+"""vmap_with_config and pmap_with_config have the results of a call for each element, with one choice for all."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ B = jax.random.normal(jax.random.key(1), (4, 3, 6))
 
 @attrs.frozen
 class Config:
-    """Nothing to choose."""
+    """A configuration without fields."""
 
 
 class Product(Kernel[Config, jax.Array]):
     def __init__(self) -> None:
         super().__init__(name="product")
-        self.chosen: list[Any] = []
+        self.shapes: list[Any] = []
 
     def run(self, a: Any, b: Any, *, cfg: Any, scale: Any = 1.0, mode: str = "dot", shift: Any = None) -> Any:
         product = a @ b if mode == "dot" else a @ jnp.abs(b)
         return product * scale + (0 if shift is None else shift)
 
     def heuristic_cfg(self, inv: Any) -> Any:
-        self.chosen.append([arg.shape for arg in inv.args])
+        self.shapes.append([arg.shape for arg in inv.args])
         return Config()
 
 
@@ -59,84 +59,84 @@ def expected(in_axes: Any, args: Any, **keywords: Any) -> np.ndarray:
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * 2
     rows = []
     for i in range(4):
-        one = [
+        element = [
             np.asarray(a) if axis is None else np.take(np.asarray(a), i, axis)
             for a, axis in zip(args, axes, strict=True)
         ]
-        b = np.abs(one[1]) if keywords.get("mode") == "absolute" else one[1]
+        b = np.abs(element[1]) if keywords.get("mode") == "absolute" else element[1]
         shift = keywords.get("shift")
-        rows.append(one[0] @ b * keywords.get("scale", 1) + (0 if shift is None else np.asarray(shift)))
+        rows.append(element[0] @ b * keywords.get("scale", 1) + (0 if shift is None else np.asarray(shift)))
     return np.stack(rows)
 
 
 @pytest.mark.parametrize("keywords", KEYWORDS)
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize("mapped", [vmap_with_config, pmap_with_config])
-def test_every_element_is_what_a_call_gives(mapped: Any, axes: str, keywords: str) -> None:
+def test_every_element_has_the_result_of_a_call(mapped: Any, axes: str, keywords: str) -> None:
     in_axes, args = AXES[axes]
     result = mapped(Product(), in_axes=in_axes)(*args, **KEYWORDS[keywords])
     np.testing.assert_allclose(result, expected(in_axes, args, **KEYWORDS[keywords]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mapped", [vmap_with_config, pmap_with_config])
-def test_the_results_axis(mapped: Any) -> None:
+def test_out_axes(mapped: Any) -> None:
     for axis in (1, 2, -1, -2):
         result = mapped(Product(), out_axes=axis)(A, B)
         np.testing.assert_allclose(result, np.moveaxis(expected(0, (A, B)), 0, axis), rtol=1e-5, atol=1e-6)
 
 
 def test_one_choice_is_made_for_all_elements() -> None:
-    heard = []
+    ops = []
 
     @hookimpl(tryfirst=True)
     def select_config(inv):
-        heard.append(inv.op)
+        ops.append(inv.op)
 
     product = Product()
     registry.register(SimpleNamespace(select_config=select_config), "listener")
     try:
         jax.jit(vmap_with_config(product))(A, B)
     finally:
-        registry.register(SimpleNamespace(select_config=_silent), "listener")
-    assert heard == ["product"]
-    assert set(map(tuple, product.chosen)) == {((5, 3), (3, 6))}  # by the shapes of one element
+        registry.register(SimpleNamespace(select_config=_no_choice), "listener")
+    assert ops == ["product"]
+    assert set(map(tuple, product.shapes)) == {((5, 3), (3, 6))}  # by the shapes of one element
 
 
 @hookimpl
-def _silent(inv):
+def _no_choice(inv):
     return None
 
 
 @pytest.mark.parametrize("mapped", [vmap_with_config, pmap_with_config])
-def test_gradients_go_through(mapped: Any) -> None:
+def test_gradients_of_mapped_calls(mapped: Any) -> None:
     def loss(a: Any, b: Any) -> Any:
         return (mapped(Product(), in_axes=(0, None))(a, b, scale=2.0) ** 2).sum()
 
-    def plain(a: Any, b: Any) -> Any:
+    def reference_loss(a: Any, b: Any) -> Any:
         return ((a @ b * 2.0) ** 2).sum()
 
-    found, right = (jax.grad(f, argnums=(0, 1))(A, B[0]) for f in (loss, plain))
-    for mine, wanted in zip(found, right, strict=True):
-        np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-4)
+    gradients, expected_gradients = (jax.grad(f, argnums=(0, 1))(A, B[0]) for f in (loss, reference_loss))
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("mapped", [vmap_with_config, pmap_with_config])
-def test_an_operation_by_name(mapped: Any) -> None:
+def test_an_operation_can_be_mapped_by_name(mapped: Any) -> None:
     q = jax.random.normal(jax.random.key(2), (4, 1, 24, 2, 8))
     k, v = jax.random.normal(jax.random.key(3), (2, 1, 24, 2, 8))
     result = mapped("flash_attention", in_axes=(0, None, None))(q, k, v, causal=True, bias=None)
-    rows = [registry.call("flash_attention", one, k, v, causal=True) for one in q]
+    rows = [registry.call("flash_attention", element, k, v, causal=True) for element in q]
     np.testing.assert_allclose(result, np.stack(rows), atol=1e-5)
 
 
-def test_each_element_is_on_a_device_of_its_own() -> None:
+def test_pmap_puts_each_element_on_its_own_device() -> None:
     result = pmap_with_config(Product())(A, B)
     assert len(result.sharding.device_set) == 4
-    summed = pmap_with_config(Summing(), axis_name="i")(A)
-    np.testing.assert_allclose(summed, np.broadcast_to(A.sum(0), A.shape), rtol=1e-5, atol=1e-5)
+    sums = pmap_with_config(CrossDeviceSum(), axis_name="i")(A)
+    np.testing.assert_allclose(sums, np.broadcast_to(A.sum(0), A.shape), rtol=1e-5, atol=1e-5)
 
 
-class Summing(Kernel[Config, jax.Array]):
+class CrossDeviceSum(Kernel[Config, jax.Array]):
     def run(self, a: Any, *, cfg: Any) -> Any:
         return a * 1
 
@@ -148,13 +148,13 @@ class Summing(Kernel[Config, jax.Array]):
 
 
 @pytest.mark.parametrize(
-    ("in_axes", "args", "told"),
+    ("in_axes", "args", "message"),
     [
         ((0,), (A, B), "in_axes: takes an int or None for each of the 2 arguments"),
         ((0, 0), (A, B[:3]), r"the mapped axes have the sizes \[3, 4\]"),
         ((0, None), (jnp.ones((9, 5, 3)), B[0]), "9 elements take 9 devices; there are 8"),
     ],
 )
-def test_what_pmap_cannot_do_is_told(in_axes: Any, args: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_invalid_arguments_of_pmap_are_refused(in_axes: Any, args: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         pmap_with_config(Product(), in_axes=in_axes)(*args)

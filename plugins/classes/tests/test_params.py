@@ -1,4 +1,4 @@
-"""FwdParams, BwdParams, and hashes by content; what a device is."""
+"""FwdParams, BwdParams, hashes by content, and functions of devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIELDS = [field.name for field in attrs.fields(FwdParams)]
 params = st.dictionaries(st.sampled_from(FIELDS), st.integers(1, 512)).map(lambda given: FwdParams(**given))
 
 
-def test_all_fields_are_there_and_none_is_needed() -> None:
+def test_all_fields_exist_and_are_optional() -> None:
     assert FIELDS == [
         "blocksize_m", "blocksize_k", "blocksize_n", "q_blocksize", "kv_blocksize", "blocksize_heads",
         "blocksize_keys", "num_key_splits", "num_warps", "num_stages",
@@ -38,16 +38,16 @@ def test_all_fields_are_there_and_none_is_needed() -> None:
 
 
 @given(params, params)
-def test_the_second_goes_before_the_first(base: FwdParams, override: FwdParams) -> None:
+def test_merge_prefers_the_second(base: FwdParams, override: FwdParams) -> None:
     assert FwdParams.merge(base, override).to_dict() == {**base.to_dict(), **override.to_dict()}
     assert FwdParams.merge(None, override) == override
     assert FwdParams.merge(base, None) == base
 
 
 @given(params, params)
-def test_hashes_are_equal_where_values_are(one: FwdParams, other: FwdParams) -> None:
-    assert (hash_fn(one) == hash_fn(other)) is (one == other)
-    assert (hash(one) == hash(other)) or one != other
+def test_hashes_are_equal_if_and_only_if_values_are(first: FwdParams, second: FwdParams) -> None:
+    assert (hash_fn(first) == hash_fn(second)) is (first == second)
+    assert (hash(first) == hash(second)) or first != second
 
 
 @given(params)
@@ -58,51 +58,51 @@ def test_params_go_through_cattrs(value: FwdParams) -> None:
 @given(params, st.floats(0.01, 4))
 def test_backward_blocks_are_powers_of_two_from_16(fwd: FwdParams, scale: float) -> None:
     bwd = BwdParams.from_fwd_params(fwd, scale)
-    for mine, theirs in ((bwd.q_blocksize, fwd.q_blocksize), (bwd.kv_blocksize, fwd.kv_blocksize)):
-        wanted = (theirs or 128) * scale
-        assert mine is not None
-        assert mine >= 16
-        assert mine & (mine - 1) == 0
-        assert mine == 16 or mine <= wanted < 2 * mine + 1
+    for block, forward_block in ((bwd.q_blocksize, fwd.q_blocksize), (bwd.kv_blocksize, fwd.kv_blocksize)):
+        scaled_block = (forward_block or 128) * scale
+        assert block is not None
+        assert block >= 16
+        assert block & (block - 1) == 0
+        assert block == 16 or block <= scaled_block < 2 * block + 1
     assert (bwd.num_warps, bwd.num_stages) == (fwd.num_warps, fwd.num_stages)
 
 
-@pytest.mark.parametrize("wrong", [0, -8, True, 1.5, "128"])
-def test_a_block_is_a_whole_number_from_1(wrong: Any) -> None:
+@pytest.mark.parametrize("value", [0, -8, True, 1.5, "128"])
+def test_an_invalid_block_or_scale_is_refused(value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="q_blocksize"):
-        FwdParams(q_blocksize=wrong)
+        FwdParams(q_blocksize=value)
     with pytest.raises(ValueError, match="scale: takes a number above 0"):
         BwdParams.from_fwd_params(FwdParams(), 0)
 
 
 @dataclasses.dataclass
-class Loose:
+class Fields:
     a: Any = 0
     b: Any = 0
 
 
-class Plain:
+class PlainObject:
     def __init__(self, **fields: Any) -> None:
         vars(self).update(fields)
 
 
-def test_hash_fn_tells_fields_apart() -> None:
-    assert hash_fn(Loose(12, 3)) != hash_fn(Loose(1, 23))
-    assert hash_fn(Loose(64, 0)) != hash_fn(Loose(0, 64))
-    assert hash_fn(Loose("64", 0)) != hash_fn(Loose(64, 0))
-    assert hash_fn(Loose(1, True)) == hash_fn(Loose(1.0, 1))
-    assert hash_fn(Loose([1, {"x": 2}])) == hash_fn(Loose([True, {"x": 2.0}]))
-    assert hash_fn(Plain(a=1)) == hash_fn(Plain(a=1)) != hash_fn(Plain(b=1))
+def test_hash_fn_distinguishes_fields() -> None:
+    assert hash_fn(Fields(12, 3)) != hash_fn(Fields(1, 23))
+    assert hash_fn(Fields(64, 0)) != hash_fn(Fields(0, 64))
+    assert hash_fn(Fields("64", 0)) != hash_fn(Fields(64, 0))
+    assert hash_fn(Fields(1, True)) == hash_fn(Fields(1.0, 1))
+    assert hash_fn(Fields([1, {"x": 2}])) == hash_fn(Fields([True, {"x": 2.0}]))
+    assert hash_fn(PlainObject(a=1)) == hash_fn(PlainObject(a=1)) != hash_fn(PlainObject(b=1))
 
 
 @pytest.mark.parametrize("algorithm", ["md5", "sha256", "blake2b"])
-def test_the_hash_is_hashlibs(algorithm: str) -> None:
-    right = int(hashlib.new(algorithm, b"12").hexdigest(), 16)
-    assert get_safe_hash_int("12", algorithm) == get_safe_hash_int(12, algorithm=algorithm) == right
+def test_the_hash_is_that_of_hashlib(algorithm: str) -> None:
+    expected = int(hashlib.new(algorithm, b"12").hexdigest(), 16)
+    assert get_safe_hash_int("12", algorithm) == get_safe_hash_int(12, algorithm=algorithm) == expected
 
 
 @pytest.mark.parametrize("algorithm", ["md17", "", "shake_128"])
-def test_an_algorithm_that_does_not_exist_is_told(algorithm: str) -> None:
+def test_an_unknown_algorithm_is_refused(algorithm: str) -> None:
     with pytest.raises(ValueError, match="algorithm: takes one of hashlib's"):
         get_safe_hash_int("text", algorithm)
 
@@ -111,19 +111,19 @@ class Gpu:
     platform = "cuda"
 
 
-def test_what_a_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kind_platform_and_backend_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = jax.devices("cpu")[0]
     assert (device_kind(cpu), get_device_platform(), preferred_backend(cpu)) == ("cpu", "cpu", "xla")
     assert device_fingerprint(cpu) == device_fingerprint()
     monkeypatch.setattr(jax, "Device", object)
-    for platform, known, backend in (
+    for platform, device_platform, backend in (
         ("cuda", "gpu", "triton"), ("rocm", "gpu", "triton"), ("tpu", "tpu", "pallas_tpu"), ("abacus", "unknown", "xla"),
     ):  # fmt: skip
         monkeypatch.setattr(Gpu, "platform", platform)
-        assert (get_device_platform(Gpu()), preferred_backend(Gpu())) == (known, backend)
+        assert (get_device_platform(Gpu()), preferred_backend(Gpu())) == (device_platform, backend)
 
 
 @pytest.mark.parametrize("function", [device_kind, get_device_platform, preferred_backend, device_fingerprint])
-def test_what_is_no_device_is_told(function: Any) -> None:
+def test_a_device_of_another_type_is_refused(function: Any) -> None:
     with pytest.raises(TypeError, match="dev: takes one of jax.devices"):
         function("gpu")

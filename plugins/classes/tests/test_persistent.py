@@ -1,4 +1,4 @@
-"""The cache on disk takes what the one in memory does: any key, any configuration."""
+"""The cache on disk takes the same keys and configurations as the one in memory: any."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ejkernel_classes import ConfigCache, ConfigSelectorChain, Executor, FwdPara
 from ejkernel_core import Key, Provenance, Record, RecordError
 
 
-class Way(enum.Enum):
+class Mode(enum.Enum):
     FAST = 1
     EXACT = 2
 
@@ -39,31 +39,31 @@ class Config:
     block: int = 128
 
 
-#: Of each, a key and a configuration.
+#: Values that are used as keys and as configurations.
 HASHABLE = [
     128, "text", "!tuple", "", "ä", 1.5, math.inf, True, None, (), (1, "a", (2.0, None)), b"\x00\xff", frozenset({1, 2}),
-    Way.FAST, Level.LOW, Pair(3, "y"), Config(64), FwdParams(q_blocksize=16), (Config(2), Way.EXACT), jnp.float32,
+    Mode.FAST, Level.LOW, Pair(3, "y"), Config(64), FwdParams(q_blocksize=16), (Config(2), Mode.EXACT), jnp.float32,
     np.float32, np.dtype("float16"), jnp.bfloat16, np.int8(3), np.dtype(jnp.bfloat16).type(1.5), 3 - 4j, 10**30,
     frozenset({(1, "a"), None}),
 ]  # fmt: skip
-UNHASHABLE = [[1, (2, [3])], {"a": 1, 2: (3,)}, {"!tuple": [1]}, {1, 2}, {}, [], {"way": Way.FAST, "pair": [Pair(1)]}]
+UNHASHABLE = [[1, (2, [3])], {"a": 1, 2: (3,)}, {"!tuple": [1]}, {1, 2}, {}, [], {"way": Mode.FAST, "pair": [Pair(1)]}]
 KEY = Key("op", "device", "{}")
 
 
 @pytest.mark.parametrize("value", [*HASHABLE, *UNHASHABLE], ids=lambda value: type(value).__name__)
-def test_any_configuration_comes_back_as_it_was_put(value: Any, tmp_path: Path) -> None:
+def test_any_configuration_is_read_back(value: Any, tmp_path: Path) -> None:
     for key in (KEY, "a key"):
         memory, disk = ConfigCache(), PersistentCache(tmp_path)
         for cache in (memory, disk):
             cache.put(key, value)
         for cache in (memory, disk, PersistentCache(tmp_path)):
-            found = cache.get(key)
-            assert (found, type(found)) == (value, type(value))
+            cfg = cache.get(key)
+            assert (cfg, type(cfg)) == (value, type(value))
             assert key in cache
 
 
 @pytest.mark.parametrize("key", HASHABLE, ids=lambda value: type(value).__name__)
-def test_any_key(key: Any, tmp_path: Path) -> None:
+def test_any_hashable_key(key: Any, tmp_path: Path) -> None:
     memory, disk = ConfigCache(), PersistentCache(tmp_path)
     for cache in (memory, disk):
         assert (cache.get(key), cache.get(key, 5), key in cache) == (None, 5, False)
@@ -72,41 +72,41 @@ def test_any_key(key: Any, tmp_path: Path) -> None:
     for cache in (memory, disk, PersistentCache(tmp_path)):
         assert (cache.get(key), key in cache, "third" in cache, len(cache)) == (7, True, False, 2)
         assert {*cache} == {key, "another"}
-        assert {type(one) for one in cache} == {type(key), str}
+        assert {type(key_of_cache) for key_of_cache in cache} == {type(key), str}
         assert dict(cache.items())[key][0].cfg == 7
         assert cache.records(key)[0].cfg == 7
     disk.clear()
     assert (len(disk), [*disk]) == (0, [])
 
 
-def test_keys_are_told_apart_by_content(tmp_path: Path) -> None:
+def test_keys_are_distinguished_by_content(tmp_path: Path) -> None:
     keys = [1, 1.0, True, "1", (1,), frozenset({1}), Level.LOW, np.int8(1), None, ((1,),), b"1", Config(1), Pair(1)]
     cache = PersistentCache(tmp_path)
     for number, key in enumerate(keys):
         cache.put(key, number)
-    again = PersistentCache(tmp_path)
-    assert [again.get(key) for key in keys] == [*range(len(keys))]
+    reopened_cache = PersistentCache(tmp_path)
+    assert [reopened_cache.get(key) for key in keys] == [*range(len(keys))]
     cache.put(frozenset({3, 1, 2}), "set")
     assert cache.get(frozenset({2, 3, 1})) == "set"
 
 
 def test_records_of_backends_and_provenance(tmp_path: Path) -> None:
     cache = PersistentCache(tmp_path)
-    measured = Provenance(when="2026-11-23T12:00:00+00:00", device="cpu", milliseconds=0.5, backends=("xla", "run"))
-    cache.put("key", Record((1, 2), "xla", measured))
+    provenance = Provenance(when="2026-11-23T12:00:00+00:00", device="cpu", milliseconds=0.5, backends=("xla", "run"))
+    cache.put("key", Record((1, 2), "xla", provenance))
     cache.put("key", Record(("other",), "run"))
-    again = PersistentCache(tmp_path)
-    assert again.records("key") == (Record(("other",), "run"), Record((1, 2), "xla", measured))
-    assert again.read("key", "xla") == Record((1, 2), "xla", measured)
-    assert again.read("key", "xla", tuple) == Record((1, 2), "xla", measured)
-    assert again.file("key", "xla").exists()
+    reopened_cache = PersistentCache(tmp_path)
+    assert reopened_cache.records("key") == (Record(("other",), "run"), Record((1, 2), "xla", provenance))
+    assert reopened_cache.read("key", "xla") == Record((1, 2), "xla", provenance)
+    assert reopened_cache.read("key", "xla", tuple) == Record((1, 2), "xla", provenance)
+    assert reopened_cache.file("key", "xla").exists()
     with pytest.raises(RecordError, match="holds a tuple, no list"):
-        again.read("key", "xla", list)
+        reopened_cache.read("key", "xla", list)
 
 
-@pytest.mark.parametrize("kind", [int, None])
-def test_a_chain_finds_configurations_that_are_no_objects(kind: Any, tmp_path: Path) -> None:
-    class Times(Kernel[kind, jax.Array] if kind else Kernel):  # type: ignore[misc]
+@pytest.mark.parametrize("config_type", [int, None])
+def test_a_chain_finds_plain_configurations(config_type: Any, tmp_path: Path) -> None:
+    class Times(Kernel[config_type, jax.Array] if config_type else Kernel):  # type: ignore[misc]
         def run(self, x: Any, *, cfg: Any) -> Any:
             return x * cfg
 
@@ -122,7 +122,7 @@ def test_a_chain_finds_configurations_that_are_no_objects(kind: Any, tmp_path: P
 @pytest.mark.parametrize(
     "value", [lambda: 0, object(), np.zeros(2), Config, range(3)], ids=lambda value: type(value).__name__
 )
-def test_what_cannot_be_written_down_is_told(value: Any, tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_written_is_refused(value: Any, tmp_path: Path) -> None:
     cache = PersistentCache(tmp_path)
     with pytest.raises(RecordError, match=f"a {type(value).__name__}, "):
         cache.put("key", value)
@@ -131,17 +131,17 @@ def test_what_cannot_be_written_down_is_told(value: Any, tmp_path: Path) -> None
     assert len(cache) == 0
 
 
-def test_an_unhashable_key_is_a_type_error_in_both(tmp_path: Path) -> None:
+def test_an_unhashable_key_is_a_type_error(tmp_path: Path) -> None:
     for cache in (ConfigCache(), PersistentCache(tmp_path)):
         with pytest.raises(TypeError, match="unhashable"):
             cache.put([1], 1)
 
 
-def test_damage_is_a_miss(tmp_path: Path) -> None:
+def test_a_damaged_record_is_a_miss(tmp_path: Path) -> None:
     cache = PersistentCache(tmp_path)
     cache.put("key", (1, 2))
     (file,) = tmp_path.rglob("*.json")
-    whole = json.loads(file.read_text())
+    document = json.loads(file.read_text())
     for text in (
         "",
         "{}",
@@ -151,15 +151,15 @@ def test_damage_is_a_miss(tmp_path: Path) -> None:
         '{"!enum": ["json.Nothing", "A"]}',
         '{"a": 1, "b": 2}',
     ):
-        whole["config"]["text"] = text
-        file.write_text(json.dumps(whole))
+        document["config"]["text"] = text
+        file.write_text(json.dumps(document))
         with pytest.warns(RuntimeWarning, match="is nothing that was written here|nothing has imported"):
             assert PersistentCache(tmp_path).get("key") is None
 
 
-def test_a_class_that_nobody_has_imported_is_not_imported(tmp_path: Path) -> None:
+def test_a_class_is_not_imported_to_read_a_record(tmp_path: Path) -> None:
     cache = PersistentCache(tmp_path)
-    cache.put(("a key", Way.FAST), (Way.FAST, Pair(1)))
+    cache.put(("a key", Mode.FAST), (Mode.FAST, Pair(1)))
     program = f"""
 import warnings
 from ejkernel_classes import PersistentCache
@@ -167,6 +167,6 @@ cache = PersistentCache({str(tmp_path)!r})
 warnings.simplefilter("ignore")
 print([type(key).__name__ for key in cache], cache.items())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("['Key'] []")
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("['Key'] []")

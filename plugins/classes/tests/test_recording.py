@@ -1,4 +1,4 @@
-"""``record_invocation`` turns recording on, for every call through this package; ``get_invocations`` tells the calls."""
+"""``record_invocation`` starts recording all calls through this package. ``get_invocations`` returns them."""
 
 from __future__ import annotations
 
@@ -45,68 +45,68 @@ class Square(Scale):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_recorded() -> Iterator[None]:
+def cleared_recording() -> Iterator[None]:
     clear_invocations()
     yield
     stop_recording()
     clear_invocations()
 
 
-def started(kernel: Any = "flash_attention") -> None:
-    """Recording is on, and nothing is recorded yet."""
+def start_recording(kernel: Any = "flash_attention") -> None:
+    """Start recording, with no invocation recorded yet."""
     args = (Q, K, V) if isinstance(kernel, str) else (X,)
     record_invocation(kernel, Invocation(kernel, args))
     clear_invocations()
 
 
-def heard() -> list[Any]:
-    return [(one.kernel, [arg.shape for arg in one.abstract_args], one.kwargs) for one in get_invocations()]
+def recorded_calls() -> list[Any]:
+    return [(inv.kernel, [arg.shape for arg in inv.abstract_args], inv.kwargs) for inv in get_invocations()]
 
 
-def test_nothing_is_heard_before_it_is_on_and_after_it_is_off() -> None:
+def test_calls_are_recorded_only_between_start_and_stop() -> None:
     kernel = Scale()
     kernel(X)
-    assert heard() == []
-    started(kernel)
+    assert recorded_calls() == []
+    start_recording(kernel)
     kernel(X, by=2)
     stop_recording()
     kernel(X, by=3)
-    assert heard() == [(kernel, [(6,)], {"by": 2})]
+    assert recorded_calls() == [(kernel, [(6,)], {"by": 2})]
 
 
-def test_a_call_is_heard_once_and_one_that_was_compiled_before_too() -> None:
+def test_a_call_is_recorded_once_even_if_it_was_compiled_before() -> None:
     kernel = Scale()
     kernel(X)
-    started(kernel)
+    start_recording(kernel)
     for _ in range(3):
         kernel(X)
         kernel(Y)
-    assert heard() == [(kernel, [(6,)], {}), (kernel, [(4,)], {})]
+    assert recorded_calls() == [(kernel, [(6,)], {}), (kernel, [(4,)], {})]
     stop_recording()
-    started(kernel)  # again: it begins anew
+    start_recording(kernel)  # a new recording starts empty
     kernel(X)
-    assert heard() == [(kernel, [(6,)], {})]
+    assert recorded_calls() == [(kernel, [(6,)], {})]
 
 
-def test_calls_are_not_compiled_again_while_it_is_on() -> None:
-    traced = []
+def test_recording_does_not_compile_calls_again() -> None:
+    shapes = []
 
     class Counting(Scale):
         def run(self, x: Any, *, cfg: Any, by: Any = 1) -> Any:
-            traced.append(x.shape)
+            shapes.append(x.shape)
             return x
 
     kernel, executor = Counting(), Executor()
-    started(kernel)
+    start_recording(kernel)
     kernel(X), executor(kernel, X)
-    traced.clear()
+    shapes.clear()
     for _ in range(3):
         kernel(X)
         executor(kernel, X)
         record_invocation(kernel, kernel.invocation(X))
         with policy_override(autotune=False):
             kernel(X)
-    assert traced == []
+    assert shapes == []
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,11 @@ def test_calls_are_not_compiled_again_while_it_is_on() -> None:
         lambda kernel: kernel(X, by=2, cfg=5),
     ],
 )
-def test_however_it_is_called(call: Any) -> None:
+def test_every_way_of_calling_is_recorded(call: Any) -> None:
     kernel = Scale()
-    started(kernel)
+    start_recording(kernel)
     call(kernel)
-    assert heard() == [(kernel, [(6,)], {"by": 2})]
+    assert recorded_calls() == [(kernel, [(6,)], {"by": 2})]
     (inv,) = get_invocations()
     assert inv.key == kernel.invocation(X, by=2).key
     assert inv.args == inv.abstract_args == (jax.ShapeDtypeStruct((6,), "float32"),)
@@ -137,51 +137,51 @@ def test_however_it_is_called(call: Any) -> None:
         lambda: jax.jit(lambda q: flash_attention(q, K, V, causal=True))(Q),
     ],
 )
-def test_attention_is_heard_by_the_name_of_its_operation(call: Any) -> None:
-    started()
+def test_attention_is_recorded_by_the_name_of_its_operation(call: Any) -> None:
+    start_recording()
     call()
-    ((kernel, shapes, kwargs),) = heard()
+    ((kernel, shapes, kwargs),) = recorded_calls()
     assert (kernel, shapes) == ("flash_attention", [(1, 16, 2, 8)] * 3)
     assert kwargs == {"causal": True, "softmax_scale": 8**-0.5}
     (inv,) = get_invocations()
     assert inv.key == Invocation("flash_attention", (Q, K, V), {"causal": True}).key
 
 
-def test_what_is_mapped_is_told_as_one_element() -> None:
+def test_a_mapped_call_is_recorded_with_the_shapes_of_one_element() -> None:
     kernel = Scale()
-    started(kernel)
+    start_recording(kernel)
     vmap_with_config(kernel)(jnp.stack([X, X]))
-    assert heard() == [(kernel, [(6,)], {})]
+    assert recorded_calls() == [(kernel, [(6,)], {})]
     clear_invocations()
     vmap_with_config("flash_attention", in_axes=(0, None, None))(jnp.stack([Q, Q]), K, V)
-    assert [kernel for kernel, _, _ in heard()] == ["flash_attention"]
+    assert [kernel for kernel, _, _ in recorded_calls()] == ["flash_attention"]
 
 
-def test_backward_passes_are_heard() -> None:
+def test_backward_passes_are_recorded() -> None:
     kernel = Square()
-    started(kernel)
+    start_recording(kernel)
     assert jax.grad(lambda x: kernel(x).sum())(X).tolist() == (2 * X).tolist()
-    assert heard() == [(kernel, [(6,)], {})] * 2
-    assert [one.core.op for one in get_invocations()] == ["Square", "Square_bwd"]
+    assert recorded_calls() == [(kernel, [(6,)], {})] * 2
+    assert [inv.core.op for inv in get_invocations()] == ["Square", "Square_bwd"]
     clear_invocations()
     jax.grad(lambda q: flash_attention(q, K, V).sum())(Q)
-    assert [one.kernel for one in get_invocations()] == ["flash_attention", "flash_attention_bwd"]
+    assert [inv.kernel for inv in get_invocations()] == ["flash_attention", "flash_attention_bwd"]
 
 
-def test_no_array_is_kept() -> None:
+def test_recording_keeps_no_array() -> None:
     kernel = Square()
-    started(kernel)
+    start_recording(kernel)
     jax.grad(lambda x: kernel(x).sum())(X)
     flash_attention(Q, K, V)
     record_invocation(kernel, kernel.invocation(Y))
     assert len(get_invocations()) == 4
-    for one in get_invocations():
-        kept = jax.tree.leaves((one.args, one.kwargs, dict(one.core.arguments)))
-        assert [leaf for leaf in kept if isinstance(leaf, (jax.Array, jax.core.Tracer))] == []
+    for inv in get_invocations():
+        leaves = jax.tree.leaves((inv.args, inv.kwargs, dict(inv.core.arguments)))
+        assert [leaf for leaf in leaves if isinstance(leaf, (jax.Array, jax.core.Tracer))] == []
 
 
-def test_as_the_documents_show_it() -> None:
-    """What stands there as a comment, "run your model with various inputs", is the loop."""
+def test_the_example_of_the_documents() -> None:
+    """The loop stands for the documents' comment "run your model with various inputs"."""
     kernel = Scale()
     record_invocation(kernel, kernel.invocation(X))
     for x in (X, Y, jnp.ones((2, 2))):
@@ -189,35 +189,35 @@ def test_as_the_documents_show_it() -> None:
     invocations = get_invocations()
     results = autotune_recorded(invocations, budget_s=20.0)
     assert [inv.abstract_args[0].shape for inv in invocations] == [(6,), (4,), (2, 2)]
-    assert [one.keys[0] for one in results.tuned] == [kernel.invocation(x).key for x in (X, Y, jnp.ones((2, 2)))]
+    assert [tuned.keys[0] for tuned in results.tuned] == [kernel.invocation(x).key for x in (X, Y, jnp.ones((2, 2)))]
     assert (kernel.plan(Y).origin, kernel.plan(jnp.ones(3)).origin) == ("memory", "heuristic")
 
 
-def test_other_threads_are_heard() -> None:
+def test_calls_of_other_threads_are_recorded() -> None:
     kernel = Scale()
-    started(kernel)
+    start_recording(kernel)
     thread = threading.Thread(target=lambda: kernel(X))
     thread.start()
     thread.join()
-    assert heard() == [(kernel, [(6,)], {})]
+    assert recorded_calls() == [(kernel, [(6,)], {})]
 
 
-def test_what_was_heard_is_tuned() -> None:
+def test_recorded_calls_are_tuned() -> None:
     kernel = Square()
-    started(kernel)
+    start_recording(kernel)
     jax.grad(lambda x: kernel(x).sum())(X)
     results = autotune_recorded(get_invocations(), budget_s=20.0)
-    assert [one.best.backend for one in results.tuned] == ["run", "backward"]
+    assert [tuned.best.backend for tuned in results.tuned] == ["run", "backward"]
     assert kernel.plan(X).origin == "memory"
 
 
-def test_a_registered_kernel_is_tuned_where_it_is_registered(use_registry: Any) -> None:
-    """Though a kernel object has a registry of its own for each way of calling it."""
+def test_a_registered_kernel_is_tuned_in_its_registry(use_registry: Any) -> None:
+    """A kernel object also has a registry for each form of call, which is not used here."""
     registry = Registry(plugins="")
     use_registry(registry)
     kernel = Scale()
     registry.register(kernel)
-    started(kernel)
+    start_recording(kernel)
     Executor()("Scale", X, by=4)
     (inv,) = get_invocations()
     assert (inv.kernel, inv.args, inv.kwargs) == (kernel, (jax.ShapeDtypeStruct((6,), "float32"),), {"by": 4})

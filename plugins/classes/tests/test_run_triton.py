@@ -1,4 +1,4 @@
-"""``run_triton`` under ``vmap``: one launch where that can be, else a loop that is told; interpreted on the CPU."""
+"""``run_triton`` under ``vmap``: one launch if possible, else a loop with a warning. Interpreted on the CPU."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ import triton.language as tl
 from ejkernel_triton.interpreter import interpreted
 from ejkernel_triton.launch import _jax_triton
 
-if _jax_triton.missing():
-    pytest.skip(_jax_triton.missing(), allow_module_level=True)
+if _jax_triton.unavailable_reason():
+    pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
 
 ROWS = jax.random.normal(jax.random.key(0), (3, 20))
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(_bridge.METHODS, "triton", {"cpu": 40})
     with interpreted():
         yield
@@ -36,15 +36,15 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @triton.jit
 def double(x, n, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + at, 2.0 * tl.load(x + at, mask=at < n), mask=at < n)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + index, 2.0 * tl.load(x + index, mask=index < n), mask=index < n)
 
 
-#: The number of elements of each launch, as traced.
+#: The number of elements of each traced launch.
 launches: list[int] = []
 
 
-def doubled(x: Any) -> Any:
+def launch_double(x: Any) -> Any:
     launches.append(x.size)
     (out,) = _jax_triton.call(
         double,
@@ -62,13 +62,13 @@ def doubled(x: Any) -> Any:
 
 
 @jax.custom_batching.custom_vmap
-def batched(x: Any) -> Any:
-    return doubled(x)
+def batchable_double(x: Any) -> Any:
+    return launch_double(x)
 
 
-@batched.def_vmap
+@batchable_double.def_vmap
 def _(size: int, mapped: Any, x: Any) -> Any:
-    return batched(x), True
+    return batchable_double(x), True
 
 
 class Looping(Kernel[Any, jax.Array]):
@@ -76,19 +76,19 @@ class Looping(Kernel[Any, jax.Array]):
         return 2 * x
 
     def run_triton(self, x: Any, *, cfg: Any) -> Any:
-        return doubled(x)
+        return launch_double(x)
 
     def heuristic_cfg(self, inv: Any) -> Any:
         return None
 
 
-class AtOnce(Looping):
+class Batched(Looping):
     def run_triton(self, x: Any, *, cfg: Any) -> Any:
-        return batched(x)
+        return batchable_double(x)
 
 
-class Plain(Looping):
-    """What needs no launch at all."""
+class WithoutLaunch(Looping):
+    """A kernel without a launch."""
 
     def run_triton(self, x: Any, *, cfg: Any) -> Any:
         return x * 2
@@ -101,56 +101,56 @@ class Unfinished(Looping):
 
 class Backward(Looping):
     def custom_vjp(self, primals: Any, cfg: Any, kwargs: Any, cotangents: Any) -> Any:
-        return (doubled(cotangents[0]),)
+        return (launch_double(cotangents[0]),)
 
 
-def loops(function: Any, x: Any) -> bool:
+def has_loop(function: Any, x: Any) -> bool:
     return "stablehlo.while" in jax.jit(function).lower(x).as_text()
 
 
-def test_alone() -> None:
-    for kernel in (Looping(), AtOnce()):
+def test_a_call_without_vmap() -> None:
+    for kernel in (Looping(), Batched()):
         np.testing.assert_array_equal(kernel(ROWS[0]), 2 * ROWS[0])
         assert kernel.plan(ROWS[0]).kernel.backend == "triton"
 
 
-@pytest.mark.parametrize("kernel", [AtOnce(), Plain()], ids=["custom_vmap", "plain"])
+@pytest.mark.parametrize("kernel", [Batched(), WithoutLaunch()], ids=["custom_vmap", "plain"])
 def test_one_launch_for_all_elements(kernel: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         launches.clear()
         np.testing.assert_array_equal(jax.vmap(kernel)(ROWS), 2 * ROWS)
         assert {*launches} <= {20, 60}
-        assert (60 in launches) == isinstance(kernel, AtOnce)
-        assert not loops(jax.vmap(kernel), ROWS)
+        assert (60 in launches) == isinstance(kernel, Batched)
+        assert not has_loop(jax.vmap(kernel), ROWS)
         rows = jnp.stack([ROWS, ROWS + 1])
         np.testing.assert_array_equal(jax.vmap(jax.vmap(kernel))(rows), 2 * rows)
-        assert not loops(jax.vmap(jax.vmap(kernel)), rows)
+        assert not has_loop(jax.vmap(jax.vmap(kernel)), rows)
 
 
-def test_a_loop_is_told_with_what_to_do() -> None:
+def test_a_loop_causes_a_warning_with_advice() -> None:
     kernel = Looping()
-    told = (
+    message = (
         "Looping.run_triton runs 3 times, in a loop, for a mapped axis of 3: .*takes a jax.custom_batching.custom_vmap"
     )
     launches.clear()
-    with pytest.warns(RuntimeWarning, match=told):
+    with pytest.warns(RuntimeWarning, match=message):
         np.testing.assert_array_equal(jax.vmap(kernel)(ROWS), 2 * ROWS)
     assert {*launches} == {20}
-    with pytest.warns(RuntimeWarning, match=told):
-        assert loops(jax.vmap(kernel), ROWS)
+    with pytest.warns(RuntimeWarning, match=message):
+        assert has_loop(jax.vmap(kernel), ROWS)
     rows = jnp.stack([ROWS, ROWS + 1])
-    with pytest.warns(RuntimeWarning, match=told.replace("3", "2")):
+    with pytest.warns(RuntimeWarning, match=message.replace("3", "2")):
         np.testing.assert_array_equal(jax.vmap(jax.vmap(kernel))(rows), 2 * rows)
 
 
-def test_a_backward_that_launches_is_looped_over_too() -> None:
+def test_a_backward_that_launches_is_looped_over() -> None:
     gradient = jax.vmap(jax.grad(lambda x: (Backward()(x) ** 2).sum()))
     with pytest.warns(RuntimeWarning, match=r"Backward.custom_vjp runs 3 times, in a loop"):
         np.testing.assert_allclose(gradient(ROWS), 8 * ROWS, rtol=1e-6)
 
 
-def test_an_error_of_the_methods_own_is_raised() -> None:
+def test_an_error_of_the_method_is_raised() -> None:
     with (
         pytest.warns(RuntimeWarning, match="of the method's own"),
         pytest.raises(NotImplementedError, match="of the method's own"),
@@ -158,7 +158,7 @@ def test_an_error_of_the_methods_own_is_raised() -> None:
         jax.vmap(Unfinished())(ROWS)
 
 
-def test_a_callback_that_says_how_it_is_mapped_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callback_with_a_vmap_method_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
 
     def host(x: Any) -> Any:
@@ -190,5 +190,5 @@ def test_other_methods_are_never_looped_over(monkeypatch: pytest.MonkeyPatch) ->
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not loops(jax.vmap(Tpu()), ROWS)
+        assert not has_loop(jax.vmap(Tpu()), ROWS)
         np.testing.assert_array_equal(jax.vmap(Tpu())(ROWS), 2 * ROWS)

@@ -1,4 +1,4 @@
-"""A class that computes nothing cannot be made, and says what to write."""
+"""A class without a ``run`` method cannot be instantiated, and the error says what to write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from ejkernel_classes import Kernel
 
 
-class Written(Kernel[Any, jax.Array]):
+class PlusOne(Kernel[Any, jax.Array]):
     def run_xla(self, x: Any, *, cfg: Any) -> Any:
         return x + 1
 
@@ -21,17 +21,17 @@ class Written(Kernel[Any, jax.Array]):
         return None
 
 
-@pytest.mark.parametrize("given", [{}, {"name": "mine"}])
-def test_the_base_class_tells_how_to_subclass_it(given: Any) -> None:
-    told = (
+@pytest.mark.parametrize("keywords", [{}, {"name": "mine"}])
+def test_the_error_of_the_base_class_says_how_to_subclass_it(keywords: Any) -> None:
+    message = (
         r"Kernel is to be subclassed: write class MyKernel\(Kernel\[Config, jax.Array\]\): def run\(self, x, \*, cfg\): "
         r"..., or one of run_xla, run_pallas, run_triton; then call MyKernel\(\)\(x\)"
     )
-    with pytest.raises(TypeError, match=told):
-        Kernel(**given)
+    with pytest.raises(TypeError, match=message):
+        Kernel(**keywords)
 
 
-def test_a_subclass_without_a_run_method_tells_what_to_write() -> None:
+def test_the_error_of_a_class_without_run_says_what_to_write() -> None:
     class Empty(Kernel[Any, Any]):
         def heuristic_cfg(self, inv: Any) -> Any:
             return None
@@ -41,7 +41,7 @@ def test_a_subclass_without_a_run_method_tells_what_to_write() -> None:
 
 
 def test_one_method_is_enough_and_may_be_inherited() -> None:
-    class Inherits(Written):
+    class Inherits(PlusOne):
         def __init__(self, by: int) -> None:
             super().__init__(name="inherits")
             self.by = by
@@ -51,11 +51,11 @@ def test_one_method_is_enough_and_may_be_inherited() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda kernel: pickle.loads(pickle.dumps(kernel))])
-def test_a_copy_is_made_as_before(duplicate: Any) -> None:
-    assert duplicate(Written())(jnp.ones(2)).tolist() == [2, 2]
+def test_copies_of_a_kernel_work(duplicate: Any) -> None:
+    assert duplicate(PlusOne())(jnp.ones(2)).tolist() == [2, 2]
 
 
-def test_a_kernel_without_configurations_tells_what_to_say() -> None:
+def test_the_error_of_a_class_without_configurations_says_what_to_write() -> None:
     class Unsaid(Kernel):  # type: ignore[type-arg]
         def run(self, x: Any, *, cfg: Any) -> Any:
             return x

@@ -1,4 +1,4 @@
-"""``pack`` and ``unpack``: values, gradients, and attention on packed sequences against each sequence alone."""
+"""``pack`` and ``unpack``: values, gradients, and attention on packed sequences compared with single sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import ejkernel_core
 from ejkernel_packed import pack, unpack
 
 BATCH, LENGTH, TOTAL = 3, 4, 14
-QUICK = settings(max_examples=20, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=20, derandomize=True)
 LENGTHS = st.lists(st.integers(0, LENGTH), min_size=BATCH, max_size=BATCH)
 
 
@@ -25,7 +25,7 @@ def weights(shape):
 
 
 def packed_by_loops(padded, lengths, total):
-    tokens = [padded[row, place] for row, length in enumerate(lengths) for place in range(length)]
+    tokens = [padded[row, position] for row, length in enumerate(lengths) for position in range(length)]
     return np.array(tokens + [np.zeros(padded.shape[2:])] * (total - len(tokens))).reshape(total, *padded.shape[2:])
 
 
@@ -38,40 +38,40 @@ def unpacked_by_loops(packed, bounds, length):
 
 
 @functools.cache
-def with_gradients(total, max_length):
-    """Results of both directions, and what weights on them send back."""
+def gradient_functions(total, max_length):
+    """Functions that pack and unpack and return results with their gradients, eager and jitted."""
 
-    def packs(padded, lengths):
-        out, pull_back = jax.vjp(lambda x: pack(x, lengths, total_length=total)[0], padded)
-        return out, pack(padded, lengths, total_length=total)[1], pull_back(jnp.asarray(weights(out.shape)))[0]
+    def pack_with_gradient(padded, lengths):
+        out, vjp = jax.vjp(lambda x: pack(x, lengths, total_length=total)[0], padded)
+        return out, pack(padded, lengths, total_length=total)[1], vjp(jnp.asarray(weights(out.shape)))[0]
 
-    def unpacks(packed, bounds):
-        out, pull_back = jax.vjp(lambda x: unpack(x, bounds, max_length=max_length), packed)
-        return out, pull_back(jnp.asarray(weights(out.shape)))[0]
+    def unpack_with_gradient(packed, bounds):
+        out, vjp = jax.vjp(lambda x: unpack(x, bounds, max_length=max_length), packed)
+        return out, vjp(jnp.asarray(weights(out.shape)))[0]
 
-    return (packs, unpacks), (jax.jit(packs), jax.jit(unpacks))
+    return (pack_with_gradient, unpack_with_gradient), (jax.jit(pack_with_gradient), jax.jit(unpack_with_gradient))
 
 
-@QUICK
+@SETTINGS
 @given(LENGTHS, st.sampled_from([((), np.int64), ((2,), np.int32)]))
 @example([0] * BATCH, ((), np.int64))
 @example([LENGTH] * BATCH, ((2,), np.int32))
 @example([0, 4, 0], ((2,), np.int32))
-def test_there_and_back_with_gradients(lengths, kind):
-    tail, dtype = kind
+def test_pack_and_unpack_with_gradients(lengths, shape_and_dtype):
+    trailing_shape, dtype = shape_and_dtype
     with jax.enable_x64(dtype == np.int64):
         lens = jnp.asarray(np.array(lengths, dtype))
-        padded = 1 + weights((BATCH, LENGTH, *tail))
+        padded = 1 + weights((BATCH, LENGTH, *trailing_shape))
         valid = np.arange(LENGTH) < np.array(lengths)[:, None]
-        for packs, unpacks in with_gradients(TOTAL, LENGTH):
-            packed, bounds, d_padded = packs(padded, lens)
+        for pack_with_gradient, unpack_with_gradient in gradient_functions(TOTAL, LENGTH):
+            packed, bounds, d_padded = pack_with_gradient(padded, lens)
             assert bounds.dtype == dtype
             assert bounds.tolist() == [0, *np.cumsum(lengths)]
             np.testing.assert_array_equal(packed, packed_by_loops(padded, lengths, TOTAL))
             np.testing.assert_array_equal(d_padded, unpacked_by_loops(weights(packed.shape), bounds, LENGTH))
-            back, d_packed = unpacks(packed, bounds)
-            np.testing.assert_array_equal(back, padded * valid.reshape(*valid.shape, *(1 for _ in tail)))
-            np.testing.assert_array_equal(d_packed, packed_by_loops(weights(back.shape), lengths, TOTAL))
+            unpacked, d_packed = unpack_with_gradient(packed, bounds)
+            np.testing.assert_array_equal(unpacked, padded * valid.reshape(*valid.shape, *(1 for _ in trailing_shape)))
+            np.testing.assert_array_equal(d_packed, packed_by_loops(weights(unpacked.shape), lengths, TOTAL))
 
 
 @pytest.mark.parametrize("lengths", [[0, 0, 0], [4, 0, 1], [0, 2, 3], [2, 2, 1]], ids=str)
@@ -79,20 +79,20 @@ def test_sizes_from_the_values(lengths):
     padded = weights((BATCH, LENGTH, 2))
     packed, bounds = pack(padded, np.array(lengths))
     np.testing.assert_array_equal(packed, packed_by_loops(padded, lengths, sum(lengths)))
-    back = unpack(packed, bounds)
-    np.testing.assert_array_equal(back, unpacked_by_loops(np.asarray(packed), bounds, max(lengths)))
+    unpacked = unpack(packed, bounds)
+    np.testing.assert_array_equal(unpacked, unpacked_by_loops(np.asarray(packed), bounds, max(lengths)))
 
 
-@QUICK
+@SETTINGS
 @given(LENGTHS)
-def test_what_does_not_fit_is_left_out_under_jit(lengths):
+def test_tokens_beyond_a_static_size_are_dropped_under_jit(lengths):
     padded = weights((BATCH, LENGTH))
-    packs, unpacks = with_gradients(5, 3)[1]
-    packed, bounds, _ = packs(padded, np.array(lengths))
+    pack_with_gradient, unpack_with_gradient = gradient_functions(5, 3)[1]
+    packed, bounds, _ = pack_with_gradient(padded, np.array(lengths))
     assert bounds.tolist() == [0, *np.cumsum(lengths)]
     np.testing.assert_array_equal(packed, packed_by_loops(padded, lengths, 12)[:5] if sum(lengths) <= 12 else None)
-    whole = np.concatenate([packed, np.zeros(12, np.float32)])
-    np.testing.assert_array_equal(unpacks(packed, bounds)[0], unpacked_by_loops(whole, bounds, 3))
+    padded_tokens = np.concatenate([packed, np.zeros(12, np.float32)])
+    np.testing.assert_array_equal(unpack_with_gradient(packed, bounds)[0], unpacked_by_loops(padded_tokens, bounds, 3))
 
 
 def test_empty_batches():
@@ -105,12 +105,12 @@ def test_empty_batches():
     assert unpack(np.zeros((0, 2)), bounds, max_length=1).tolist() == [[[0, 0]]] * 2
 
 
-def test_booleans_and_integers_are_packed_too():
+def test_booleans_and_integers_are_packed():
     assert pack(np.ones((2, 2), bool), [1, 2], total_length=4)[0].tolist() == [True, True, True, False]
     assert pack(np.ones((2, 2), np.int8), [1, 2])[0].dtype == jnp.int8
 
 
-WRONG = {
+INVALID_CALLS = {
     "no total under jit": (lambda: jax.jit(pack)(np.ones((2, 3)), np.array([1, 2])), ValueError, "total_length: has to be given"),
     "no length under jit": (lambda: jax.jit(unpack)(np.ones(3), np.array([0, 2])), ValueError, "max_length: has to be given"),
     "a total too small": (lambda: pack(np.ones((2, 3)), [1, 2], total_length=2), ValueError, "total_length: is at least 3"),
@@ -126,10 +126,10 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case):
-    call, error, said = WRONG[case]
-    with pytest.raises(error, match=said):
+@pytest.mark.parametrize("case", INVALID_CALLS)
+def test_invalid_arguments_are_refused(case):
+    call, error, message = INVALID_CALLS[case]
+    with pytest.raises(error, match=message):
         call()
 
 
@@ -139,8 +139,8 @@ HEADS, DIM = 2, 8
 
 
 @jax.jit
-def through_packing(arrays, lengths, d_out):
-    """Output and gradients of causal attention on a padded batch, packed, attended, unpacked."""
+def packed_attention(arrays, lengths, d_out):
+    """Output and gradients of causal attention on a padded batch, by packing and unpacking."""
 
     def attend(arrays):
         tokens, bounds = zip(*(pack(array, lengths, total_length=TOTAL) for array in arrays), strict=True)
@@ -149,34 +149,34 @@ def through_packing(arrays, lengths, d_out):
         )
         return unpack(out, bounds[0], max_length=LENGTH)
 
-    out, pull_back = jax.vjp(attend, arrays)
-    return out, *pull_back(d_out)[0]
+    out, vjp = jax.vjp(attend, arrays)
+    return out, *vjp(d_out)[0]
 
 
 @jax.jit
-def alone(arrays, d_out):
-    """Of one sequence, (length, heads, dim) each, written out."""
+def single_attention(arrays, d_out):
+    """Output and gradients for one sequence with arrays (length, heads, dim), in plain JAX."""
 
     def attend(arrays):
         query, key, value = arrays
         logits = jnp.einsum("qhd,khd->hqk", query, key) * DIM**-0.5
-        seen = jnp.tril(jnp.ones(logits.shape[1:], bool))
-        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(seen, logits, -jnp.inf)), value)
+        mask = jnp.tril(jnp.ones(logits.shape[1:], bool))
+        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(mask, logits, -jnp.inf)), value)
 
-    out, pull_back = jax.vjp(attend, arrays)
-    return out, *pull_back(d_out)[0]
+    out, vjp = jax.vjp(attend, arrays)
+    return out, *vjp(d_out)[0]
 
 
 def check_attention(seed):
-    numbers = np.random.default_rng(seed)
-    *arrays, d_out = numbers.normal(size=(4, BATCH, LENGTH, HEADS, DIM)).astype(np.float32)
-    lengths = numbers.integers(0, LENGTH + 1, BATCH)
-    lengths[numbers.integers(BATCH)] *= seed % 3 != 0
-    results = through_packing(tuple(arrays), lengths, d_out)
+    generator = np.random.default_rng(seed)
+    *arrays, d_out = generator.normal(size=(4, BATCH, LENGTH, HEADS, DIM)).astype(np.float32)
+    lengths = generator.integers(0, LENGTH + 1, BATCH)
+    lengths[generator.integers(BATCH)] *= seed % 3 != 0
+    results = packed_attention(tuple(arrays), lengths, d_out)
     for row, length in enumerate(lengths):
-        right = alone(tuple(array[row, :length] for array in arrays), d_out[row, :length])
-        for result, wanted in zip(results, right, strict=True):
-            np.testing.assert_allclose(result[row, :length], wanted, rtol=1e-4, atol=1e-5)
+        expected = single_attention(tuple(array[row, :length] for array in arrays), d_out[row, :length])
+        for result, expected_result in zip(results, expected, strict=True):
+            np.testing.assert_allclose(result[row, :length], expected_result, rtol=1e-4, atol=1e-5)
             assert not np.asarray(result[row, length:]).any()
 
 

@@ -1,4 +1,4 @@
-"""Chunks of arrays, rounded gradients, rows of examples; and the examples in the docstrings."""
+"""Chunks of arrays, rounded gradients, rows of examples, and the examples in docstrings."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 import ejkernel_packed
 from ejkernel_packed import chunk_array, identity_dtype_convert, pack_rows, unchunk_array
 
-QUICK = settings(max_examples=40, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=40, derandomize=True)
 MODULES = [module.name for module in pkgutil.iter_modules(ejkernel_packed.__path__)]
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_docstrings(module):
+def test_doctests(module):
     assert not doctest.testmod(importlib.import_module(f"ejkernel_packed.{module}")).failed
 
 
@@ -42,17 +42,17 @@ SHAPES = [(7,), (0,), (4,), (8, 3), (2, 0, 5), (2, 3, 2, 5)]
 def test_chunks_of_every_axis(shape, axis):
     size, dtype = (4, np.float32) if axis < 0 else (1, np.int32)
     array = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
-    moved = np.moveaxis(array, axis, 0)
-    places = [
-        [moved[i] if i < len(moved) else np.full_like(moved[0], -2) for i in range(c, c + size)]
-        for c in range(0, len(moved), size)
+    slices = np.moveaxis(array, axis, 0)
+    chunks_of_axis = [
+        [slices[i] if i < len(slices) else np.full_like(slices[0], -2) for i in range(c, c + size)]
+        for c in range(0, len(slices), size)
     ]
-    right = np.array(places, dtype).reshape(-(-shape[axis] // size), size, *moved.shape[1:])
-    place = axis % array.ndim
-    cut = functools.partial(chunk_array, chunk_size=size, axis=axis, pad_value=-2)
-    for chunks in (cut(array), jax.jit(cut)(array)):
+    expected = np.array(chunks_of_axis, dtype).reshape(-(-shape[axis] // size), size, *slices.shape[1:])
+    axis_of_chunks = axis % array.ndim
+    chunk = functools.partial(chunk_array, chunk_size=size, axis=axis, pad_value=-2)
+    for chunks in (chunk(array), jax.jit(chunk)(array)):
         assert chunks.dtype == dtype
-        np.testing.assert_array_equal(np.moveaxis(chunks, (place, place + 1), (0, 1)), right)
+        np.testing.assert_array_equal(np.moveaxis(chunks, (axis_of_chunks, axis_of_chunks + 1), (0, 1)), expected)
         np.testing.assert_array_equal(unchunk_array(chunks, shape[axis], axis), array)
 
 
@@ -68,7 +68,7 @@ def test_chunks_have_gradients():
     assert gradient.tolist() == [0, 8, 16, 24, 32]
 
 
-WRONG = {
+INVALID_CALLS = {
     "size 0": (lambda: chunk_array(np.ones(3), 0), ValueError, "chunk_size: is at least 1; got 0"),
     "size 1.5": (lambda: chunk_array(np.ones(3), 1.5), TypeError, "chunk_size: takes a static int"),
     "an axis too far": (lambda: chunk_array(np.ones(3), 2, axis=1), ValueError, "axis: is from -1 to 0"),
@@ -107,10 +107,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case):
-    call, error, said = WRONG[case]
-    with pytest.raises(error, match=said):
+@pytest.mark.parametrize("case", INVALID_CALLS)
+def test_invalid_arguments_are_refused(case):
+    call, error, message = INVALID_CALLS[case]
+    with pytest.raises(error, match=message):
         call()
 
 
@@ -127,8 +127,8 @@ def test_a_gradient_is_rounded(primal, dtype):
         weights = jnp.asarray([1 / 3, 1.001, 1e-3], primal)
         loss = lambda x: (identity_dtype_convert(dtype)(x) * weights).sum()
         assert identity_dtype_convert(dtype)(x).tolist() == x.tolist()
-        for way in (jax.grad(loss), jax.jit(jax.grad(loss))):
-            gradient = way(x)
+        for gradient_function in (jax.grad(loss), jax.jit(jax.grad(loss))):
+            gradient = gradient_function(x)
             assert gradient.dtype == primal
             np.testing.assert_array_equal(gradient, np.asarray(weights).astype(dtype).astype(primal))
 
@@ -142,18 +142,18 @@ PAIRS = [
 WEIGHTS = st.lists(st.integers(-(2**16), 2**16).map(lambda n: n / 1024), min_size=3, max_size=3)
 
 
-def weighted(dtype):
+def weighted_sum(dtype):
     return lambda x, weights: (identity_dtype_convert(dtype)(x) * weights).sum()
 
 
 @functools.cache
 def jitted_gradient(dtype):
-    return jax.jit(jax.grad(weighted(dtype)))
+    return jax.jit(jax.grad(weighted_sum(dtype)))
 
 
-@QUICK
+@SETTINGS
 @given(WEIGHTS, st.sampled_from(PAIRS))
-def test_rounding_is_that_of_numpy(numbers, pair):
+def test_rounding_is_the_same_as_in_numpy(numbers, pair):
     primal, dtype = pair
     weights = np.array(numbers).astype(primal)
     gradient = jitted_gradient(dtype)(jnp.ones(3, primal), weights)
@@ -161,21 +161,21 @@ def test_rounding_is_that_of_numpy(numbers, pair):
     np.testing.assert_array_equal(gradient, weights.astype(dtype).astype(primal))
 
 
-def test_a_compiler_is_kept_from_leaving_the_cast_out():
-    """XLA may, where it counts digits too many as right; on a CPU it happens not to."""
+def test_a_compiler_cannot_remove_the_cast():
+    """XLA may remove the cast where excess precision is allowed. On CPUs it does not."""
     x = jnp.ones(3)
     lowered = jitted_gradient(jnp.dtype(jnp.bfloat16)).lower(x, x).as_text()
-    cast = lowered.index("xbf16>")
-    assert cast < lowered.index("optimization_barrier") < lowered.rindex("xbf16>")
+    position = lowered.index("xbf16>")
+    assert position < lowered.index("optimization_barrier") < lowered.rindex("xbf16>")
 
 
 def by_scan(gradient):
-    """One step for each row; the carry goes through the conversion too, and is not rounded on its way forwards."""
+    """The gradient by a scan over the rows."""
 
     def total(x, weights):
         def step(carry, row):
             x, weights = row
-            return carry + weighted(jnp.bfloat16)(x, weights), None
+            return carry + weighted_sum(jnp.bfloat16)(x, weights), None
 
         return jax.lax.scan(step, jnp.zeros((), x.dtype), (x, weights))[0]
 
@@ -188,8 +188,8 @@ TRANSFORMS = {
     "jit of vmap": lambda gradient: jax.jit(jax.vmap(gradient)),
     "scan": by_scan,
     "jit of scan": lambda gradient: jax.jit(by_scan(gradient)),
-    "checkpoint": lambda gradient: jax.grad(jax.checkpoint(weighted(jnp.bfloat16))),
-    "jit of checkpoint": lambda gradient: jax.jit(jax.grad(jax.checkpoint(weighted(jnp.bfloat16)))),
+    "checkpoint": lambda gradient: jax.grad(jax.checkpoint(weighted_sum(jnp.bfloat16))),
+    "jit of checkpoint": lambda gradient: jax.jit(jax.grad(jax.checkpoint(weighted_sum(jnp.bfloat16)))),
 }
 
 
@@ -197,30 +197,30 @@ TRANSFORMS = {
 @pytest.mark.parametrize("primal", [jnp.float16, jnp.float32])
 def test_a_gradient_is_rounded_under_transformations(name, primal):
     weights = jnp.asarray([[1 / 3, 1.001], [1e-3, 7 / 9], [1.0, 100.3]], primal)
-    gradient = TRANSFORMS[name](jax.grad(weighted(jnp.bfloat16)))(jnp.ones((3, 2), primal), weights)
+    gradient = TRANSFORMS[name](jax.grad(weighted_sum(jnp.bfloat16)))(jnp.ones((3, 2), primal), weights)
     assert gradient.dtype == primal
     np.testing.assert_array_equal(gradient, np.asarray(weights).astype(jnp.bfloat16).astype(primal))
 
 
 @pytest.mark.parametrize("primal", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_float64_without_x64_changes_nothing(primal):
-    """A dtype that JAX does not have there, and that is wider than any that it has."""
+    """Without x64, JAX has no float64, which is wider than all its dtypes."""
     weights = jnp.asarray([1 / 3, 1.001], primal)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        gradient = jax.grad(weighted(jnp.float64))(jnp.ones(2, primal), weights)
+        gradient = jax.grad(weighted_sum(jnp.float64))(jnp.ones(2, primal), weights)
     assert gradient.dtype == primal
     np.testing.assert_array_equal(gradient, weights)
 
 
-def test_the_gradient_of_integers_is_none():
+def test_the_gradient_of_integers_is_float0():
     gradient = jax.grad(lambda tree: identity_dtype_convert(jnp.float16)(tree)["x"], allow_int=True)
-    found = gradient({"x": jnp.float32(1), "n": jnp.arange(2)})
-    assert found["x"] == 1
-    assert found["n"].dtype == jax.dtypes.float0
+    gradients = gradient({"x": jnp.float32(1), "n": jnp.arange(2)})
+    assert gradients["x"] == 1
+    assert gradients["n"].dtype == jax.dtypes.float0
 
 
-def test_mixed_dtypes():
+def test_rounding_of_a_tree_with_mixed_dtypes():
     """A key in float16 beside a query in float32, and a tree with integers."""
     convert = identity_dtype_convert(jnp.bfloat16)
 
@@ -231,13 +231,13 @@ def test_mixed_dtypes():
     query, key = jnp.array([1.001, 2.002]), jnp.array([0.1, 0.2])
     d_query, d_key = jax.jit(jax.grad(loss, argnums=(0, 1)))(query, key)
     steps = np.array([1, 2])
-    half = lambda x, dtype: np.asarray(jnp.asarray(x, jnp.float32).astype(dtype).astype(jnp.float32))
-    np.testing.assert_array_equal(d_query, half(half(key, jnp.float16) * steps, jnp.bfloat16))
-    np.testing.assert_array_equal(d_key, half(half(np.asarray(query) * steps, jnp.float16), jnp.bfloat16))
+    rounded = lambda x, dtype: np.asarray(jnp.asarray(x, jnp.float32).astype(dtype).astype(jnp.float32))
+    np.testing.assert_array_equal(d_query, rounded(rounded(key, jnp.float16) * steps, jnp.bfloat16))
+    np.testing.assert_array_equal(d_key, rounded(rounded(np.asarray(query) * steps, jnp.float16), jnp.bfloat16))
     assert d_query.dtype == d_key.dtype == jnp.float32
 
 
-def test_rounding_under_vmap_and_once_per_dtype():
+def test_rounding_under_vmap_and_one_function_per_dtype():
     assert identity_dtype_convert("bfloat16") is identity_dtype_convert(jnp.bfloat16)
     gradient = jax.vmap(jax.grad(lambda x: 1.001 * identity_dtype_convert(jnp.bfloat16)(x)))(jnp.ones(3))
     assert gradient.tolist() == [1, 1, 1]
@@ -247,29 +247,29 @@ def test_rounding_under_vmap_and_once_per_dtype():
 
 
 def first_fit_decreasing(lengths, row_length):
-    rows, places = [], [(-1, 0)] * len(lengths)
+    rows, positions = [], [(-1, 0)] * len(lengths)
     for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if not lengths[number]:
             continue
-        row = next((r for r, used in enumerate(rows) if used + lengths[number] <= row_length), len(rows))
+        row = next((r for r, tokens in enumerate(rows) if tokens + lengths[number] <= row_length), len(rows))
         rows += [0] if row == len(rows) else []
-        places[number] = (row, rows[row])
+        positions[number] = (row, rows[row])
         rows[row] += lengths[number]
-    return places, len(rows)
+    return positions, len(rows)
 
 
-@QUICK
+@SETTINGS
 @given(st.lists(st.integers(0, 9), max_size=30), st.integers(9, 20))
 @example([], 9)
 @example([0, 0], 9)
 @example([9], 9)
 def test_rows(lengths, row_length):
     rows = pack_rows(lengths, row_length)
-    places, count = first_fit_decreasing(lengths, row_length)
-    assert list(zip(rows.row.tolist(), rows.start.tolist(), strict=True)) == places
+    positions_of_examples, count = first_fit_decreasing(lengths, row_length)
+    assert list(zip(rows.row.tolist(), rows.start.tolist(), strict=True)) == positions_of_examples
     assert rows.segment_ids.shape == rows.positions.shape == (count, row_length)
     ids, positions = np.zeros((2, count, row_length), int)
-    for number, (row, start) in sorted(enumerate(places), key=lambda pair: pair[1]):
+    for number, (row, start) in sorted(enumerate(positions_of_examples), key=lambda pair: pair[1]):
         if row >= 0:
             end = start + lengths[number]
             ids[row, start:end] = ids[row].max() + 1
@@ -278,7 +278,10 @@ def test_rows(lengths, row_length):
     np.testing.assert_array_equal(rows.positions, positions)
     assert rows.waste == pytest.approx((rows.segment_ids == 0).mean() if count else 0)
     examples = [np.full((length, 2), i, np.float32) for i, length in enumerate(lengths)]
-    filled = rows.fill(examples, pad_value=-1)
-    for own, (row, start) in zip(examples, places, strict=True):
-        np.testing.assert_array_equal(filled[row, start : start + len(own)] if row >= 0 else own, own)
-    assert (filled == -1).all(-1).sum() == (rows.segment_ids == 0).sum()
+    filled_rows = rows.fill(examples, pad_value=-1)
+    for tokens_of_example, (row, start) in zip(examples, positions_of_examples, strict=True):
+        np.testing.assert_array_equal(
+            filled_rows[row, start : start + len(tokens_of_example)] if row >= 0 else tokens_of_example,
+            tokens_of_example,
+        )
+    assert (filled_rows == -1).all(-1).sum() == (rows.segment_ids == 0).sum()

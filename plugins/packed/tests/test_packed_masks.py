@@ -1,4 +1,4 @@
-"""Segment ids and masks against straightforward NumPy, eagerly and under jit."""
+"""Segment ids and masks compared with plain NumPy, eagerly and under jit."""
 
 from __future__ import annotations
 
@@ -13,73 +13,73 @@ from hypothesis import strategies as st
 
 from ejkernel_packed import _masks, mask_to_segment_ids, segment_ids_to_mask
 
-QUICK = settings(max_examples=20, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=20, derandomize=True)
 JITTED = functools.cache(lambda **static: jax.jit(functools.partial(mask_to_segment_ids, **static)))
-#: Rows of more than one word; batches, heads, and what has none of them. Each shape compiles.
+#: Rows of more than one word, batches, heads, and empty shapes. Each shape is compiled.
 SHAPES = [(5, 40), (2, 3, 4), (1, 2, 3, 4), (4, 0), (0, 4), (0, 3, 4), (2, 0, 3, 4)]
 
 
-def by_loops(mask):
-    """Ids of the rows by first appearance; of the columns by the first row that sees them, then by place."""
+def ids_by_loops(mask):
+    """Ids of rows by first appearance, and of columns by the first row that sees them, then by position."""
     if mask.ndim > 2:
-        pairs = [by_loops(one) for one in mask]
+        pairs = [ids_by_loops(part) for part in mask]
         shapes = (mask.shape[0], *mask.shape[1:-2])
         return tuple(np.array([pair[i] for pair in pairs], int).reshape(*shapes, mask.shape[i - 2]) for i in (0, 1))
     rows, columns = list(map(bytes, mask)), list(map(bytes, mask.T))
     in_order = sorted(range(len(columns)), key=lambda k: (list(mask[:, k]).index(True) if mask[:, k].any() else -1, k))
-    return numbered(rows, range(len(rows))), numbered(columns, in_order)
+    return ids_in_order(rows, range(len(rows))), ids_in_order(columns, in_order)
 
 
-def numbered(rows, order):
-    known = {}
-    for place in order:
-        if any(rows[place]):
-            known.setdefault(rows[place], len(known) + 1)
-    return np.array([known.get(row, -1) for row in rows], int)
+def ids_in_order(rows, order):
+    ids = {}
+    for position in order:
+        if any(rows[position]):
+            ids.setdefault(rows[position], len(ids) + 1)
+    return np.array([ids.get(row, -1) for row in rows], int)
 
 
 def masks(shape, patterns):
-    """Rows of few kinds, so that there are equal ones."""
-    return st.integers(0, 2**32 - 1).map(lambda seed: drawn(np.random.default_rng(seed), shape, patterns))
+    """Masks with few distinct rows, so that some are equal."""
+    return st.integers(0, 2**32 - 1).map(lambda seed: random_mask(np.random.default_rng(seed), shape, patterns))
 
 
-def drawn(numbers, shape, patterns):
-    kinds = numbers.random((patterns, shape[-1])) < numbers.choice([0.0, 0.3, 0.9])
-    return kinds[numbers.integers(0, patterns, shape[:-1])]
+def random_mask(generator, shape, patterns):
+    rows = generator.random((patterns, shape[-1])) < generator.choice([0.0, 0.3, 0.9])
+    return rows[generator.integers(0, patterns, shape[:-1])]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_ids_of_a_mask(shape):
-    @QUICK
+    @SETTINGS
     @given(masks(shape, 3), st.sampled_from([bool, np.int32]))
     @example(np.zeros(shape, bool), np.int32)
     @example(np.ones(shape, bool), np.int32)
-    def check(mask, kind):
-        right = by_loops(mask)
-        for given_ids in (mask_to_segment_ids(mask.astype(kind), per_head=True), JITTED(per_head=True)(mask)):
-            for ids, wanted in zip(given_ids, right, strict=True):
+    def check(mask, dtype):
+        expected = ids_by_loops(mask)
+        for pair in (mask_to_segment_ids(mask.astype(dtype), per_head=True), JITTED(per_head=True)(mask)):
+            for ids, expected_ids in zip(pair, expected, strict=True):
                 assert ids.dtype == jnp.int32
-                np.testing.assert_array_equal(ids, wanted)
+                np.testing.assert_array_equal(ids, expected_ids)
 
     check()
 
 
-@QUICK
+@SETTINGS
 @given(st.lists(st.integers(-1, 3), min_size=6, max_size=6), st.lists(st.integers(-1, 3), min_size=5, max_size=5))
 @example([0] * 6, [-1] * 5)
 @example([1, 1, 2, 2, 0, 0], [2, 2, 1, 1, 0])
-def test_a_mask_of_segments_comes_back(queries, keys):
+def test_a_mask_of_segments_is_recovered_from_its_ids(queries, keys):
     mask = segment_ids_to_mask((jnp.array(queries), jnp.array(keys)))
     np.testing.assert_array_equal(segment_ids_to_mask(mask_to_segment_ids(mask)), mask)
     np.testing.assert_array_equal(segment_ids_to_mask(JITTED()(mask)), mask)
 
 
-@QUICK
+@SETTINGS
 @given(st.lists(st.integers(0, 3), max_size=3))
-def test_a_block_diagonal_mask_comes_back(lengths):
-    numbers = np.zeros(9, np.int32)
-    numbers[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    mask = (numbers[:, None] == numbers) & (numbers > 0)
+def test_a_block_diagonal_mask_is_recovered_from_its_ids(lengths):
+    ids = np.zeros(9, np.int32)
+    ids[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    mask = (ids[:, None] == ids) & (ids > 0)
     queries, keys = mask_to_segment_ids(mask[None, None])
     np.testing.assert_array_equal(queries, keys)
     np.testing.assert_array_equal(segment_ids_to_mask((queries, keys))[0], mask)
@@ -91,34 +91,36 @@ def test_the_documented_mask():
     assert queries.tolist() == keys.tolist() == [[1, 2, 3, 4]]
 
 
-def test_heads():
-    mask = drawn(np.random.default_rng(3), (2, 3, 3, 4), 3)
-    same = np.broadcast_to(mask[:, :1], mask.shape)
+def test_ids_of_a_mask_with_heads():
+    mask = random_mask(np.random.default_rng(3), (2, 3, 3, 4), 3)
+    same_for_all_heads = np.broadcast_to(mask[:, :1], mask.shape)
     with pytest.raises(ValueError, match="mask: is not the same for all heads"):
         mask_to_segment_ids(mask)
-    for ids in (mask_to_segment_ids(same), JITTED()(mask)):
-        for one, right in zip(ids, by_loops(mask[:, 0]), strict=True):
-            np.testing.assert_array_equal(one, right)
+    for ids in (mask_to_segment_ids(same_for_all_heads), JITTED()(mask)):
+        for ids_of_axis, expected in zip(ids, ids_by_loops(mask[:, 0]), strict=True):
+            np.testing.assert_array_equal(ids_of_axis, expected)
     with pytest.raises(ValueError, match="mask: has no heads"):
         mask_to_segment_ids(np.ones((2, 0, 3, 4), bool))
 
 
-def test_a_hash_is_never_trusted(monkeypatch):
-    """All rows collide, until the third attempt."""
-    right = _masks._hashes
+def test_colliding_hashes_do_not_merge_rows(monkeypatch):
+    """The hashes of all rows collide until the third attempt."""
+    original_hashes = _masks._hashes
 
-    def weak(words, seed):
-        return tuple(jnp.where(seed < 2, jnp.uint32(0), hashed) for hashed in right(words, seed))
+    def colliding_hashes(words, seed):
+        return tuple(
+            jnp.where(seed < 2, jnp.uint32(0), hash_of_words) for hash_of_words in original_hashes(words, seed)
+        )
 
-    monkeypatch.setattr(_masks, "_hashes", weak)
-    mask = drawn(np.random.default_rng(0), (7, 33), 4)
+    monkeypatch.setattr(_masks, "_hashes", colliding_hashes)
+    mask = random_mask(np.random.default_rng(0), (7, 33), 4)
     words = _masks._words(jnp.asarray(mask))
     rows = list(map(bytes, mask))
     assert _masks._first_equal(words).tolist() == [rows.index(row) for row in rows]
 
 
-def test_words_hold_every_bit():
-    mask = drawn(np.random.default_rng(1), (3, 70), 3)
+def test_words_have_every_bit():
+    mask = random_mask(np.random.default_rng(1), (3, 70), 3)
     words = np.asarray(_masks._words(jnp.asarray(mask)))
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").astype(bool)
     np.testing.assert_array_equal(bits[:, :70], mask)
@@ -126,20 +128,20 @@ def test_words_hold_every_bit():
     assert not bits[:, 70:].any()
 
 
-@QUICK
+@SETTINGS
 @given(st.lists(st.integers(-1, 2), min_size=12, max_size=12), st.sampled_from([bool, np.float32, np.int32]))
-def test_mask_of_ids(numbers, dtype):
-    queries, keys = np.array(numbers[:4]).reshape(2, 2), np.array(numbers[4:10]).reshape(2, 3)
-    right = [[[q == k and q > 0 for k in b] for q in a] for a, b in zip(queries, keys, strict=True)]
-    made = functools.partial(segment_ids_to_mask, dtype=dtype, return_separate_masks=True)
-    for results in (made((queries, keys)), jax.jit(made)((queries, keys))):
-        for result, wanted in zip(results, (queries > 0, keys > 0, right), strict=True):
+def test_mask_of_ids(ids, dtype):
+    queries, keys = np.array(ids[:4]).reshape(2, 2), np.array(ids[4:10]).reshape(2, 3)
+    expected = [[[q == k and q > 0 for k in b] for q in a] for a, b in zip(queries, keys, strict=True)]
+    mask_of_ids = functools.partial(segment_ids_to_mask, dtype=dtype, return_separate_masks=True)
+    for results in (mask_of_ids((queries, keys)), jax.jit(mask_of_ids)((queries, keys))):
+        for result, expected_mask in zip(results, (queries > 0, keys > 0, expected), strict=True):
             assert result.dtype == dtype
-            np.testing.assert_array_equal(result, np.asarray(wanted, dtype))
-    own = segment_ids_to_mask(queries)
-    np.testing.assert_array_equal(own, segment_ids_to_mask((queries, queries)))
-    assert own.shape == (2, 2, 2)
-    assert own.dtype == bool
+            np.testing.assert_array_equal(result, np.asarray(expected_mask, dtype))
+    mask = segment_ids_to_mask(queries)
+    np.testing.assert_array_equal(mask, segment_ids_to_mask((queries, queries)))
+    assert mask.shape == (2, 2, 2)
+    assert mask.dtype == bool
 
 
 def test_mask_of_no_tokens():
@@ -147,14 +149,14 @@ def test_mask_of_no_tokens():
     assert segment_ids_to_mask((np.zeros((2, 0), int), np.zeros((2, 3), int))).shape == (2, 0, 3)
 
 
-def test_int64():
+def test_ids_of_int64():
     with jax.enable_x64(True):
         ids = jnp.array([2**40, 2**40, 0, 1])
         assert segment_ids_to_mask(ids).tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1]]
         assert [ids.dtype for ids in mask_to_segment_ids(np.ones((2, 3), np.int64))] == [jnp.int32] * 2
 
 
-WRONG = {
+INVALID_CALLS = {
     "floats": (lambda: mask_to_segment_ids(np.ones((2, 2))), TypeError, "mask: takes booleans"),
     "floats under jit": (lambda: JITTED()(np.ones((2, 2))), TypeError, "mask: takes booleans"),
     "numbers": (lambda: mask_to_segment_ids(np.array([[-1]])), ValueError, "mask: .*got -1 to -1"),
@@ -171,8 +173,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case):
-    call, error, said = WRONG[case]
-    with pytest.raises(error, match=said):
+@pytest.mark.parametrize("case", INVALID_CALLS)
+def test_invalid_arguments_are_refused(case):
+    call, error, message = INVALID_CALLS[case]
+    with pytest.raises(error, match=message):
         call()

@@ -1,4 +1,4 @@
-"""Lengths, boundaries, ids and chunks against straightforward NumPy, eagerly and under jit, in int32 and int64."""
+"""Lengths, boundaries, ids and chunks compared with plain NumPy, eagerly and under jit, in int32 and int64."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 import ejkernel_packed as packed
 
-#: Few shapes, because each of them compiles: four tokens cut into three sequences in every way, and a static total that
-#: holds them. Other numbers of sequences and tokens are examples, in one dtype each.
+#: Few shapes, because each is compiled: all ways to split four tokens into three sequences, and one static total.
+#: Other numbers of sequences and tokens are explicit examples, with one dtype each.
 TOTAL = 6
-QUICK = settings(max_examples=30, deadline=None, derandomize=True)
-LENGTHS = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(lambda cuts: np.diff([0, *sorted(cuts), 4]).tolist())
-WIDTHS = st.sampled_from([np.int32, np.int64])
+SETTINGS = settings(max_examples=30, derandomize=True)
+LENGTHS = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(lambda ends: np.diff([0, *sorted(ends), 4]).tolist())
+DTYPES = st.sampled_from([np.int32, np.int64])
 
 
 def boundaries(lengths, dtype=np.int32):
@@ -27,7 +27,7 @@ def boundaries(lengths, dtype=np.int32):
 
 
 def tokens(lengths):
-    return [(number, place) for number, length in enumerate(lengths) for place in range(length)]
+    return [(number, position) for number, length in enumerate(lengths) for position in range(length)]
 
 
 def chunks(lengths, size):
@@ -39,14 +39,14 @@ def padded(pairs, total):
 
 
 @contextlib.contextmanager
-def width(dtype):
+def enable_x64_for(dtype):
     with jax.enable_x64(dtype == np.int64):
         yield
 
 
-def check(result, right, dtype):
+def check(result, expected, dtype):
     assert result.dtype == dtype
-    np.testing.assert_array_equal(result, right)
+    np.testing.assert_array_equal(result, expected)
 
 
 @functools.cache
@@ -54,126 +54,128 @@ def jitted(name, **static):
     return jax.jit(functools.partial(getattr(packed, name), **static))
 
 
-@QUICK
-@given(LENGTHS, WIDTHS)
+@SETTINGS
+@given(LENGTHS, DTYPES)
 @example([], np.int32)
 @example([4], np.int32)
 @example([0, 0, 0], np.int64)
 @example([0, 4, 0], np.int32)
 def test_tokens(lengths, dtype):
-    with width(dtype):
+    with enable_x64_for(dtype):
         bounds = jnp.asarray(boundaries(lengths, dtype))
-        right, some = np.array(tokens(lengths)).reshape(-1, 2), padded(tokens(lengths), TOTAL)
+        expected, padded_pairs = np.array(tokens(lengths)).reshape(-1, 2), padded(tokens(lengths), TOTAL)
         check(packed.prepare_lens(bounds), lengths, dtype)
         check(jitted("prepare_lens")(bounds), lengths, dtype)
-        for name, pick in {
+        for name, select in {
             "prepare_sequence_ids": lambda pairs: pairs[:, 0],
             "segment_ids_from_cu_seqlens": lambda pairs: pairs[:, 0] + 1,
             "prepare_position_ids": lambda pairs: pairs[:, 1],
             "prepare_token_indices": lambda pairs: pairs,
         }.items():
-            check(getattr(packed, name)(bounds), pick(right), dtype)
-            check(getattr(packed, name)(bounds, total_length=TOTAL), pick(some), dtype)
-            check(jitted(name, total_length=TOTAL)(bounds), pick(some), dtype)
+            check(getattr(packed, name)(bounds), select(expected), dtype)
+            check(getattr(packed, name)(bounds, total_length=TOTAL), select(padded_pairs), dtype)
+            check(jitted(name, total_length=TOTAL)(bounds), select(padded_pairs), dtype)
 
 
-@QUICK
-@given(LENGTHS, st.sampled_from([1, 3]), WIDTHS)
+@SETTINGS
+@given(LENGTHS, st.sampled_from([1, 3]), DTYPES)
 @example([], 3, np.int32)
 @example([4], 3, np.int32)
 @example([0, 0, 0], 3, np.int64)
 def test_chunks(lengths, chunk_size, dtype):
-    with width(dtype):
+    with enable_x64_for(dtype):
         bounds = jnp.asarray(boundaries(lengths, dtype))
         counts = [-(-length // chunk_size) for length in lengths]
-        right = chunks(lengths, chunk_size)
+        expected = chunks(lengths, chunk_size)
         check(packed.prepare_chunk_offsets(bounds, chunk_size), boundaries(counts), dtype)
         check(jitted("prepare_chunk_offsets", chunk_size=chunk_size)(bounds), boundaries(counts), dtype)
-        check(packed.prepare_chunk_indices(bounds, chunk_size), padded(right, len(right)), dtype)
+        check(packed.prepare_chunk_indices(bounds, chunk_size), padded(expected, len(expected)), dtype)
         static = {"chunk_size": chunk_size, "total_chunks": TOTAL}
-        check(packed.prepare_chunk_indices(bounds, **static), padded(right, TOTAL), dtype)
-        check(jitted("prepare_chunk_indices", **static)(bounds), padded(right, TOTAL), dtype)
+        check(packed.prepare_chunk_indices(bounds, **static), padded(expected, TOTAL), dtype)
+        check(jitted("prepare_chunk_indices", **static)(bounds), padded(expected, TOTAL), dtype)
 
 
-@QUICK
-@given(LENGTHS, st.sampled_from([0, 2]), WIDTHS)
+@SETTINGS
+@given(LENGTHS, st.sampled_from([0, 2]), DTYPES)
 @example([], 2, np.int32)
 @example([4], 0, np.int32)
 @example([0, 0, 0], 2, np.int64)
-def test_segment_ids_give_the_boundaries_back(lengths, padding, dtype):
-    with width(dtype):
+def test_boundaries_are_recovered_from_segment_ids(lengths, padding, dtype):
+    with enable_x64_for(dtype):
         bounds = boundaries(lengths, dtype)
         ids = packed.segment_ids_from_cu_seqlens(bounds, total_length=int(bounds[-1]) + padding)
-        own = np.trim_zeros(np.array([0, *lengths]), "b")[1:]
-        check(packed.cu_seqlens_from_segment_ids(ids), boundaries(own), dtype)
+        lengths_without_last_zeros = np.trim_zeros(np.array([0, *lengths]), "b")[1:]
+        check(packed.cu_seqlens_from_segment_ids(ids), boundaries(lengths_without_last_zeros), dtype)
         check(packed.cu_seqlens_from_segment_ids(ids, num_sequences=len(lengths)), bounds, dtype)
-        some = packed.segment_ids_from_cu_seqlens(bounds, total_length=TOTAL)
-        check(jitted("cu_seqlens_from_segment_ids", num_sequences=len(lengths))(some), bounds, dtype)
+        padded_ids = packed.segment_ids_from_cu_seqlens(bounds, total_length=TOTAL)
+        check(jitted("cu_seqlens_from_segment_ids", num_sequences=len(lengths))(padded_ids), bounds, dtype)
 
 
-@QUICK
+@SETTINGS
 @given(
     st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=3, max_size=3),
     st.sampled_from([bool, np.int32, np.uint8]),
-    WIDTHS,
+    DTYPES,
 )
 @example([], bool, np.int32)
 @example([[False] * 4] * 3, np.int32, np.int64)
-def test_lengths_of_a_mask(rows, kind, dtype):
-    with width(dtype):
-        mask = np.array(rows).reshape(-1, 4).astype(kind)
+def test_lengths_of_a_mask(rows, mask_dtype, dtype):
+    with enable_x64_for(dtype):
+        mask = np.array(rows).reshape(-1, 4).astype(mask_dtype)
         lengths = [sum(row) for row in rows]
-        for way in (packed.prepare_lens_from_mask, jitted("prepare_lens_from_mask")):
-            check(way(mask), lengths, np.int32)
-        for way in (packed.prepare_cu_seqlens_from_mask, jitted("prepare_cu_seqlens_from_mask")):
-            check(way(mask), boundaries(lengths), np.int32)
+        for function in (packed.prepare_lens_from_mask, jitted("prepare_lens_from_mask")):
+            check(function(mask), lengths, np.int32)
+        for function in (packed.prepare_cu_seqlens_from_mask, jitted("prepare_cu_seqlens_from_mask")):
+            check(function(mask), boundaries(lengths), np.int32)
         check(packed.prepare_cu_seqlens_from_mask(mask, out_dtype=dtype), boundaries(lengths), dtype)
 
 
-@QUICK
+@SETTINGS
 @given(st.integers(-9, 2**31 - 1), st.integers(1, 2**31 - 1))
 @example(2**31 - 1, 2)
 def test_cdiv(a, b):
-    right = -(-a // b)
-    assert packed.cdiv(a, b) == right
+    expected = -(-a // b)
+    assert packed.cdiv(a, b) == expected
     assert type(packed.cdiv(a, b)) is int
-    check(packed.cdiv(jnp.array([a]), b), [right], np.int32)
-    check(jitted("cdiv")(jnp.array([a]), jnp.array([b])), [right], np.int32)
+    check(packed.cdiv(jnp.array([a]), b), [expected], np.int32)
+    check(jitted("cdiv")(jnp.array([a]), jnp.array([b])), [expected], np.int32)
 
 
-def test_cdiv_of_the_greatest_unsigned_number():
+def test_cdiv_of_the_largest_uint32():
     check(packed.cdiv(jnp.uint32(2**32 - 1), jnp.uint32(2)), 2**31, np.uint32)
 
 
-def test_small_dtypes_hold_many_sequences():
+def test_boundaries_of_a_small_dtype_can_have_many_sequences():
     bounds = np.zeros(401, np.uint8)
     bounds[-1] = 2
     check(packed.prepare_sequence_ids(bounds), [399, 399], np.int32)
     check(packed.prepare_sequence_ids(bounds, total_length=3), [399, 399, -1], np.int32)
 
 
-def test_tokens_that_do_not_fit_are_left_out_under_jit():
+def test_tokens_beyond_a_static_size_are_dropped_under_jit():
     check(jitted("prepare_token_indices", total_length=3)(jnp.array([0, 2, 4])), [[0, 0], [0, 1], [1, 0]], np.int32)
     check(jitted("prepare_token_indices", total_length=0)(jnp.array([0, 2, 4])), np.zeros((0, 2)), np.int32)
 
 
-def test_boundaries_known_while_tracing_need_no_total():
+def test_constant_boundaries_need_no_total_under_jit():
     bounds = jnp.array([0, 2, 3])
     check(jax.jit(lambda: packed.prepare_position_ids(bounds))(), [0, 1, 0], np.int32)
 
 
-def test_wrong_boundaries_raise_nothing_under_jit():
-    """What comes then has no meaning, but the size that was asked for."""
+def test_invalid_boundaries_raise_nothing_under_jit():
+    """The results have no meaning, but the requested size."""
     for bounds in ([1, 2, 3], [0, 3, 1], [0, -1, 9]):
-        for name, static in TRACED.items():
-            assert jitted(name, **BOUNDED[name], **static)(jnp.array(bounds)).shape[0] == len(bounds) - 1
+        for name, static in STATIC_SIZES.items():
+            assert (
+                jitted(name, **FUNCTIONS_OF_BOUNDARIES[name], **static)(jnp.array(bounds)).shape[0] == len(bounds) - 1
+            )
 
 
-def test_a_traced_mask_of_integers_is_true_where_it_is_not_0():
+def test_a_traced_integer_mask_is_true_where_it_is_not_zero():
     check(jitted("prepare_lens_from_mask")(jnp.array([[0, 2, -1]])), [2], np.int32)
 
 
-BOUNDED = {
+FUNCTIONS_OF_BOUNDARIES = {
     "prepare_lens": {},
     "prepare_position_ids": {},
     "prepare_sequence_ids": {},
@@ -184,8 +186,8 @@ BOUNDED = {
 }
 
 
-#: With the size that each of them is asked for under jit, here as many as there are sequences.
-TRACED = {
+#: The static size that each function needs under jit, here the number of sequences.
+STATIC_SIZES = {
     "prepare_lens": {},
     "prepare_position_ids": {"total_length": 2},
     "prepare_sequence_ids": {"total_length": 2},
@@ -195,9 +197,9 @@ TRACED = {
 }
 
 
-@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("name", FUNCTIONS_OF_BOUNDARIES)
 @pytest.mark.parametrize(
-    ("bounds", "error", "said"),
+    ("bounds", "error", "message"),
     [
         (np.array([1, 2]), ValueError, "starts at 0; got 1"),
         (np.array([0, 3, 2]), ValueError, "does not decrease; got 3, then 2 at 2"),
@@ -209,19 +211,19 @@ TRACED = {
         (np.array([False, True]), TypeError, "takes integers; got bool"),
     ],
 )
-def test_wrong_boundaries(name, bounds, error, said):
-    with pytest.raises(error, match=f"cu_seqlens: .*{said}"):
-        getattr(packed, name)(bounds, **BOUNDED[name])
+def test_invalid_boundaries_are_refused(name, bounds, error, message):
+    with pytest.raises(error, match=f"cu_seqlens: .*{message}"):
+        getattr(packed, name)(bounds, **FUNCTIONS_OF_BOUNDARIES[name])
 
 
 @pytest.mark.parametrize("name", ["prepare_chunk_offsets", "prepare_chunk_indices"])
 @pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
-def test_wrong_chunk_size(name, size, error):
+def test_an_invalid_chunk_size_is_refused(name, size, error):
     with pytest.raises(error, match="chunk_size: "):
         getattr(packed, name)(np.array([0, 3]), size)
 
 
-WRONG = {
+INVALID_CALLS = {
     "a total that is too small": (lambda: packed.prepare_position_ids([0, 3], total_length=2), ValueError, "total_length: is at least 3"),
     "a total that is no int": (lambda: packed.prepare_position_ids([0, 3], total_length=2.5), TypeError, "total_length: takes a static int"),
     "a total below 0": (lambda: packed.prepare_position_ids([0], total_length=-1), ValueError, "total_length: is at least 0"),
@@ -246,8 +248,8 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case):
-    call, error, said = WRONG[case]
-    with pytest.raises(error, match=said):
+@pytest.mark.parametrize("case", INVALID_CALLS)
+def test_invalid_arguments_are_refused(case):
+    call, error, message = INVALID_CALLS[case]
+    with pytest.raises(error, match=message):
         call()

@@ -1,4 +1,4 @@
-"""What was measured on an NVIDIA H200: a call that was measured there, or one like it, needs no tuning."""
+"""Records that were measured on an NVIDIA H200. The calls that they are of, and similar ones, need no tuning there."""
 
 from ejkernel_cache import PackagedRecords
 

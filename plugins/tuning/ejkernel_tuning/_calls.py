@@ -108,8 +108,8 @@ def _autotune_call(
 ) -> TuningResult:
     # Concrete arrays are prepared in a thread, because a trace around this call would turn them into tracers.
     has_tracers, cfg = _has_tracers(args, kwargs), kwargs.pop("cfg", None)
-    prepare = functools.partial(abstract_call, registry, op, args, kwargs, backend, cfg, concrete=not has_tracers)
-    call = prepare() if has_tracers else run_in_thread(prepare, None, Settings.here())
+    prepare = functools.partial(abstract_call, registry, op, args, kwargs, backend, cfg, has_values=not has_tracers)
+    call = prepare() if has_tracers else run_in_thread(prepare, None, Settings.current())
     if direction != "forward" and call.request.operation.backward is None:
         raise ValueError(f"{op} has no backward operation to tune")
     share = budget_s / 2 if direction == "both" else budget_s
@@ -141,7 +141,7 @@ def _backward(call: AbstractCall) -> tuple[Invocation, dict[str, Any] | None]:
     results = jax.jit(lambda *arrays: request.run(plan, arrays))(*call.values)
     keys = jax.random.split(jax.random.key(SEED), len(results))
     random = [jax.random.normal(k, r.shape, jnp.float32).astype(r.dtype) for k, r in zip(keys, results, strict=True)]
-    _, arrays = call.gradients(call.values, results, random)
+    _, arrays = call.backward_of(call.values, results, random)
     return inv, dict(zip(backward.arrays, arrays, strict=True))
 
 

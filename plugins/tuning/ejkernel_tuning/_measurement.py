@@ -1,4 +1,4 @@
-"""A measurement: compile, check and time every variant within the budget, whatever a variant may do."""
+"""A measurement: compile, check and time all variants within the budget, even if some of them fail or hang."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ from . import _timing
 from ._checks import fault_text, memory_fault, results_fault
 from ._threads import Settings, StillRunningError, run_in_thread, start_thread
 
-#: The rounds: the part of the calls that each measures, and the multiple of the best time above which a variant is
-#: excluded after it.
+#: For each round: its share of the calls, and the multiple of the best time above which it excludes a variant.
 ROUNDS = ((0.08, 1.6), (0.14, 1.3), (0.26, 1.15), (0.52, 1.08))
-#: That multiple after the first call, which excludes most variants.
-HOPELESS_FACTOR = 3.0
-#: The largest part of the remaining time for one run, so that one that hangs leaves time for the others.
+#: The same multiple after the first call of each variant, which excludes most of them.
+FIRST_CALL_FACTOR = 3.0
+#: The largest share of the remaining time for one run, so that a run that hangs leaves time for others.
 RUN_SHARE = 0.25
 #: The number of passes over all variants in a round.
 PASSES = 4
-#: The heuristic's configuration is kept unless another one is faster by more than this part.
+#: The heuristic's configuration is selected unless another one is faster by more than this fraction.
 MARGIN = 0.02
-#: A run hangs if it takes longer than this multiple of its expected time, plus the time for a profile on a GPU.
+#: A run counts as hanging after this multiple of its expected time, plus the time for a profile on a GPU.
 PATIENCE, PROFILE_S = 10.0, 3.0
-#: The part of the budget for compiling the first variants; then the part of the rest for all others.
+#: The share of the remaining time for compiling: first the first variants, and later all others.
 COMPILING_SHARE = 0.6
-#: The most variants of a measurement, which keeps its record small. Those that the budget does not reach are counted up
-#: to this number, and for at most this time.
+#: The largest number of variants in a measurement, so that its record stays small. Variants that the budget does not
+#: reach are counted up to this number, for at most this time.
 MAX_VARIANTS, COUNTING_S = 2000, 1.0
 #: The note of a measurement without a best variant, because of different results.
 NO_WINNER = "results differ, and there is no reference to decide which are right: no configuration is selected"
@@ -59,7 +58,7 @@ class Variant:
     compiled: Callable[..., Any] | None = None
     samples: list[float] = attrs.field(factory=list)
     #: The number of calls in one sample by the clock; 0 until it is known.
-    batch: int = 0
+    calls_per_sample: int = 0
     #: Whether its time is that of an earlier, unfinished measurement.
     has_earlier_result: bool = False
     #: Whether its results were compared with those of the reference, now or earlier.
@@ -85,7 +84,7 @@ class Variant:
     @property
     def entry(self) -> Entry:
         """Its results so far."""
-        # The same object until something changes, because every report reads the entries of all variants.
+        # Cached until something changes, because every report reads the entries of all variants.
         state = len(self.samples), sum(self.samples), self.reason, self.is_checked
         if self._entry is None or self._entry[0] != state:
             milliseconds, spread = (self.milliseconds, self.spread) if self.samples else (None, None)
@@ -98,19 +97,19 @@ class Variant:
 
 
 @attrs.define(eq=False)
-class _Source:
-    """The variants to compile, from which one thread takes the next at a time."""
+class _CompileQueue:
+    """The variants to compile. Threads take the next one in turn."""
 
     variants: Iterator[Variant]
-    #: The variants that threads are compiling.
+    #: The variants that are being compiled.
     compiling: set[Variant] = attrs.field(factory=set)
-    #: True once compilation has ended: variants that are compiled later are not used.
+    #: Whether compilation has ended. A variant that comes later is not compiled.
     is_closed: bool = False
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     @contextlib.contextmanager
-    def exclusive(self, until: float) -> Iterator[bool]:
-        """Hold the lock for a ``with`` block. False if it is not free in time, because a plugin hangs in a thread."""
+    def lock(self, until: float) -> Iterator[bool]:
+        """Hold the lock in a ``with`` block. False if a thread in which a plugin hangs holds it until then."""
         if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
             yield False
             return
@@ -130,16 +129,17 @@ class Measurement:
     #: The first variants; the others are added while there is time.
     variants: list[Variant]
     deadline: float
-    #: The variant that gives the expected results. It need not be one of those that are measured.
+    #: The variant whose results are the expected ones. It may be one that is not measured.
     reference: Variant | None
-    #: Called at every step, by one thread at a time.
+    #: Called after every step, by one thread at a time.
     report: Callable[[], None]
     num_warmup: int
     num_iters: int
     #: All other variants; the next one is taken while there is time.
     others: Iterable[Variant] = ()
-    #: The kernel that gave the expected results, and why it is not the reference; and other remarks.
+    #: The kernel whose results are the expected ones, and why if it is not the reference.
     expected_source: str = ""
+    #: Remarks for the report.
     notes: list[str] = attrs.field(factory=list)
     #: Whether there are more variants than could be counted.
     has_uncounted: bool = False
@@ -150,30 +150,30 @@ class Measurement:
     _suspects: list[Variant] = attrs.field(factory=list)
     _has_compiled: bool = False
     _trials: dict[int, Trial] = attrs.field(factory=dict)
-    _numbers: Iterator[int] = attrs.field(factory=itertools.count)
-    #: For what several threads change, and for reports, so that they are in order.
+    _trial_numbers: Iterator[int] = attrs.field(factory=itertools.count)
+    #: Protects what several threads change, and keeps reports in order.
     _lock: threading.RLock = attrs.field(factory=threading.RLock)
     _is_over: threading.Event = attrs.field(factory=threading.Event)
 
     def run(self) -> Variant | None:
         """Compile, check and time the variants. Return the best one, or None where there is none."""
         try:
-            # The heuristic and the reference come first, so that they are measured whatever the others do.
-            is_alone = self.reference is not None and self.reference.is_suspect
-            self._compile_and_check(self._first_variants(), 1 if is_alone else None)
+            # The heuristic and the reference come first, so that they are measured even if others fail or hang.
+            is_reference_suspect = self.reference is not None and self.reference.is_suspect
+            self._compile_and_check(self._first_variants(), 1 if is_reference_suspect else None)
             self._compile_and_check(iter(self.others))
-            self._measure_hopeless_again()
-            self._exclude_slower(HOPELESS_FACTOR)
+            self._measure_slowest_again()
+            self._exclude_slower(FIRST_CALL_FACTOR)
             self._report()
             self._run_rounds()
             self._try_suspects()
         finally:
-            with self._lock:  # no report comes after the end
+            with self._lock:  # no reports after the end
                 self._is_over.set()
         return self._winner()
 
     def remaining_variants(self) -> list[Variant]:
-        """The variants that are not excluded, without suspects that are still to be tried."""
+        """The variants that are not excluded, without suspects that have not been tried yet."""
         return [variant for variant in self.variants if variant.reason is None and not self._is_postponed(variant)]
 
     @property
@@ -183,31 +183,33 @@ class Measurement:
             return tuple(self._trials.values())
 
     def _first_variants(self) -> Iterator[Variant]:
-        first = list(self.variants)
-        return iter(first if self.reference is None or self.reference in first else [*first, self.reference])
+        variants = list(self.variants)
+        if self.reference is not None and self.reference not in variants:
+            variants.append(self.reference)
+        return iter(variants)
 
-    def _compile_and_check(self, variants: Iterator[Variant], threads: int | None = None) -> None:
-        self._compile(variants, threads or os.cpu_count() or 1)
+    def _compile_and_check(self, variants: Iterator[Variant], num_threads: int | None = None) -> None:
+        self._compile(variants, num_threads or os.cpu_count() or 1)
         self._check()
 
     def _winner(self) -> Variant | None:
         measured = [variant for variant in self.remaining_variants() if variant.samples]
         # Without a reference, it is unknown which of several different results are right.
-        is_disputed = self._has_no_reference and any((e.reason or "").startswith("wrong") for e in self.variants)
+        is_disputed = self._has_no_reference and any((v.reason or "").startswith("wrong") for v in self.variants)
         if is_disputed:
             self.notes.append(NO_WINNER)
         if is_disputed or not measured:
             return None
         best = min(measured, key=lambda variant: variant.milliseconds)
-        close_to_best = (e for e in measured if e.is_usual and e.milliseconds <= best.milliseconds * (1 + MARGIN))
-        return next(close_to_best, best)
+        limit = best.milliseconds * (1 + MARGIN)
+        return next((v for v in measured if v.is_usual and v.milliseconds <= limit), best)
 
-    # -- steps that may end the process ------------------------------------------------------------------------------
+    # -- steps that may crash the process ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _trial(self, variant: Variant, step: str) -> Iterator[None]:
-        """Report a variant while it is compiled or run. A thread that is left behind keeps its report."""
-        number = next(self._numbers)
+        """List a variant in ``trials`` while it is compiled or run, even in a thread that is left behind."""
+        number = next(self._trial_numbers)
         with self._lock:
             self._trials[number] = Trial(variant.backend, variant.cfg, step)
             if not self._is_over.is_set():
@@ -228,50 +230,51 @@ class Measurement:
         return variant in self._suspects
 
     def _try_suspects(self) -> None:
-        """Try the suspects last and one at a time. If the process dies again, its cause is known."""
+        """Try the suspects last and one at a time, so that the cause is known if the process dies again."""
         is_any_remaining = False
         while self._suspects:
             variant = self._suspects.pop(0)
             if self._trials:
-                variant.reason = f"{OUT_OF_TIME}: a process died at it before, and {self.trials[0]} was left behind"
+                variant.reason = f"{OUT_OF_TIME}: a process died while it was tried; {self.trials[0]} has not ended"
                 continue
-            self._compile_and_check(iter([variant]), threads=1)
+            self._compile_and_check(iter([variant]), num_threads=1)
             is_any_remaining |= variant.reason is None
         if is_any_remaining:
             self._run_rounds()
 
     # -- compiling -----------------------------------------------------------------------------------------------
 
-    def _compile(self, variants: Iterator[Variant], count: int) -> None:
+    def _compile(self, variants: Iterator[Variant], num_threads: int) -> None:
         until = time.monotonic() + COMPILING_SHARE * (self.deadline - time.monotonic())
-        source, settings = _Source(variants), Settings.of(self.inv)
-        done: queue.SimpleQueue[tuple[Variant | None, Any]] = queue.SimpleQueue()
-        for _ in range(count):
-            start_thread(functools.partial(self._compile_in_thread, source, done, until, settings))
-        num_working = count
-        while num_working and (seconds_left := self._end_of_compiling(until) - time.monotonic()) > 0:
+        pending, settings = _CompileQueue(variants), Settings.of(self.inv)
+        #: Each variant with its compiled function or exception; None when a thread ends.
+        outcomes: queue.SimpleQueue[tuple[Variant | None, Any]] = queue.SimpleQueue()
+        for _ in range(num_threads):
+            start_thread(functools.partial(self._compile_in_thread, pending, outcomes, until, settings))
+        num_running = num_threads
+        while num_running and (seconds_left := self._end_of_compiling(until) - time.monotonic()) > 0:
             try:
-                variant, outcome = done.get(timeout=min(seconds_left, REPORT_INTERVAL_S))
+                variant, outcome = outcomes.get(timeout=min(seconds_left, REPORT_INTERVAL_S))
             except queue.Empty:
                 self._report()
                 continue
             if variant is None:
-                num_working -= 1
+                num_running -= 1
             else:
                 self._set_compiled(variant, outcome, settings)
-                source.compiling.discard(variant)
+                pending.compiling.discard(variant)
         with self._lock:
-            source.is_closed = True
-        for variant in source.compiling:
+            pending.is_closed = True
+        for variant in pending.compiling:
             variant.reason = f"{OUT_OF_TIME}: not compiled within the budget; left behind in a thread"
-        if num_working or len(self.variants) >= MAX_VARIANTS:
-            self._count_rest(source, settings)
+        if num_running or len(self.variants) >= MAX_VARIANTS:
+            self._count_rest(pending, settings)
         for variant in (*self.remaining_variants(), *([self.reference] if self.reference else [])):
             if variant.compiled is None:
                 self._add_unreached(variant)
 
     def _end_of_compiling(self, until: float) -> float:
-        """When compiling ends: at the deadline if nothing is compiled yet, because there is nothing to run."""
+        """When compilation ends: at the deadline if nothing is compiled yet, because there is nothing to run."""
         return until if self._has_compiled else self.deadline
 
     def _set_compiled(self, variant: Variant, outcome: Any, settings: Settings) -> None:
@@ -281,41 +284,41 @@ class Measurement:
         self._has_compiled = True
         variant.compiled, variant.reason = outcome, memory_fault(outcome, settings.device)
 
-    def _compile_in_thread(self, source: _Source, done: Any, until: float, settings: Settings) -> None:
+    def _compile_in_thread(self, pending: _CompileQueue, outcomes: Any, until: float, settings: Settings) -> None:
         with settings.in_effect():
-            while (variant := self._next(source, until)) is not None:
+            while (variant := self._next(pending, until)) is not None:
                 try:
                     with self._trial(variant, "compiling"):
                         compiled = self._compile_one(variant)
-                    done.put((variant, compiled))
-                except BaseException as fault:  # whatever it raises, only this variant is excluded
-                    done.put((variant, fault))
-        done.put((None, None))
+                    outcomes.put((variant, compiled))
+                except BaseException as fault:  # any exception excludes only this variant
+                    outcomes.put((variant, fault))
+        outcomes.put((None, None))
 
     def _compile_one(self, variant: Variant) -> Any:
         avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.inputs.values()]
         return jax.jit(self._function(variant)).lower(*avals).compile()
 
-    def _next(self, source: _Source, until: float) -> Variant | None:
-        """The next variant to compile; None if there is none, or no time."""
-        with source.exclusive(self._end_of_compiling(until)) as has_turn:
-            while has_turn and len(self.variants) < MAX_VARIANTS:
+    def _next(self, pending: _CompileQueue, until: float) -> Variant | None:
+        """The next variant to compile; None if there are no more, or no time is left."""
+        with pending.lock(self._end_of_compiling(until)) as has_lock:
+            while has_lock and len(self.variants) < MAX_VARIANTS:
                 if self._is_over.is_set() or time.monotonic() >= self._end_of_compiling(until):
                     return None
-                variant = next(source.variants, None)
-                if variant is None or self._add_to_compile(variant, source):
+                variant = next(pending.variants, None)
+                if variant is None or self._add_to_compile(variant, pending):
                     return variant
         return None
 
-    def _add_to_compile(self, variant: Variant, source: _Source) -> bool:
+    def _add_to_compile(self, variant: Variant, pending: _CompileQueue) -> bool:
         with self._lock:
-            if source.is_closed:  # the kernel took too long to give it
+            if pending.is_closed:  # it took too long to make this variant
                 self._add_unreached(variant)
                 return False
             self._add(variant)
             if self._is_postponed(variant) or variant.has_earlier_result or variant.reason is not None:
                 return False
-            source.compiling.add(variant)
+            pending.compiling.add(variant)
             return True
 
     def _add(self, variant: Variant) -> None:
@@ -333,14 +336,14 @@ class Measurement:
         if not variant.has_earlier_result and variant.reason is None:
             variant.reason = f"{OUT_OF_TIME}: not reached within the budget"
 
-    def _count_rest(self, source: _Source, settings: Settings) -> None:
-        """Add the variants that there was no time for, as far as they can be counted quickly."""
+    def _count_rest(self, pending: _CompileQueue, settings: Settings) -> None:
+        """Add the variants for which no time was left, as far as they can be counted quickly."""
         until = time.monotonic() + COUNTING_S
 
         def count() -> bool:
-            with source.exclusive(until) as has_turn:
-                while has_turn and len(self.variants) < MAX_VARIANTS and time.monotonic() < until:
-                    variant = next(source.variants, None)
+            with pending.lock(until) as has_lock:
+                while has_lock and len(self.variants) < MAX_VARIANTS and time.monotonic() < until:
+                    variant = next(pending.variants, None)
                     if variant is None:
                         return True
                     self._add_unreached(variant)
@@ -372,21 +375,21 @@ class Measurement:
             if self._expected is None:
                 self._set_expected(variant, results)
             check = functools.partial(results_fault, results, self._expected, self.inv.platform)
-            verdict = self._attempt(variant, "checking", lambda check=check: (check(),))  # type: ignore[misc]
-            if verdict is None:
+            outcome = self._attempt(variant, "checking", lambda check=check: (check(),))  # type: ignore[misc]
+            if outcome is None:
                 continue
-            variant.reason, variant.is_checked = verdict[0], not self._has_no_reference
+            variant.reason, variant.is_checked = outcome[0], not self._has_no_reference
             if variant.reason is None:
                 self._measure(variant, 1)
 
-    def _measure_hopeless_again(self) -> None:
-        """Measure the slowest variants again, after all others. A thread that was left behind may have slowed them."""
+    def _measure_slowest_again(self) -> None:
+        """Measure the slowest variants again at the end, because a thread that was left behind may have slowed them."""
         best = min((variant.milliseconds for variant in self.remaining_variants()), default=math.inf)
         for variant in self.remaining_variants():
             first_samples, is_over = variant.samples, time.monotonic() >= self.deadline
-            is_slow = variant.milliseconds > HOPELESS_FACTOR * best
+            is_slow = variant.milliseconds > FIRST_CALL_FACTOR * best
             if first_samples and is_slow and not (is_over or variant.has_earlier_result):
-                variant.samples = []  # without samples it has no expected time: if it is late, it alone is excluded
+                variant.samples = []  # no expected time, so that a late run excludes only this variant
                 self._measure(variant, 1)
                 variant.samples = [min(first_samples + variant.samples)]
 
@@ -416,11 +419,11 @@ class Measurement:
     # -- timing --------------------------------------------------------------------------------------------------
 
     def _run_rounds(self) -> None:
-        for part, factor in ROUNDS:
-            calls = max(1, round(part * self.num_iters))
+        for share, factor in ROUNDS:
+            calls = max(1, round(share * self.num_iters))
             if len(self.remaining_variants()) < 2 and any(variant.samples for variant in self.remaining_variants()):
                 return
-            # In several passes, so that what slows the machine for a while slows all variants.
+            # In several passes, so that a temporary slowdown of the machine affects all variants.
             calls_per_pass = math.ceil(calls / PASSES)
             for _ in range(math.ceil(calls / calls_per_pass)):
                 for variant in self.remaining_variants():
@@ -442,19 +445,21 @@ class Measurement:
         def work() -> list[float]:
             if self.inv.platform == "gpu" and (samples := _timing.on_device(compiled, arrays, calls, self.deadline)):
                 return samples
-            if not variant.batch:
-                variant.batch = _timing.batch_size(compiled, arrays)
-            return [_timing.seconds(compiled, arrays, variant.batch) * 1e3 for _ in range(calls)]
+            if not variant.calls_per_sample:
+                variant.calls_per_sample = _timing.batch_size(compiled, arrays)
+            return [_timing.seconds(compiled, arrays, variant.calls_per_sample) * 1e3 for _ in range(calls)]
 
-        expected_s = calls * max(1, variant.batch) * variant.milliseconds * 1e-3 if variant.samples else 0.0
+        expected_s = calls * max(1, variant.calls_per_sample) * variant.milliseconds * 1e-3 if variant.samples else 0.0
         variant.samples += self._attempt(variant, "measuring", work, expected_s=expected_s) or []
 
     def _attempt(
         self, variant: Variant, step: str, work: Callable[[], Any], share: float = RUN_SHARE, expected_s: float = 0.0
     ) -> Any:
         """Run ``work`` in a thread and return its result. Where it fails or is late, return None and exclude the
-        variant. If ``expected_s``, which earlier samples give, is about the time that was left, the variant is not at
-        fault: the device is busy with work that was left behind. The whole measurement ends then.
+        variant.
+
+        ``expected_s`` is the time that earlier samples predict. Where the time limit was too short for it, the variant
+        is not excluded, but the whole measurement ends.
         """
         limit_s = share * (self.deadline - time.monotonic())
         if limit_s <= 0:
@@ -473,20 +478,20 @@ class Measurement:
                 self.notes.append(f"ended early: {variant.backend} {variant.cfg} was {reason}")
             else:
                 variant.reason = f"{OUT_OF_TIME}: {reason}"
-        except Exception as fault:  # only this variant is excluded
+        except Exception as fault:  # excludes only this variant
             variant.reason = fault_text(step, fault)
         return None
 
     def _run_trial(self, variant: Variant, step: str, work: Callable[[], Any]) -> Any:
-        if step == "checking":  # it runs no code of the variant
+        if step == "checking":  # which runs no code of the variant
             return work()
         with self._trial(variant, "running"):
             return work()
 
     def _blocker(self, variant: Variant, fault: StillRunningError) -> str:
-        """The end of a reason: the earlier variant that is still running, which probably blocks the device."""
+        """The last part of a reason: which earlier variant is still running and probably blocks the device."""
         if self._stuck_run is None or not self._stuck_run[1].is_alive():
             self._stuck_run = variant, fault.thread
             return ""
         first, _ = self._stuck_run
-        return f", behind {first.backend} {first.cfg}"
+        return f", probably blocked by {first.backend} {first.cfg}"

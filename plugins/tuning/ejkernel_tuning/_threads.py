@@ -38,13 +38,13 @@ class Settings:
     @classmethod
     def of(cls, inv: Invocation) -> Settings:
         """The current settings, with the device of the invocation."""
-        return attrs.evolve(cls.here(), device=jax.local_devices(backend=inv.platform)[0])
+        return attrs.evolve(cls.current(), device=jax.local_devices(backend=inv.platform)[0])
 
     @classmethod
-    def here(cls) -> Settings:
+    def current(cls) -> Settings:
         """The current settings, with the current device."""
         config: Any = jax.config
-        return cls(_lowering.Settings.here(), config.jax_default_device)
+        return cls(_lowering.Settings.current(), config.jax_default_device)
 
     @contextlib.contextmanager
     def in_effect(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
-"""Processes that write and read one cache at once, some of them killed in the middle of it.
+"""Processes that write and read one cache at the same time, while some of them are killed.
 
-``python crowd.py FOLDER PROCESSES THREADS ENTRIES`` prints what came of it as JSON. Each writer notes in a file of its
-own, FOLDER.logs/<number>, every entry for which ``put`` has returned. ``test_crowd`` looks at what is there afterwards.
+``python concurrent_writers.py FOLDER PROCESSES THREADS ENTRIES`` prints the counts as JSON. Each writer logs in its own
+file, FOLDER.logs/<number>, every entry for which ``put`` has returned. ``test_concurrent_writers`` checks the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import attrs
 from ejkernel_cache import CacheWarning, PersistentCache
 from ejkernel_core import Key, Record
 
-#: Of so many entries, one goes to a key that everybody writes.
+#: One of SHARED_EVERY entries has one of the SHARED keys that all writers write.
 SHARED_EVERY, SHARED = 4, 50
 #: The numbers of the writers that are killed start here.
 VICTIMS = 1000
@@ -32,7 +32,7 @@ VICTIMS = 1000
 class Config:
     writer: int
     entry: int
-    #: Follows from the other two: a mixture of two writes shows.
+    #: Follows from the other two fields, so that a mixture of two writes is found.
     text: str
 
 
@@ -41,50 +41,50 @@ def config(writer: int, entry: int) -> Config:
 
 
 def key_of(writer: int, entry: int) -> Key:
-    """One of its own, or one that all writers share."""
+    """A key of this writer alone, or one that all writers share."""
     number = f'["all",{entry % SHARED}]' if entry % SHARED_EVERY == 0 else f"[{writer},{entry}]"
     return Key("scale", "cpu", f'{{"n":{number}}}')
 
 
 def check(cache: PersistentCache, writer: int, entry: int) -> None:
-    """What was put can be read, and is whole. At a shared key, it is somebody's."""
+    """Check that an entry can be read and is consistent. At a shared key it may be of any writer."""
     record = cache.read(key_of(writer, entry), "two", Config)
     assert record is not None, f"entry {entry} of writer {writer} is lost"
-    found = record.cfg
-    assert found == config(found.writer, found.entry), f"a mixture: {found}"
-    assert key_of(found.writer, found.entry) == key_of(writer, entry), f"of another key: {found}"
+    cfg = record.cfg
+    assert cfg == config(cfg.writer, cfg.entry), f"a mixture: {cfg}"
+    assert key_of(cfg.writer, cfg.entry) == key_of(writer, entry), f"of another key: {cfg}"
 
 
 def work(cache: PersistentCache, writer: int, entries: range, log: int) -> None:
-    chance = random.Random(f"{writer} {entries}")
+    generator = random.Random(f"{writer} {entries}")
     for entry in entries:
         cache.put(key_of(writer, entry), Record(config(writer, entry), "two"))
         os.write(log, f"{entry}\n".encode())
         check(cache, writer, entry)
-        check(cache, writer, chance.randrange(entries.start, entry + 1, entries.step))
+        check(cache, writer, generator.randrange(entries.start, entry + 1, entries.step))
 
 
 def write(folder: Path, writer: int, threads: int, entries: int) -> None:
-    """All that one process does. It ends with 1 as soon as anything is wrong."""
+    """The work of one process. It exits with 1 at the first fault."""
     warnings.simplefilter("error", CacheWarning)
     log = os.open(folder.with_suffix(".logs") / str(writer), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     cache = PersistentCache(folder)
 
-    def one(thread: int) -> None:
+    def work_of_thread(thread: int) -> None:
         try:
             work(cache, writer, range(thread, entries, threads), log)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
 
-    crew = [threading.Thread(target=one, args=(thread,)) for thread in range(threads)]
-    for thread in crew:
+    workers = [threading.Thread(target=work_of_thread, args=(thread,)) for thread in range(threads)]
+    for thread in workers:
         thread.start()
-    for thread in crew:
+    for thread in workers:
         thread.join()
 
 
-def forked(*arguments: object) -> int:
+def fork_writer(*arguments: object) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -97,26 +97,26 @@ def forked(*arguments: object) -> int:
 
 
 def main(folder: Path, processes: int, threads: int, entries: int) -> None:
-    # JAX warns of forking; it has started no thread here.
+    # JAX warns of forking, but it has started no thread here.
     warnings.simplefilter("ignore", RuntimeWarning)
     folder.with_suffix(".logs").mkdir()
-    start, chance = time.monotonic(), random.Random(0)
-    running = {forked(folder, writer, threads, entries) for writer in range(processes)}
+    start, generator = time.monotonic(), random.Random(0)
+    pids = {fork_writer(folder, writer, threads, entries) for writer in range(processes)}
     failed = kills = interrupted = 0
-    # A few more, where the others were done before three had been met in the middle.
-    while running or (interrupted < 3 and kills < 200):
-        victim = forked(folder, VICTIMS + kills, threads, 10**9)
-        time.sleep(chance.uniform(0.05, 0.3))
+    # Start more victims until three have been killed during a write.
+    while pids or (interrupted < 3 and kills < 200):
+        victim = fork_writer(folder, VICTIMS + kills, threads, 10**9)
+        time.sleep(generator.uniform(0.05, 0.3))
         os.kill(victim, signal.SIGKILL)
         failed += os.waitpid(victim, 0)[1] != signal.SIGKILL
         kills += 1
-        # Who was killed may have been the first to come, and not have made it yet.
+        # The victim may have been killed before the folder was made.
         unfinished = os.listdir(folder / ".tmp") if (folder / ".tmp").exists() else []
         interrupted += any(f"-{victim}-" in name for name in unfinished)
-        for pid in list(running):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                running.remove(pid)
+        for pid in list(pids):
+            ended_pid, status = os.waitpid(pid, os.WNOHANG)
+            if ended_pid:
+                pids.remove(pid)
                 failed += status != 0
     print(
         json.dumps({"seconds": time.monotonic() - start, "failed": failed, "kills": kills, "interrupted": interrupted})
