@@ -1,4 +1,6 @@
-"""The benchmarks of ejkernel, each with its peers in the same run.
+"""Benchmarks of ejkernel: each measures all contenders in turn in one run, and checks their results.
 
-``python -m ejkernel_bench`` lists them. A benchmark is one module with a ``run`` that returns a ``Report``.
+``python -m ejkernel_bench`` lists the suites of all installed distributions. A suite is a module with a function
+``run`` that returns a ``Report``, named by an entry point of the group ``ejkernel.benchmarks``. The suite of an
+operation is made with ``ejkernel_bench.suite``.
 """

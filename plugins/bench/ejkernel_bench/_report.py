@@ -1,11 +1,11 @@
-"""What a benchmark finds: tables, bars, and whether the results were right; as text and as data."""
+"""The report of a benchmark: tables, limits of figures, and faults of results; as text and as data."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -14,38 +14,42 @@ import jax
 Cell = str | int | float
 
 
+def _rows(rows: Iterable[Iterable[Cell]]) -> tuple[tuple[Cell, ...], ...]:
+    return tuple(map(tuple, rows))
+
+
 @attrs.frozen
 class Table:
-    """Rows under headings."""
+    """Rows with a heading for each column."""
 
     title: str
-    columns: tuple[str, ...] = attrs.field(converter=tuple)
-    rows: tuple[tuple[Cell, ...], ...] = attrs.field(converter=lambda rows: tuple(map(tuple, rows)))
+    columns: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
+    rows: tuple[tuple[Cell, ...], ...] = attrs.field(converter=_rows)
 
     def __str__(self) -> str:
-        lines = [self.columns, *([_shown(cell) for cell in row] for row in self.rows)]
+        lines = [self.columns, *([_text(cell) for cell in row] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join([self.title, *("  " + _aligned(line, widths) for line in lines)])
 
 
 @attrs.frozen
 class Bar:
-    """A figure and the most (or, with ``at_least``, the least) it may be."""
+    """A figure, and its greatest allowed value, or with ``at_least`` its least."""
 
-    what: str
+    name: str
     measured: float
     limit: float
     unit: str
     at_least: bool = False
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         return self.measured >= self.limit if self.at_least else self.measured <= self.limit
 
     def __str__(self) -> str:
         side = "at least" if self.at_least else "at most"
-        verdict = "held" if self.held else "NOT held"
-        return f"{self.what}: {_shown(self.measured)} {self.unit}, {side} {_shown(self.limit)} {self.unit}: {verdict}"
+        verdict = "held" if self.is_held else "NOT held"
+        return f"{self.name}: {_text(self.measured)} {self.unit}, {side} {_text(self.limit)} {self.unit}: {verdict}"
 
 
 @attrs.frozen
@@ -53,10 +57,10 @@ class Report:
     """The outcome of one benchmark."""
 
     benchmark: str
-    tables: tuple[Table, ...] = attrs.field(converter=tuple)
-    bars: tuple[Bar, ...] = attrs.field(default=(), converter=tuple)
-    #: What was wrong with the results. A time that belongs to a wrong result is worth nothing.
-    faults: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    tables: tuple[Table, ...] = attrs.field(converter=tuple[Table, ...])
+    bars: tuple[Bar, ...] = attrs.field(default=(), converter=tuple[Bar, ...])
+    #: Wrong results, and calls that failed. The time of a wrong result means nothing.
+    faults: tuple[str, ...] = attrs.field(default=(), converter=tuple[str, ...])
     text: str = ""
 
     def __str__(self) -> str:
@@ -66,13 +70,25 @@ class Report:
         return "\n\n".join(parts)
 
     def data(self) -> dict[str, Any]:
-        """Plain values for JSON, with the circumstances they were found in."""
-        bars = [{**attrs.asdict(bar), "held": bar.held} for bar in self.bars]
+        """Plain values for JSON, with the circumstances of the measurement."""
+        bars = [{**attrs.asdict(bar), "held": bar.is_held} for bar in self.bars]
         return {**attrs.asdict(self, recurse=True), "bars": bars, "circumstances": circumstances()}
 
 
+def joined(benchmark: str, reports: Iterable[Report]) -> Report:
+    """One report of several, whose names are before those of their bars and faults."""
+    reports = list(reports)
+    return Report(
+        benchmark,
+        [table for report in reports for table in report.tables],
+        [attrs.evolve(bar, name=f"{report.benchmark}, {bar.name}") for report in reports for bar in report.bars],
+        [f"{report.benchmark}: {fault}" for report in reports for fault in report.faults],
+        "\n".join(report.text for report in reports if report.text),
+    )
+
+
 def circumstances() -> dict[str, Any]:
-    """What a figure means little without."""
+    """Versions, device and load, without which a figure means little."""
     device = jax.devices()[0]
     return {
         "python": platform.python_version(),
@@ -85,13 +101,13 @@ def circumstances() -> dict[str, Any]:
 
 def heading() -> str:
     """One line of circumstances."""
-    known = circumstances()
-    versions = " ".join(f"{name} {version}" for name, version in known["versions"].items())
-    load = f", load {known['load'][0]:.1f}" if known["load"] else ""
-    return f"Python {known['python']}, {versions}, on {known['device']}, {known['cores']} cores{load}"
+    values = circumstances()
+    versions = " ".join(f"{name} {version}" for name, version in values["versions"].items())
+    load = f", load {values['load'][0]:.1f}" if values["load"] else ""
+    return f"Python {values['python']}, {versions}, on {values['device']}, {values['cores']} cores{load}"
 
 
-def _shown(cell: Cell) -> str:
+def _text(cell: Cell) -> str:
     if isinstance(cell, str):
         return cell
     if isinstance(cell, int) or cell == 0:

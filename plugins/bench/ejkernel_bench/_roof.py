@@ -1,15 +1,17 @@
-"""What a card could do at most: an attention takes at least the time of its products, its memory, its exponentials."""
+"""The least time of an attention on a card: that of its matrix products, its memory, or its exponentials."""
 
 from __future__ import annotations
 
 import attrs
 
-from ._problem import Problem
+from ejkernel_core import Example
+
+from ._attention import bytes_moved, exponentials, flops
 
 
 @attrs.frozen
 class Card:
-    """What it does a second, by its maker's word."""
+    """The rates of a card, in a second, by its data sheet."""
 
     #: Multiplications and additions of matrices of 16 bits.
     flops: float
@@ -21,28 +23,16 @@ class Card:
 CARDS = {"NVIDIA H200": Card(flops=989e12, bytes=4.8e12, exponentials=132 * 16 * 1.83e9)}
 
 
-def least_seconds(problem: Problem, which: str, card: Card) -> dict[str, float]:
+def least_seconds(example: Example, pass_name: str, card: Card) -> dict[str, float]:
     """By what limits it; the greatest of them is the roof.
 
-    >>> least = least_seconds(Problem(1, 16384, 16, 128, "bfloat16"), "forward", CARDS["NVIDIA H200"])
+    >>> from ejkernel_ops.flash_attention.sizes import self_attention
+    >>> least = least_seconds(self_attention(1, 16384, 16, 128, "bfloat16"), "forward", CARDS["NVIDIA H200"])
     >>> {name: f"{1e3 * seconds:.2f} ms" for name, seconds in least.items()}
     {'products': '1.11 ms', 'memory': '0.06 ms', 'exponentials': '0.56 ms'}
     """
-    passes = 1 if which == "forward" else 2
     return {
-        "products": problem.flops(which) / card.flops,
-        "memory": _bytes(problem, which) / card.bytes,
-        "exponentials": passes * problem.batch * problem.heads * problem.pairs() / card.exponentials,
+        "products": flops(example, pass_name) / card.flops,
+        "memory": bytes_moved(example, pass_name) / card.bytes,
+        "exponentials": exponentials(example, pass_name) / card.exponentials,
     }
-
-
-def _bytes(problem: Problem, which: str) -> int:
-    """Everything once: forward it reads query, key, value and writes the output; backward it reads these and the
-    output's gradient, and writes three gradients. The log-sum-exp is float32.
-    """
-    tokens = problem.batch * problem.length
-    own = 2 * tokens * problem.heads * problem.head_dim
-    others = 2 * tokens * (problem.kv_heads or problem.heads) * problem.head_dim
-    lse = 4 * tokens * problem.heads
-    forward = 2 * own + 2 * others + lse
-    return forward if which == "forward" else forward + 4 * own + 4 * others + lse

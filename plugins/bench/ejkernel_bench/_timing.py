@@ -1,4 +1,4 @@
-"""How time is taken: every contender in turn, many times over, and the median with its spread."""
+"""Times of several contenders, measured in turn: medians and spreads."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ejkernel_tuning import Timing, benchmark
 
 @attrs.frozen
 class Times:
-    """Seconds, one for each run."""
+    """Seconds, one for each round."""
 
-    seconds: tuple[float, ...] = attrs.field(converter=tuple, validator=attrs.validators.min_len(1))
+    seconds: tuple[float, ...] = attrs.field(converter=tuple[float, ...], validator=attrs.validators.min_len(1))
 
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
 
     def percentile(self, percent: float) -> float:
-        """The value that ``percent`` of the runs stay below, between neighbours in proportion.
+        """The value below which ``percent`` of the rounds are, interpolated.
 
         >>> Times([4.0, 1.0, 3.0, 2.0, 5.0]).percentile(50), Times([1.0, 2.0]).percentile(25)
         (3.0, 1.25)
@@ -40,71 +40,75 @@ class Times:
         return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
     def scaled(self, unit: float) -> tuple[float, float, float, float]:
-        """Median, spread, least and most, in units of so many seconds."""
-        return tuple(value / unit for value in (self.median, self.spread, min(self.seconds), max(self.seconds)))
+        """Median, spread, least and greatest, in units of so many seconds."""
+        return self.median / unit, self.spread / unit, min(self.seconds) / unit, max(self.seconds) / unit
 
     @property
     def spread(self) -> float:
-        """The distance between the quartiles: what a machine with other things to do adds to a run, it shows here."""
+        """The distance between the quartiles. It is large where the machine is busy with other things."""
         return self.percentile(75) - self.percentile(25)
 
 
 #: The headings of ``Times.scaled``.
-COLUMNS = ("median", "quartile range", "least", "most")
+COLUMNS = ("median", "quartile range", "least", "greatest")
 
 
 def once(run: Callable[[], Any]) -> tuple[float, Any]:
-    """The seconds until the results of one run are there, and the results."""
+    """The seconds until the results of one run are ready, and the results."""
     start = time.perf_counter()
     results = jax.block_until_ready(run())
     return time.perf_counter() - start, results
 
 
 def interleaved(contenders: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> dict[str, Times]:
-    """Time all contenders in every round, in turns forwards and backwards.
+    """Time all contenders in every round, in alternating order.
 
-    What slows the machine down for a while then slows all of them, and none always runs in another's cache.
+    What slows the machine down for a while then slows all of them, and no contender always follows the same one.
     """
     for _ in range(warm_up):
         for run in contenders.values():
             jax.block_until_ready(run())
-    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
     with _no_garbage_collection():
         for order in _orders(list(contenders), rounds):
             for name in order:
-                taken[name].append(once(contenders[name])[0])
-    return {name: Times(seconds) for name, seconds in taken.items()}
+                samples[name].append(once(contenders[name])[0])
+    return {name: Times(seconds) for name, seconds in samples.items()}
 
 
 def in_bursts(contenders: Mapping[str, Callable[[], Any]], rounds: int, seconds: float) -> dict[str, Times]:
-    """The same for a device that works behind Python's back: in each round so many calls that they take ``seconds``.
+    """The same for a device that runs asynchronously: a round has as many calls as take ``seconds``.
 
-    The device never waits for Python between them. The first round is to warm up, and tells how many they are.
+    The device never waits for Python between them. The first round is for warming up and for counting these calls.
     """
     counts = dict.fromkeys(contenders, 3)
-    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
     for number, order in enumerate(_orders(list(contenders), rounds + 1)):
         for name in order:
-            jax.block_until_ready(contenders[name]())  # its code and inputs are where they were when it ran last
+            jax.block_until_ready(contenders[name]())  # so that its code and inputs are in the caches again
             burst, _ = once(partial(_last, contenders[name], counts[name]))
             if number == 0:
                 counts[name] = max(3, math.ceil(seconds * counts[name] / burst))
             else:
-                taken[name].append(burst / counts[name])
-    return {name: Times(each) for name, each in taken.items()}
+                samples[name].append(burst / counts[name])
+    return {name: Times(seconds) for name, seconds in samples.items()}
 
 
 def on_the_device(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Times]:
-    """The same by the device's own clock where it has one, for what is over before Python has called it: a round is
-    some calls, and what lies between the kernels of a call does not count.
+    """The same by the device's own clock where it has one, for calls that take Python longer than the device. A round
+    is some calls. The time between the kernels of a call does not count.
     """
-    taken: dict[str, list[Timing]] = {name: [] for name in contenders}
+    timings: dict[str, list[Timing]] = {name: [] for name in contenders}
     for order in _orders(list(contenders), rounds):
         for name in order:
-            taken[name].append(benchmark(contenders[name], num_warmup=1, num_iters=8))
-    if len({timing.source for each in taken.values() for timing in each}) > 1:
-        raise RuntimeError("some were timed by the device and some by the host; is the program being profiled?")
-    return {name: Times([timing * 1e-3 for timing in each]) for name, each in taken.items()}
+            timings[name].append(benchmark(contenders[name], num_warmup=1, num_iters=8))
+    if len({timing.source for row in timings.values() for timing in row}) > 1:
+        raise MixedClocks("some were timed by the device and some by the host; is the program being profiled?")
+    return {name: Times([timing * 1e-3 for timing in row]) for name, row in timings.items()}
+
+
+class MixedClocks(RuntimeError):
+    """Times by the device and by the host cannot be compared."""
 
 
 def _last(run: Callable[[], Any], count: int) -> Any:

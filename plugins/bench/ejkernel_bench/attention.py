@@ -1,53 +1,45 @@
-"""Attention by the core against ``jax.nn.dot_product_attention(implementation="xla")``."""
+"""Attention against jax.nn.dot_product_attention, S 4096, causal and full."""
 
 from __future__ import annotations
 
-from typing import Any
+from ejkernel_core import Example
+from ejkernel_ops.flash_attention.sizes import self_attention
 
-import jax
-
-from ._contenders import PASSES, compiled, disagreement, timed
-from ._errors import TOLERANCE
-from ._problem import Attention, Problem, chosen, through_core
+from ._attention import by_jax_nn
+from ._calls import PASSES, by_core, describe, draw, jitted, kernels_of, mismatches, tolerance_of
 from ._report import Bar, Report, Table
-from ._timing import COLUMNS
+from ._timing import COLUMNS, interleaved
 
-PROBLEMS = (Problem(1, 4096, 8, 64, causal=True), Problem(1, 4096, 8, 64, causal=False))
+EXAMPLES = tuple(self_attention(1, 4096, 8, 64, causal=causal) for causal in (True, False))
 ROUNDS = 7
 
 
 def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
-    """Causal and full."""
-    tables, bars, wrong = [], [], []
-    for problem in PROBLEMS:
-        table, own_bars, own_faults = compare(problem, backend, rounds)
+    """Against ``implementation="xla"``."""
+    tables, bars, faults = [], [], []
+    for example in EXAMPLES:
+        table, new_bars, new_faults = compare(example, backend, rounds)
         tables.append(table)
-        bars += own_bars
-        wrong += own_faults
-    return Report("attention", tables, bars, wrong)
+        bars += new_bars
+        faults += new_faults
+    return Report("attention", tables, bars, faults)
 
 
-def compare(problem: Problem, backend: str | None, rounds: int) -> tuple[Table, list[Bar], list[str]]:
+def compare(example: Example, backend: str | None, rounds: int) -> tuple[Table, list[Bar], list[str]]:
     """Forward, and forward+backward: the results against each other, then the times."""
-    arrays = problem.arrays()
-    ours, peer = through_core(problem, backend), by_jax_nn(problem)
-    rows, bars, wrong = [], [], []
-    for name in PASSES:
-        runs = {"ejkernel": compiled(ours, name, arrays), "jax.nn": compiled(peer, name, arrays)}
-        given, right = (call() for call in runs.values())
-        wrong += disagreement(f"{name}, {problem}", given, right, TOLERANCE[problem.dtype])
-        times = timed(runs, rounds)
-        rows += [(f"{name}, {who}", *taken.scaled(1e-3)) for who, taken in times.items()]
+    inputs = draw(example)
+    ours, peer = by_core(example, backend), by_jax_nn(describe(example))
+    rows, bars = [], []
+    faults: list[str] = []
+    for pass_name in PASSES:
+        runs = {"ejkernel": jitted(ours, pass_name, inputs), "jax.nn": jitted(peer, pass_name, inputs)}
+        results, expected = (run() for run in runs.values())
+        label = f"{pass_name}, {example.name}"
+        faults += mismatches(label, results, expected, inputs.names(pass_name), tolerance_of(example))
+        times = interleaved(runs, rounds, warm_up=0)
+        rows += [(f"{pass_name}, {name}", *contender_times.scaled(1e-3)) for name, contender_times in times.items()]
         ratio = times["ejkernel"].median / times["jax.nn"].median
-        bars.append(Bar(f"{name}, {problem}: ejkernel / jax.nn", ratio, 1.0, "times"))
-    title = f"{problem}, {chosen(problem, backend)} against jax.nn: milliseconds, {rounds} rounds in turn"
-    return Table(title, ("", *COLUMNS), rows), bars, wrong
-
-
-def by_jax_nn(problem: Problem) -> Attention:
-    """The peer."""
-
-    def attention(query: Any, key: Any, value: Any) -> Any:
-        return jax.nn.dot_product_attention(query, key, value, is_causal=problem.causal, implementation="xla")
-
-    return attention
+        bars.append(Bar(f"{label}: ejkernel / jax.nn", ratio, 1.0, "times"))
+    kernels = kernels_of(example, backend)
+    title = f"{example.name}, {kernels} against jax.nn: milliseconds, {rounds} rounds in turn"
+    return Table(title, ("", *COLUMNS), rows), bars, faults

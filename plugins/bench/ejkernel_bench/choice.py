@@ -1,73 +1,74 @@
-"""What tuning chooses, pass by pass, against each of the kernels that it chooses from.
+"""What tuning chooses for attention on a GPU, for each pass, against each kernel that it chooses from.
 
-Two contenders that come to the same kernels with the same configurations are one program, and measured once.
+Contenders with the same kernels and configurations are one program, and measured once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 
-from ejkernel_core import NoKernel, policy_override, registry
+from ejkernel_core import Example, Key, NoKernel, policy_override, registry
+from ejkernel_ops.flash_attention.sizes import COMMON, VARIED
 
-from ._contenders import PASSES, Results, compiled
-from ._problem import Problem, through_core
+from ._calls import PASSES, Inputs, Run, by_core, draw, jitted
 from ._report import Bar, Report, Table
 from ._timing import in_bursts
-from .flash_attention import ANCHORS, MORE, SECONDS
-from .tuning import nothing_remembered
+from .flash_attention import SECONDS
+from .tuning import temporary_store
 
 BACKENDS = ("triton", "gluon_sm90", "xla")
 ROUNDS = 7
 BUDGET_S = 60.0
-#: How much slower than the best of them a choice may be.
-BAR = 1.03
+#: The most time that a choice may take, relative to the best backend.
+LIMIT = 1.03
 
 
 def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
-    """On a GPU; ``backend`` stands for those that are compared there."""
+    """On a GPU, against the usual backends or this one."""
     if jax.default_backend() != "gpu":
         return Report("choice", (), text="choice: there is no GPU here, and nothing was measured")
-    return compare([*ANCHORS, *MORE], (backend,) if backend else BACKENDS, rounds)
+    return compare([*COMMON, *VARIED], (backend,) if backend else BACKENDS, rounds)
 
 
-def compare(problems: Sequence[Problem], backends: Sequence[str], rounds: int) -> Report:
-    """One row a problem and pass: the choice's time, and that of each backend that takes it, tuned alone."""
+def compare(examples: Sequence[Example], backends: Sequence[str], rounds: int) -> Report:
+    """One row for each example and pass: the time of the choice, and that of each backend, tuned alone."""
     rows, bars = [], []
     with policy_override(autotune=True, budget_s=BUDGET_S):
-        for problem in problems:
-            arrays, extras = problem.arrays(), problem.extras()
-            who: dict[str, str | None] = {"chosen": None, **{backend: backend for backend in backends}}
-            tuned = {label: _tuned(problem, backend, arrays, extras) for label, backend in who.items()}
-            for name in PASSES:
-                programs = {label: passes[name][0] for label, passes in tuned.items() if name in passes}
+        for example in examples:
+            inputs = draw(example)
+            contenders: dict[str, str | None] = {"chosen": None, **{backend: backend for backend in backends}}
+            passes_by_contender = {name: _tune(example, backend, inputs) for name, backend in contenders.items()}
+            for pass_name in PASSES:
+                programs = {
+                    name: passes[pass_name][0] for name, passes in passes_by_contender.items() if pass_name in passes
+                }
                 if len(programs) < 2:
                     continue  # there is nothing to compare
-                runs = dict(passes[name] for passes in tuned.values() if name in passes)
+                runs = dict(passes[pass_name] for passes in passes_by_contender.values() if pass_name in passes)
                 times = in_bursts(runs, rounds, SECONDS)
-                seconds = {label: times[program].median for label, program in programs.items()}
+                seconds = {name: times[program].median for name, program in programs.items()}
                 ratio = seconds["chosen"] / min(seconds[backend] for backend in backends if backend in seconds)
-                medians = [1e3 * seconds[label] if label in seconds else "-" for label in who]
-                rows.append((f"{problem}, {name}", *medians, ratio, programs["chosen"]))
-                bars.append(Bar(f"{problem}, {name}: chosen / best", ratio, BAR, "times"))
-    columns = ("", *who, "chosen / best", "chosen")
+                medians = [1e3 * seconds[name] if name in seconds else "-" for name in contenders]
+                rows.append((f"{example.name}, {pass_name}", *medians, ratio, programs["chosen"]))
+                bars.append(Bar(f"{example.name}, {pass_name}: chosen / best", ratio, LIMIT, "times"))
+    columns = ("", *contenders, "chosen / best", "chosen")
     return Report("choice", [Table(f"milliseconds, medians of {rounds} rounds in turn", columns, rows)], bars)
 
 
-def _tuned(
-    problem: Problem, backend: str | None, arrays: tuple[jax.Array, ...], extras: Mapping[str, jax.Array]
-) -> dict[str, tuple[str, Callable[[], Results]]]:
-    """For each pass that is not refused which kernels run, and one run of them: tuned alone, whatever others found."""
-    found = {}
-    with nothing_remembered():
-        for name in PASSES:
-            run = compiled(through_core(problem, backend), name, arrays, extras)
+def _tune(example: Example, backend: str | None, inputs: Inputs) -> dict[str, tuple[str, Run]]:
+    """By pass, unless it is refused: the kernels with their configurations, and the run. Each backend is tuned."""
+    passes: dict[str, tuple[str, Run]] = {}
+    with temporary_store():
+        for pass_name in PASSES:
+            run = jitted(by_core(example, backend), pass_name, inputs)
             try:
-                jax.block_until_ready(run())  # it is tuned here
+                jax.block_until_ready(run())  # the first run tunes
             except NoKernel:
                 continue
-            # All that is remembered are its own calls.
-            best = {key.op: records[0] for key, records in registry.memory.items()}
-            found[name] = " and ".join(f"{op}.{record.backend} {record.cfg}" for op, record in best.items()), run
-    return found
+            # The memory has the records of these calls alone.
+            best = {key.op: records[0] for key, records in registry.memory.items() if isinstance(key, Key)}
+            program = " and ".join(f"{op}.{record.backend} {record.cfg}" for op, record in best.items())
+            passes[pass_name] = program, run
+    return passes

@@ -1,131 +1,110 @@
-"""``flash_attention`` on a GPU, case by case, against everybody who can do the case, in the same run."""
+"""Attention on a GPU, call by call: times and rates; with --peers also those of cuDNN, Pallas and torch.
+
+All contenders of a call are measured in the same run, and only those with right results.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-import attrs
 import jax
 
-from ._contenders import PASSES, Pass, Results, compiled, disagreement
-from ._errors import TOLERANCE
-from ._peers import Peer, peers
-from ._problem import Problem, through_core
+from ejkernel_core import Example
+from ejkernel_ops.flash_attention.sizes import COMMON, VARIED, self_attention
+
+from ._attention import flops, peers
+from ._calls import PASSES, Inputs, Pass, Run, by_core, correct_runs, draw, jitted, tolerance_of
+from ._peers import Peer, pass_of
 from ._report import Bar, Cell, Report, Table
 from ._timing import Times, in_bursts
 
-BF16 = "bfloat16"
-#: Seven cases, and the most TFLOP/s that a plain Triton kernel had on an H200, forward and both passes.
-ANCHORS: dict[Problem, tuple[float, float]] = {
-    Problem(4, 4096, 16, 128, BF16, causal=False): (334, 318),
-    Problem(4, 4096, 16, 128, BF16): (294, 260),
-    Problem(1, 16384, 16, 128, BF16, causal=False): (348, 317),
-    Problem(1, 16384, 16, 128, BF16): (347, 292),
-    Problem(4, 4096, 32, 64, BF16): (283, 220),
-    Problem(2, 8192, 32, 128, BF16, kv_heads=8): (338, 283),
-    Problem(8, 2048, 16, 128, BF16): (269, 235),
-}
-LONG = Problem(1, 16384, 16, 128, BF16)
-MORE = (
-    *(Problem(1, 8192, 16, dim, BF16) for dim in (64, 96, 128, 192, 256)),
-    attrs.evolve(LONG, window=1023),
-    attrs.evolve(LONG, sequences=8),
-    attrs.evolve(LONG, sequences=64),
-    Problem(1, 8192, 16, 128, BF16, soft_cap=30.0),
-    Problem(1, 8192, 16, 128, BF16, bias=True),
-    Problem(1, 8192, 16, 128, BF16, sinks=True),
+#: For each of the common sizes, the most TFLOP/s of a plain Triton kernel on an H200, forward and both passes.
+TRITON_RATES = dict(
+    zip(
+        (example.name for example in COMMON),
+        ((334, 318), (294, 260), (348, 317), (347, 292), (283, 220), (338, 283), (269, 235)),
+        strict=True,
+    )
 )
-#: How much faster than the best plain Triton peer; how much faster a window of 1024 is than none.
-FORWARD, BOTH, WINDOWED, OVER_XLA = 1.25, 1.20, 6.0, 2.5
-#: Peers whose times are also told as multiples of ours.
-COMPARED = ("cuDNN", "jax pallas-triton", "torch FA2")
+LONG = self_attention(1, 16384, 16, 128, "bfloat16").name
+WINDOWED = self_attention(1, 16384, 16, 128, "bfloat16", window=1023).name
+#: Minimum ratios: to the best plain Triton kernel, forward and in both passes; of a window of 1024 to none; to our XLA
+#: kernel.
+FORWARD_MINIMUM, BOTH_MINIMUM, WINDOW_MINIMUM, XLA_MINIMUM = 1.25, 1.20, 6.0, 2.5
+#: The peers whose times are also shown as multiples of ours.
+PEERS = ("cuDNN", "jax pallas-triton", "torch FA2")
 ROUNDS = 7
-#: A round runs a contender for about so long, without waiting in between.
+#: How long a contender runs in a round, without waiting in between.
 SECONDS = 0.03
 
+#: By the example's name and the pass: our TFLOP/s, and the times of all contenders, ours first.
+Rates = Mapping[tuple[str, str], tuple[float, Mapping[str, Times]]]
 
-def run(backend: str | None = None, rounds: int = ROUNDS, against: bool = False) -> Report:
-    """On a GPU; ``against`` peers, or alone."""
+
+def run(backend: str | None = None, rounds: int = ROUNDS, with_peers: bool = False) -> Report:
+    """On a GPU; alone, or with the installed peers."""
     if jax.default_backend() != "gpu":
         return Report("flash_attention", (), text="flash_attention: there is no GPU here, and nothing was measured")
-    return compare([*ANCHORS, *MORE], backend, rounds, peers() if against else ())
+    return compare([*COMMON, *VARIED], backend, rounds, peers() if with_peers else {})
 
 
-def compare(problems: Sequence[Problem], backend: str | None, rounds: int, others: Sequence[Peer]) -> Report:
-    """One row a problem and pass: our time and rate, and everybody else's time."""
+def compare(examples: Sequence[Example], backend: str | None, rounds: int, others: Mapping[str, Peer]) -> Report:
+    """One row for each example and pass: our time and rate, and the times of the others."""
     rows: list[tuple[Cell, ...]] = []
-    wrong: list[str] = []
-    rates: dict[tuple[Problem, str], tuple[float, Mapping[str, Times]]] = {}
+    faults: list[str] = []
+    rates: dict[tuple[str, str], tuple[float, Mapping[str, Times]]] = {}
     ours = f"ejkernel {backend}" if backend else "ejkernel"
-    for problem in problems:
-        arrays = problem.arrays()
-        right = exact(problem, arrays)()
-        for name in PASSES:
-            runs = {ours: compiled(through_core(problem, backend), name, arrays, problem.extras())}
-            runs |= {peer.name: run for peer in others if (run := peer.prepared(problem, arrays, name)) is not None}
-            runs, refused = able(runs, problem, name, right)
-            wrong += refused
+    for example in examples:
+        inputs = draw(example)
+        expected = reference(example, inputs)()
+        for pass_name in PASSES:
+            passes = {name: pass_of(peer, example, inputs, pass_name) for name, peer in others.items()}
+            runs: dict[str, Run] = {ours: jitted(by_core(example, backend), pass_name, inputs)}
+            runs |= {name: run for name, run in passes.items() if run is not None}
+            label = f"{pass_name}, {example.name}"
+            runs, new_faults = correct_runs(runs, label, expected, inputs.names(pass_name), tolerance_of(example))
+            faults += new_faults
             if ours not in runs:
                 continue
             times = in_bursts(runs, rounds, SECONDS)
-            rate = problem.flops(name) / times[ours].median / 1e12
-            rates[problem, name] = rate, times
-            rows.append((f"{problem}, {name}", *times[ours].scaled(1e-3)[:2], rate, *_peers_cells(times, ours, others)))
-    compared = [f"{peer.name} / ours" for peer in others if peer.name in COMPARED]
-    columns = ("", ours, "range", "TFLOP/s", *(peer.name for peer in others), *compared)
+            rate = flops(example, pass_name) / times[ours].median / 1e12
+            rates[example.name, pass_name] = rate, times
+            cells = (*times[ours].scaled(1e-3)[:2], rate, *_peer_cells(times, ours, others))
+            rows.append((f"{example.name}, {pass_name}", *cells))
+    ratios = [f"{name} / ours" for name in others if name in PEERS]
+    columns = ("", ours, "range", "TFLOP/s", *others, *ratios)
     table = Table(f"milliseconds, medians of {rounds} rounds in turn, bfloat16", columns, rows)
-    return Report("flash_attention", [table], list(_bars(rates)), wrong)
+    return Report("flash_attention", [table], list(_bars(rates)), faults)
 
 
-def exact(problem: Problem, arrays: tuple[jax.Array, ...]) -> Pass:
-    """Both passes by the blockwise XLA kernel, in float32."""
-    wide = attrs.evolve(problem, dtype="float32")
-    floats = tuple(array.astype("float32") for array in arrays)
-    return compiled(through_core(wide, "xla"), "forward+backward", floats, wide.extras())
+def reference(example: Example, inputs: Inputs) -> Pass:
+    """Both passes by our XLA kernel, in float32."""
+    return jitted(by_core(example, "xla"), PASSES[1], inputs.astype("float32"))
 
 
-def able(
-    runs: Mapping[str, Callable[[], Results]], problem: Problem, name: str, right: Results
-) -> tuple[dict[str, Callable[[], Results]], list[str]]:
-    """Who runs at all, and what is wrong with the results of those who do."""
-    able, wrong = {}, []
-    for who, run in runs.items():
-        try:
-            given = jax.block_until_ready(run())
-        except Exception as fault:  # whatever it is, it is told, and the others are measured
-            wrong.append(f"{who}, {name}, {problem}: {type(fault).__name__}: {str(fault)[:200]}")
-            continue
-        off = list(disagreement(f"{who}, {name}, {problem}", given, right, TOLERANCE[problem.dtype]))
-        wrong += off
-        if not off:
-            able[who] = run
-    return able, wrong
+def _peer_cells(times: Mapping[str, Times], ours: str, others: Mapping[str, Peer]) -> Iterator[Cell]:
+    for name in others:
+        yield times[name].scaled(1e-3)[0] if name in times else "-"
+    for name in others:
+        if name in PEERS:
+            yield times[name].median / times[ours].median if name in times else "-"
 
 
-def _peers_cells(times: Mapping[str, Times], ours: str, others: Sequence[Peer]) -> Iterator[Cell]:
-    for peer in others:
-        yield times[peer.name].scaled(1e-3)[0] if peer.name in times else "-"
-    for peer in others:
-        if peer.name in COMPARED:
-            yield times[peer.name].median / times[ours].median if peer.name in times else "-"
-
-
-def _bars(rates: Mapping[tuple[Problem, str], tuple[float, Mapping[str, Times]]]) -> Iterator[Bar]:
-    for problem, anchors in ANCHORS.items():
-        for name, factor, anchor in zip(PASSES, (FORWARD, BOTH), anchors, strict=True):
-            if (problem, name) in rates:
-                what = f"{problem}, {name}: over the best plain Triton peer so far"
-                yield Bar(what, rates[problem, name][0] / anchor, factor, "times", at_least=True)
-    windowed = attrs.evolve(LONG, window=1023)
-    for name in PASSES:
-        if (windowed, name) in rates and (LONG, name) in rates:
-            gain = _ours(rates[LONG, name][1]) / _ours(rates[windowed, name][1])
-            yield Bar(f"{windowed}, {name}: none / window", gain, WINDOWED, "times", at_least=True)
-    for (problem, name), (_, times) in rates.items():
+def _bars(rates: Rates) -> Iterator[Bar]:
+    for name, triton_rates in TRITON_RATES.items():
+        for pass_name, ratio, triton_rate in zip(PASSES, (FORWARD_MINIMUM, BOTH_MINIMUM), triton_rates, strict=True):
+            if (name, pass_name) in rates:
+                title = f"{name}, {pass_name}: over the best plain Triton kernel so far"
+                yield Bar(title, rates[name, pass_name][0] / triton_rate, ratio, "times", at_least=True)
+    for pass_name in PASSES:
+        if (WINDOWED, pass_name) in rates and (LONG, pass_name) in rates:
+            gain = _ours(rates[LONG, pass_name][1]) / _ours(rates[WINDOWED, pass_name][1])
+            yield Bar(f"{WINDOWED}, {pass_name}: none / window", gain, WINDOW_MINIMUM, "times", at_least=True)
+    for (name, pass_name), (_, times) in rates.items():
         if "ejkernel xla" in times and len(times) > 1:
             gain = times["ejkernel xla"].median / _ours(times)
-            yield Bar(f"{problem}, {name}: over the XLA kernel", gain, OVER_XLA, "times", at_least=True)
+            yield Bar(f"{name}, {pass_name}: over the XLA kernel", gain, XLA_MINIMUM, "times", at_least=True)
 
 
 def _ours(times: Mapping[str, Times]) -> float:

@@ -1,4 +1,4 @@
-"""The memory that attention takes, forward and backward, above what goes in and comes out."""
+"""The peak memory of attention, forward and backward, S 16384, beyond inputs and outputs."""
 
 from __future__ import annotations
 
@@ -6,61 +6,66 @@ import json
 import sys
 from pathlib import Path
 
-import attrs
 import jax
 
-from ._fresh import in_fresh_process
-from ._problem import Problem, chosen, through_core, with_gradients
+from ejkernel_ops.flash_attention.sizes import self_attention
+
+from ._calls import by_core, draw, kernels_of, with_gradients
+from ._fresh import in_new_process
 from ._report import Bar, Report, Table
 
-PROBLEM = Problem(1, 16384, 8, 64)
+#: A length at which the dense scores alone have 8 GiB.
+SIZE = (1, 16384, 8, 64)
 ROUNDS = 1
-BAR_GIB = 1.0
+LIMIT_GIB = 1.0
 GIB = 2**30
 
-#: A process of its own, because the peak of a process only ever grows.
+#: Each in a new process, because the peak of a process never falls.
 _PEAK = """
 import json, sys
 from ejkernel_bench.memory import peak
-from ejkernel_bench._problem import Problem
-backend, *numbers = json.loads(sys.argv[1])
-print(json.dumps(peak(Problem(*numbers), backend)))
+size, backend = json.loads(sys.argv[1])
+print(json.dumps(peak(size, backend)))
 """
 
 
 def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
-    """At a length whose dense scores alone are 8 GiB. The most of so many rounds."""
-    table, bars = measure(PROBLEM, backend, rounds)
+    """The greatest peak of so many rounds."""
+    table, bars = measure(SIZE, backend, rounds)
     return Report("memory", [table], bars)
 
 
-def measure(problem: Problem, backend: str | None, rounds: int) -> tuple[Table, list[Bar]]:
-    """By the compiler's count, and on a CPU by the operating system's."""
-    argument = json.dumps([backend, *attrs.astuple(problem)])
-    figures = [in_fresh_process(_PEAK, argument) for _ in range(rounds)]
-    found = {"temporaries, says the compiler": max(temporary for temporary, _ in figures) / GIB}
+def measure(size: tuple[int, int, int, int], backend: str | None, rounds: int) -> tuple[Table, list[Bar]]:
+    """As the compiler counts, and on a CPU as the operating system does."""
+    example = self_attention(*size)
+    peaks = [in_new_process(_PEAK, json.dumps([size, backend])) for _ in range(rounds)]
+    figures = {"temporaries, by the compiler": max(temporary for temporary, _ in peaks) / GIB}
     if jax.default_backend() == "cpu":  # elsewhere the arrays are not in the process's memory
-        found["growth of the process, says the system"] = max(grown for _, grown in figures) / GIB
-    bars = [Bar(f"{name}, {problem}", gib, BAR_GIB, "GiB") for name, gib in found.items()]
-    title = f"{problem}, {chosen(problem, backend)}: memory of forward+backward above inputs and outputs"
-    return Table(title, ("", "GiB"), found.items()), bars
+        figures["growth of the process, by the system"] = max(growth for _, growth in peaks) / GIB
+    bars = [Bar(f"{name}, {example.name}", gib, LIMIT_GIB, "GiB") for name, gib in figures.items()]
+    kernels = kernels_of(example, backend)
+    title = f"{example.name}, {kernels}: memory of forward+backward beyond inputs and outputs"
+    return Table(title, ("", "GiB"), figures.items()), bars
 
 
-def peak(problem: Problem, backend: str | None) -> tuple[int, int]:
-    """Bytes of the compiled function's temporaries, and by which this process grows at most while it runs.
+def peak(size: tuple[int, int, int, int], backend: str | None) -> tuple[int, int]:
+    """Bytes of the compiled function's temporaries, and the greatest growth of this process while it runs.
 
-    The growth counts from what is resident after compiling, so it can only be too large: by what compiling took more.
+    The growth counts from what is resident after compiling. It can only be too large, by what compiling took more.
     """
-    arrays = jax.block_until_ready(problem.arrays())
-    function = jax.jit(with_gradients(through_core(problem, backend))).lower(*arrays).compile()
+    example = self_attention(*size)
+    inputs = draw(example)
+    arguments = jax.block_until_ready(inputs.parts)
+    function = jax.jit(with_gradients(by_core(example, backend), inputs.wrt)).lower(*arguments).compile()
     before = _resident()
-    outputs = sum(result.nbytes for result in jax.block_until_ready(function(*arrays)))
-    temporary = function.memory_analysis().temp_size_in_bytes
-    return int(temporary), max(_peak_resident() - before - outputs, 0)
+    outputs = sum(result.nbytes for result in jax.block_until_ready(function(*arguments)))
+    analysis = function.memory_analysis()
+    assert analysis is not None  # every backend of jaxlib has it
+    return int(analysis.temp_size_in_bytes), max(_peak_resident() - before - outputs, 0)
 
 
 def _resident() -> int:
-    """What the process holds; where the system does not tell, the most it has held so far."""
+    """The memory of the process; the peak so far where the system does not say."""
     import resource
 
     table = Path("/proc/self/statm")

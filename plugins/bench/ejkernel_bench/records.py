@@ -1,65 +1,109 @@
-"""``python -m ejkernel_bench.records FOLDER``: measure the calls that the benchmarks make, and keep what is best.
+"""``python -m ejkernel_bench.records FOLDER [operation ...]``: tune what benchmarks measure, and write the records.
 
-The folder is laid out as ``ejkernel-cache`` lays out its own, so it can be published as it is. A run goes on where one
-before was interrupted; several cards can share the work, by ``--part``.
+FOLDER gets a file ``<device>/<operation>.jsonl`` with the best configuration of each call, as packages of records have
+them. The measurements themselves are stored in ``FOLDER/measurements``, so that an interrupted run can be continued;
+several cards can share the work by ``--part``.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel_core import Invocation
+import ejkernel_core
+from ejkernel_cache import PersistentCache
+from ejkernel_cache._names import component
+from ejkernel_core import Example, Invocation, Record
+from ejkernel_core._discovery import OPERATIONS
 from ejkernel_tuning import autotune_recorded, recording
 
-from . import flash_attention, hopper
-from ._problem import Problem, through_core
-from .tuning import kept_in
+from ._calls import abstract_inputs, benchmark_examples, by_core, shapes_of, with_gradients
+from .tuning import store_in
 
-#: Each once.
-PROBLEMS = tuple(dict.fromkeys([*flash_attention.ANCHORS, *hopper.MORE, *hopper.ALONE, *flash_attention.MORE]))
-#: For one contest. What is still compiled when its time is up would disturb the next one.
+#: For one measurement. What still compiles at its end would disturb the next one.
 SECONDS = 60.0
+MEASUREMENTS = "measurements"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 1 where something could not be measured."""
-    parser = argparse.ArgumentParser("python -m ejkernel_bench.records", description=__doc__.partition(": ")[2])
+    """The exit code: 1 where a call could not be measured."""
+    parser = argparse.ArgumentParser("python -m ejkernel_bench.records", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("folder", type=Path, help="where the records go")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for each pass of each problem at most")
-    parser.add_argument("--part", default="1/1", metavar="I/N", help="every N-th of the problems, from the I-th on")
-    asked = parser.parse_args(arguments)
-    part, parts = map(int, asked.part.split("/"))
-    failed = 0
-    with kept_in(asked.folder):
-        for problem in PROBLEMS[part - 1 :: parts]:
-            for inv in calls_of(problem):
-                for tuned in autotune_recorded([inv], asked.seconds).tuned:
-                    failed += not tuned.records
-                    print(problem, tuned, sep="\n", flush=True)
-    return 1 if failed else 0
+    parser.add_argument("operations", nargs="*", metavar="operation", help="all that have examples, by default")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for each call at most")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="every N-th of the examples, from the I-th on")
+    options = parser.parse_args(arguments)
+    registry = ejkernel_core.registry
+    part, parts = map(int, options.part.split("/"))
+    failures = 0
+    with store_in(options.folder / MEASUREMENTS):
+        for operation in options.operations or registry.names(OPERATIONS):
+            for example in benchmark_examples(operation)[part - 1 :: parts]:
+                for inv in calls_of(example):
+                    for tuned in autotune_recorded([inv], options.seconds).tuned:
+                        failures += not tuned.records
+                        print(example.name, tuned, sep="\n", flush=True)
+    for file in write_records(options.folder):
+        print(file)
+    return 1 if failures else 0
 
 
-def calls_of(problem: Problem) -> list[Invocation]:
-    """Forward, backward for query, key and value, and backward for all else that has gradients, too."""
-    attention = through_core(problem)
-    *arrays, d_out = jax.eval_shape(problem.arrays)
-    extras = jax.eval_shape(problem.extras)
-    smooth = {name: x for name, x in extras.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-    with recording() as found:
-        for wanted in ({}, smooth) if smooth else ({},):
-            rest = {name: x for name, x in extras.items() if name not in wanted}
+def calls_of(example: Example) -> list[Invocation]:
+    """The example forward, backward for its gradients, and backward for the gradients of all arrays that have them."""
+    operation, shapes = ejkernel_core.registry.operation(example.op), shapes_of(example)
+    floating_arrays = [name for name in operation.differentiable if name in shapes and _is_floating(shapes[name])]
+    function, inputs = by_core(example), abstract_inputs(example)
+    with recording() as invocations:
+        jax.jit(lambda arrays: function(**arrays)).lower(shapes)
+        for wrt in dict.fromkeys((example.wrt, tuple(floating_arrays))) if example.wrt else ():
+            others = {name: shape for name, shape in shapes.items() if name not in wrt}
+            arrays = [shapes[name] for name in wrt]
+            jax.jit(with_gradients(function, wrt)).lower(others, arrays, inputs.cotangents)
+    return list(invocations)
 
-            def gradients(wanted, rest, d_out, *qkv):  # type: ignore[no-untyped-def]
-                _, pull_back = jax.vjp(lambda wanted, *qkv: attention(*qkv, **wanted, **rest), wanted, *qkv)
-                return pull_back(d_out)
 
-            jax.jit(gradients).lower(wanted, rest, d_out, *arrays)
-    return list(found)
+def _is_floating(array: jax.ShapeDtypeStruct) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.floating))
+
+
+def write_records(folder: Path) -> list[Path]:
+    """Write the latest record of each measured call. A record of the same call with other software stays."""
+    lines: dict[Path, list[str]] = {}
+    for key, records in PersistentCache(folder / MEASUREMENTS).items():
+        if measured := [record for record in records if record.provenance is not None]:
+            latest = max(measured, key=_when)
+            document = json.loads(ejkernel_core.record_to_json(key, latest))
+            file = folder / component(key.device) / f"{component(key.op)}.jsonl"
+            lines.setdefault(file, []).append(json.dumps(document, sort_keys=True, separators=(",", ":")))
+    for file, new_lines in lines.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        old_lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        by_call = {_call(line): line for line in (*old_lines, *new_lines)}
+        temporary = file.with_suffix(f".{os.getpid()}")
+        temporary.write_text("\n".join(_sorted(by_call.values())) + "\n", encoding="utf-8")
+        temporary.replace(file)
+    return list(lines)
+
+
+def _when(record: Record) -> str:
+    assert record.provenance is not None
+    return record.provenance.when
+
+
+def _call(line: str) -> str:
+    """The call of a record, and the software that it was measured with."""
+    document = json.loads(line)
+    return json.dumps([document["problem"], (document["provenance"] or {}).get("software")], sort_keys=True)
+
+
+def _sorted(lines: Iterable[str]) -> list[str]:
+    return sorted(lines, key=_call)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Attention of many shapes drawn at random: right, twice the same bits, and none far slower than its neighbours."""
+"""Attention of 1,000 random shapes on a GPU: right results, equal bits in each run, none far slower than others."""
 
 from __future__ import annotations
 
@@ -16,270 +16,318 @@ import jax.numpy as jnp
 import numpy as np
 
 import ejkernel_core
-from ejkernel_core import NoKernel
+from ejkernel_core import Example, NoKernel, Plan
+from ejkernel_ops.flash_attention.sizes import self_attention
 
-from ._contenders import PASSES
-from ._errors import TOLERANCE
-from ._problem import GRADIENTS, Problem, plans, through_core, with_gradients
+from ._attention import flops, sizes
+from ._calls import (
+    PASSES,
+    Inputs,
+    Results,
+    Run,
+    abstract_inputs,
+    by_core,
+    describe,
+    describe_fault,
+    draw,
+    options_of,
+    plans,
+    tolerance_of,
+    with_gradients,
+)
 from ._report import Bar, Report, Table
 from ._timing import in_bursts
 
 COUNT = 1000
-#: How often each pass of each runs, and is compared.
+#: The number of runs of each pass of each shape, all compared.
 RUNS = 4
 ROUNDS = 3
-#: The least part of a neighbour's pace, of one that does no less, that a shape may have.
+#: The minimum ratio of a shape's speed to that of another length of its family that has as much work, or more.
 CLIFF = 0.5
-#: Neighbours: lengths that differ by little, on both sides of what blocks come out even for.
-BESIDE = (-64, -1, 0, 1, 7, 24, 64, 100)
-#: The seconds that a contender runs for in a round, without waiting in between.
+#: The lengths of a family: they differ by little, around a length that blocks divide evenly.
+OFFSETS = (-64, -1, 0, 1, 7, 24, 64, 100)
+#: How long a contender runs in a round, without waiting in between.
 SECONDS = 0.004
+#: The number of rows in the table.
 SHOWN = 8
+WRT = ("query", "key", "value")
 
-Results = tuple[jax.Array, ...]
+#: The name of an example, and a pass of it.
+Key = tuple[str, str]
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Family:
-    """Problems that differ in nothing but their lengths."""
+    """Examples that differ in their lengths alone."""
 
-    problem: Problem
+    #: The other arguments of ``self_attention``.
+    fields: Mapping[str, Any]
     lengths: tuple[int, ...]
 
-    def __iter__(self) -> Iterator[Problem]:
-        return (attrs.evolve(self.problem, length=length) for length in self.lengths)
+    def examples(self) -> list[Example]:
+        return [self.example(length) for length in self.lengths]
+
+    def longest(self) -> Example:
+        return self.example(max(self.lengths))
+
+    def example(self, length: int, **fields: Any) -> Example:
+        return self_attention(**{**self.fields, "length": length, **fields})
 
     @property
-    def longest(self) -> Problem:
-        return attrs.evolve(self.problem, length=max(self.lengths))
+    def token_axis(self) -> int:
+        """The axis of tokens in query, key and value."""
+        return 1 if self.fields.get("sequences") is None else 0
 
 
 def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
     """As many as take some minutes on a GPU."""
     if jax.default_backend() != "gpu":
         return Report("shapes", (), text="shapes: there is no GPU here, and nothing was measured")
-    # What takes long is compiling: many processes do it, and one at a time has the device.
+    # Most of the time is compiling: many processes do it, and one at a time has the device.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    spawned = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn")
     workers = max(1, min(28, (os.cpu_count() or 2) - 2))
-    with ProcessPoolExecutor(workers, spawned, _take_turns, (spawned.Lock(),)) as pool:
-        families = drawn(COUNT // len(BESIDE), np.random.default_rng(0))
-        return report(list(pool.map(partial(measured, backend=backend, rounds=rounds), families)))
+    with ProcessPoolExecutor(workers, context, _set_lock, (context.Lock(),)) as pool:
+        families = random_families(COUNT // len(OFFSETS), np.random.default_rng(0))
+        return report(list(pool.map(partial(measure, backend=backend, rounds=rounds), families)))
 
 
-def _take_turns(lock: AbstractContextManager[Any]) -> None:
-    global _turn
-    _turn = lock
+def _set_lock(lock: AbstractContextManager[Any]) -> None:
+    global _device_lock
+    _device_lock = lock
 
 
-_turn: AbstractContextManager[Any] = nullcontext()
+_device_lock: AbstractContextManager[Any] = nullcontext()
 
 
-def drawn(count: int, generator: np.random.Generator) -> list[Family]:
-    """So many families: any head dim, grouped heads, features one by one and together."""
+def random_families(count: int, generator: np.random.Generator) -> list[Family]:
+    """Any head dim, grouped heads, features one by one and together."""
 
     def chance(probability: float) -> bool:
         return bool(generator.random() < probability)
 
-    def one() -> Family:
+    def family() -> Family:
         length = 128 * round(2 ** generator.uniform(0, 5))
         group = int(generator.choice([1, 1, 2, 3, 8]))
-        packed = chance(0.2)
+        is_packed = chance(0.2)
         # Enough for every multiprocessor, and no more than some milliseconds of work.
         rows = max(group, min(64, 2**17 // length))
         heads = group * max(1, min(16, rows) // group)
         causal = chance(0.6)
-        problem = Problem(
-            batch=1 if packed else max(1, rows // heads),
-            length=length,
-            heads=heads,
-            head_dim=int(generator.choice([64, 128, 8 * generator.integers(2, 33)])),
-            dtype=str(generator.choice(["bfloat16", "float16"])),
-            causal=causal,
-            window=int(generator.integers(1, length)) if chance(0.3) else None,
-            kv_heads=None if group == 1 else heads // group,
-            soft_cap=20.0 if chance(0.2) else None,
-            bias=not packed and length <= 1024 and chance(0.2),
-            sinks=chance(0.2),
-            sequences=int(generator.integers(1, 20)) if packed else None,
-        )
-        return Family(problem, tuple(length + more for more in BESIDE))
+        fields = {
+            "batch": 1 if is_packed else max(1, rows // heads),
+            "heads": heads,
+            "head_dim": int(generator.choice([64, 128, 8 * int(generator.integers(2, 33))])),
+            "dtype": str(generator.choice(["bfloat16", "float16"])),
+            "causal": causal,
+            "window": int(generator.integers(1, length)) if chance(0.3) else None,
+            "kv_heads": None if group == 1 else heads // group,
+            "soft_cap": 20.0 if chance(0.2) else None,
+            "bias": not is_packed and length <= 1024 and chance(0.2),
+            "sinks": chance(0.2),
+            "sequences": int(generator.integers(1, 20)) if is_packed else None,
+        }
+        return Family(fields, tuple(length + offset for offset in OFFSETS))
 
-    return [one() for _ in range(count)]
-
-
-@attrs.frozen
-class Found:
-    """What came of one family: the seconds that each pass of each problem takes, and what was wrong."""
-
-    seconds: Mapping[tuple[Problem, str], float]
-    faults: tuple[str, ...] = attrs.field(converter=tuple)
-    #: What the kernel does not do.
-    refused: tuple[Problem, ...] = attrs.field(default=(), converter=tuple)
+    return [family() for _ in range(count)]
 
 
-def measured(family: Family, backend: str | None, rounds: int) -> Found:
-    """Check and time it; whatever is wrong with one problem, the others are measured."""
-    seconds: dict[tuple[Problem, str], float] = {}
-    timed: dict[Problem, Mapping[str, Callable[[], Results]]] = {}
+@attrs.frozen(eq=False)
+class FamilyResult:
+    """The times of a family, and the faults."""
+
+    seconds: Mapping[Key, float]
+    flops: Mapping[Key, float]
+    faults: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
+    #: The names of the examples that the kernel refuses.
+    refusals: tuple[str, ...] = attrs.field(default=(), converter=tuple[str, ...])
+
+
+def measure(family: Family, backend: str | None, rounds: int) -> FamilyResult:
+    """Check and time the examples of a family. A fault in one does not stop the others."""
+    seconds: dict[Key, float] = {}
+    work: dict[Key, float] = {}
+    runs_by_name: dict[str, Mapping[str, Run]] = {}
     faults: list[str] = []
-
-    def told(problem: Problem, fault: Exception) -> None:
-        faults.append(f"{problem}: {type(fault).__name__}: {str(fault)[:200]}")
-
-    ready, refused = {}, []
-    for problem in family:
+    programs, refusals = {}, []
+    for example in family.examples():
         try:
-            ready[problem] = _prepared(family, problem, backend)
+            programs[example] = _compile(family, example, backend)
         except NoKernel:
-            refused.append(problem)
+            refusals.append(example.name)
         except Exception as fault:
-            told(problem, fault)
-    if not ready:
-        return Found(seconds, faults, refused)
+            faults.append(f"{example.name}: {describe_fault(fault)}")
+    if not programs:
+        return FamilyResult(seconds, work, faults, refusals)
     reference = _reference(family)
-    with _turn:
-        arrays, extras = family.longest.arrays(), family.longest.extras()
-        for problem, passes in ready.items():
+    with _device_lock:
+        inputs = draw(family.longest())
+        arrays = _arrays(inputs)
+        for example, passes in programs.items():
             try:
-                runs = {name: partial(run, _extras(problem, extras), *arrays) for name, run in passes.items()}
-                right = reference(_unpacked(extras), _ids(problem, family), *arrays)
-                faults += _faults(problem, runs, right, _repeatable(problem, backend))
-                timed[problem] = runs
-                seconds |= _medians(problem, runs, rounds)
+                others = _others(example, inputs.parts[0])
+                runs = {pass_name: partial(run, others, *arrays) for pass_name, run in passes.items()}
+                expected = reference(_without_boundaries(inputs.parts[0]), _segment_ids(example, family), *arrays)
+                faults += _faults(example, runs, expected, _repeatable(example, backend))
+                runs_by_name[example.name] = runs
+                work |= {(example.name, pass_name): flops(example, pass_name) for pass_name in PASSES}
+                seconds |= _medians(example.name, runs, rounds)
             except Exception as fault:
-                told(problem, fault)
-        # Others compile meanwhile, and may have held up Python: what looks like a cliff is looked at again.
+                faults.append(f"{example.name}: {describe_fault(fault)}")
+        # Other processes compile meanwhile, and may have delayed Python: a slow shape is measured again.
         for _ in range(2):
-            slow = {problem for (problem, _), pace, *_ in beside_each_other(seconds) if pace < CLIFF}
-            for problem in slow:
-                again = _medians(problem, timed[problem], rounds)
-                seconds |= {what: min(seconds[what], taken) for what, taken in again.items()}
-    return Found(seconds, faults, refused)
+            slow_names = {name for (name, _), ratio, *_ in compare_lengths(seconds, work) if ratio < CLIFF}
+            for name in slow_names:
+                new_medians = _medians(name, runs_by_name[name], rounds)
+                seconds |= {key: min(seconds[key], median) for key, median in new_medians.items()}
+    return FamilyResult(seconds, work, faults, refusals)
 
 
-def _medians(
-    problem: Problem, runs: Mapping[str, Callable[[], Results]], rounds: int
-) -> dict[tuple[Problem, str], float]:
-    return {(problem, name): times.median for name, times in in_bursts(runs, rounds, SECONDS).items()}
+def _medians(name: str, runs: Mapping[str, Run], rounds: int) -> dict[Key, float]:
+    return {(name, pass_name): times.median for pass_name, times in in_bursts(runs, rounds, SECONDS).items()}
 
 
-def report(found: Sequence[Found]) -> Report:
-    """Every fault, and what is slowest beside its neighbours."""
-    beside = (row for each in found for row in beside_each_other(each.seconds))
-    rows = sorted(((f"{problem}, {name}", *row) for (problem, name), *row in beside), key=lambda row: row[1])
-    faults = [fault for each in found for fault in each.faults]
-    refused = sum(len(each.refused) for each in found)
+def report(results: Sequence[FamilyResult]) -> Report:
+    """All faults, and the slowest shapes in comparison with their families."""
+    comparisons = [row for result in results for row in compare_lengths(result.seconds, result.flops)]
+    comparisons.sort(key=lambda row: row[1])
+    rows = [(", ".join(key), ratio, own, best) for key, ratio, own, best in comparisons]
+    faults = [fault for result in results for fault in result.faults]
+    refusals = sum(len(result.refusals) for result in results)
     title = (
-        f"{len(rows)} passes, each run {RUNS} times; {len(faults)} faults; {refused} problems refused; "
-        "the slowest beside a neighbour that does no less, milliseconds"
+        f"{len(rows)} passes, each run {RUNS} times; {len(faults)} faults; {refusals} calls refused; the slowest, "
+        "relative to another length of no less work, milliseconds"
     )
-    table = Table(title, ("", "of its pace", "", "neighbour"), rows[:SHOWN])
-    bars = [Bar(f"the slowest of {len(rows)} passes", rows[0][1], CLIFF, "times", at_least=True)] if rows else []
+    table = Table(title, ("", "relative speed", "", "other length"), rows[:SHOWN])
+    bars = [Bar(f"the slowest of {len(rows)} passes", comparisons[0][1], CLIFF, "times", at_least=True)] if rows else []
     return Report("shapes", [table], bars, faults)
 
 
-def _prepared(family: Family, problem: Problem, backend: str | None) -> dict[str, Callable[..., Results]]:
-    """Both passes of one problem, compiled. They take and give arrays of the family's greatest length, so that all else
-    is compiled once a family.
-    """
-    attention, most = through_core(problem, backend), family.longest.length
+def compare_lengths(
+    seconds: Mapping[Key, float], work: Mapping[Key, float]
+) -> Iterator[tuple[Key, float, float, float]]:
+    """Each pass with the fastest of its family that has as much work, or more: the ratio, and both in milliseconds."""
+    for key, own_seconds in seconds.items():
+        best = min(
+            other for other_key, other in seconds.items() if key[1] == other_key[1] and work[other_key] >= work[key]
+        )
+        yield key, best / own_seconds, own_seconds * 1e3, best * 1e3
 
-    def forward(extras: Mapping[str, jax.Array], *arrays: jax.Array) -> Results:
-        query, key, value, _ = (array[:, : problem.length] for array in arrays)
-        return (_padded(attention(query, key, value, **extras), most),)
 
-    def both(extras: Mapping[str, jax.Array], *arrays: jax.Array) -> Results:
-        cut = (array[:, : problem.length] for array in arrays)
-        return tuple(_padded(x, most) for x in with_gradients(partial(attention, **extras))(*cut))
+# -- programs ---------------------------------------------------------------------------------------------------------
 
-    shapes = jax.eval_shape(family.longest.arrays)
-    extras = jax.eval_shape(lambda: _extras(problem, family.longest.extras()))
+
+def _arrays(inputs: Inputs) -> tuple[Any, ...]:
+    """Query, key, value and the cotangent of the output."""
+    _, arrays, cotangents = inputs.parts
+    return (*arrays, *cotangents)
+
+
+def _compile(family: Family, example: Example, backend: str | None) -> dict[str, Callable[..., Results]]:
+    """Both passes. They take and return arrays of the family's greatest length, so that all else compiles once."""
+    longest = abstract_inputs(family.longest())
+    _, length, *_ = sizes(example)
+    _, greatest, *_ = sizes(family.longest())
+    axis, function = family.token_axis, by_core(example, backend)
+
+    def shortened(array: jax.Array) -> jax.Array:
+        return jax.lax.slice_in_dim(array, 0, length, axis=axis)
+
+    def padded(array: jax.Array) -> jax.Array:
+        return jnp.pad(array, [(0, greatest - length if place == axis else 0) for place in range(array.ndim)])
+
+    def forward(others: Mapping[str, jax.Array], *arrays: jax.Array) -> Results:
+        query, key, value, _ = map(shortened, arrays)
+        return (padded(function(query=query, key=key, value=value, **others)),)
+
+    def forward_and_backward(others: Mapping[str, jax.Array], *arrays: jax.Array) -> Results:
+        *qkv, d_out = map(shortened, arrays)
+        return tuple(map(padded, with_gradients(function, WRT)(others, qkv, [d_out])))
+
+    others = jax.eval_shape(partial(_others, example), longest.parts[0])
     return {
-        name: jax.jit(function).lower(extras, *shapes).compile()
-        for name, function in zip(PASSES, (forward, both), strict=True)
+        pass_name: jax.jit(program).lower(others, *_arrays(longest)).compile()
+        for pass_name, program in zip(PASSES, (forward, forward_and_backward), strict=True)
     }
 
 
-def _padded(x: jax.Array, length: int) -> jax.Array:
-    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
+def _others(example: Example, longest: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an example except query, key and value, from those of the longest of its family."""
+    others = dict(longest)
+    for name in ("cum_seqlens_q", "cum_seqlens_k"):
+        if name in others:
+            others[name] = jnp.asarray(describe(example)[name])
+    if "bias" in others:
+        _, length, *_ = sizes(example)
+        others["bias"] = others["bias"][:, :, :length, :length]
+    return others
 
 
-def _extras(problem: Problem, longest: Mapping[str, Any]) -> dict[str, Any]:
-    """What the problem takes beside its arrays, of what the longest of its family takes."""
-    given = {**longest, **({} if problem.sequences is None else problem.extras())}
-    if problem.bias:
-        given["bias"] = given["bias"][:, :, : problem.length, : problem.length]
-    return given
-
-
-def _unpacked(extras: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in extras.items() if not name.startswith("cum_seqlens")}
+def _without_boundaries(others: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: array for name, array in others.items() if not name.startswith("cum_seqlens")}
 
 
 def _reference(family: Family) -> Callable[..., Results]:
-    """The XLA kernel in float32, for every length of the family: what is beyond a length is of no segment."""
-    wide = attrs.evolve(family.longest, dtype="float32", sequences=None)
+    """The XLA kernel in float32, for all lengths of the family: the tokens after a length are in no segment."""
+    example = family.longest()
+    options, is_packed = options_of(example), family.token_axis == 0
 
-    def both(extras: Mapping[str, jax.Array], ids: jax.Array, *arrays: jax.Array) -> Results:
-        given = {name: x.astype("float32") for name, x in extras.items()}
+    def attention(**arrays: Any) -> Any:
+        return ejkernel_core.call("flash_attention", **arrays, **options, backend="xla")
+
+    def forward_and_backward(others: Mapping[str, jax.Array], ids: jax.Array, *arrays: jax.Array) -> Results:
         segments = dict.fromkeys(("q_segment_ids", "kv_segment_ids"), ids)
+        wide_others = {name: array.astype("float32") for name, array in others.items()}
+        *qkv, d_out = (array.astype("float32")[None if is_packed else ...] for array in arrays)
+        results = with_gradients(attention, WRT)({**wide_others, **segments}, qkv, [d_out])
+        return tuple(array[0] for array in results) if is_packed else results
 
-        def attention(*qkv: jax.Array) -> Any:
-            return ejkernel_core.call("flash_attention", *qkv, backend="xla", **wide.options, **given, **segments)
-
-        return with_gradients(attention)(*(array.astype("float32") for array in arrays))
-
-    ids = jax.ShapeDtypeStruct((wide.batch, wide.length), jnp.int32)
-    extras = _unpacked(jax.eval_shape(family.longest.extras))
-    return jax.jit(both).lower(extras, ids, *jax.eval_shape(family.longest.arrays)).compile()
-
-
-def _ids(problem: Problem, family: Family) -> jax.Array:
-    place = np.arange(family.longest.length)
-    ids = np.searchsorted(problem.bounds, place, side="right") * (place < problem.length)
-    return jnp.asarray(np.broadcast_to(ids, (problem.batch, len(ids))), jnp.int32)
+    inputs = abstract_inputs(example)
+    batch, length, *_ = sizes(example)
+    ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    return jax.jit(forward_and_backward).lower(_without_boundaries(inputs.parts[0]), ids, *_arrays(inputs)).compile()
 
 
-def _repeatable(problem: Problem, backend: str | None) -> Sequence[str]:
-    """The passes that give the same bits every time: with atomics, sums come in any order."""
-    return PASSES[:1] if any(getattr(plan.cfg, "atomics", False) for plan in plans(problem, backend)) else PASSES
+def _segment_ids(example: Example, family: Family) -> jax.Array:
+    batch, length, *_ = sizes(example)
+    positions = np.arange(max(family.lengths))
+    boundaries = describe(example).get("cum_seqlens_q", [0, length])
+    ids = np.searchsorted(boundaries, positions, side="right") * (positions < length)
+    return jnp.asarray(np.broadcast_to(ids, (batch, len(ids))), jnp.int32)
 
 
-def _faults(
-    problem: Problem, runs: Mapping[str, Callable[[], Results]], right: Results, repeatable: Sequence[str]
-) -> list[str]:
-    """Each once, however often it was seen."""
-    faults = {}
-    for name, run in runs.items():
-        first = run()
-        for found in (first, *(run() for _ in range(RUNS - 1))):
-            errors = jax.device_get(_errors(found, right[: len(found)]))
-            for what, error in zip(("out", *GRADIENTS), errors, strict=False):
-                if not error <= TOLERANCE[problem.dtype]:  # nor NaN
-                    faults.setdefault((name, what), f"{problem}, {name}: {what} is off by {error:.1e}")
-            if name in repeatable and not _same_bits(first, found):
-                faults.setdefault((name, "bits"), f"{problem}, {name}: other bits another time")
+def _repeatable(example: Example, backend: str | None) -> Sequence[str]:
+    """The passes that give the same bits every time: with atomics, sums have no fixed order."""
+    return PASSES[:1] if any(map(_is_atomic, plans(example, backend))) else PASSES
+
+
+def _is_atomic(plan: Plan) -> bool:
+    return plan.kernel.name == "flash_attention_bwd.gluon_sm90" or bool(getattr(plan.cfg, "atomics", False))
+
+
+def _faults(example: Example, runs: Mapping[str, Run], expected: Results, repeatable: Sequence[str]) -> list[str]:
+    """Each fault once, in however many runs it is."""
+    faults: dict[tuple[str, str], str] = {}
+    for pass_name, run in runs.items():
+        first, label = run(), f"{example.name}, {pass_name}"
+        for results in (first, *(run() for _ in range(RUNS - 1))):
+            errors = jax.device_get(_errors(results, expected[: len(results)]))
+            for name, error in zip(("out", *(f"d_{name}" for name in WRT)), errors, strict=False):
+                if not error <= tolerance_of(example):  # nor NaN
+                    faults.setdefault((pass_name, name), f"{label}: {name} is off by {error:.1e}")
+            if pass_name in repeatable and not _has_same_bits(first, results):
+                faults.setdefault((pass_name, "bits"), f"{label}: other bits in another run")
     return list(faults.values())
 
 
 @jax.jit
-def _errors(found: Results, right: Results) -> list[jax.Array]:
-    """The greatest difference from what is right, by the largest entry."""
-    return [jnp.abs(a.astype("float32") - b).max() / jnp.abs(b).max() for a, b in zip(found, right, strict=True)]
+def _errors(results: Results, expected: Results) -> list[jax.Array]:
+    """The greatest difference of each result, relative to the largest expected entry."""
+    pairs = zip(results, expected, strict=True)
+    return [jnp.abs(result.astype("float32") - right).max() / jnp.abs(right).max() for result, right in pairs]
 
 
 @jax.jit
-def _same_bits(first: Results, second: Results) -> jax.Array:
-    """As bits: 0 and -0 are not the same."""
+def _has_same_bits(first: Results, second: Results) -> jax.Array:
+    """As bits: 0 and -0 differ."""
     return jnp.array([(a.view("uint16") == b.view("uint16")).all() for a, b in zip(first, second, strict=True)]).all()
-
-
-def beside_each_other(
-    seconds: Mapping[tuple[Problem, str], float],
-) -> Iterator[tuple[tuple[Problem, str], float, float, float]]:
-    """Each pass with the fastest of its neighbours that have as much to do, or more."""
-    for (problem, name), own in seconds.items():
-        least = problem.flops(name)
-        best = min(taken for (other, which), taken in seconds.items() if which == name and other.flops(name) >= least)
-        yield (problem, name), best / own, own * 1e3, best * 1e3

@@ -1,56 +1,65 @@
-"""What a sliding window saves: causal attention with one against causal attention without."""
+"""Attention with a window of 256 against attention without one, S 16384."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import attrs
 import jax
 
-from ._contenders import PASSES, compiled, disagreement, timed
-from ._errors import TOLERANCE
-from ._problem import Problem, chosen, through_core, with_gradients
-from ._report import Bar, Report, Table
-from ._timing import COLUMNS
+from ejkernel_core import Example
+from ejkernel_ops.flash_attention.sizes import self_attention
 
-PROBLEM = Problem(1, 16384, 8, 64)
+from ._attention import sizes
+from ._calls import PASSES, Inputs, Results, by_core, draw, jitted, kernels_of, mismatches, tolerance_of, with_gradients
+from ._report import Bar, Report, Table
+from ._timing import COLUMNS, interleaved
+
+SIZE = (1, 16384, 8, 64)
 WINDOW = 256
 ROUNDS = 3
-BAR = 8.0
-#: How many queries, from the end, are checked.
+MINIMUM = 8.0
+#: The number of queries, from the end, whose results are checked.
 CHECKED = 128
 
 
 def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
-    """At a length where it has to pay."""
-    table, bars, wrong = compare(PROBLEM, WINDOW, backend, rounds)
-    return Report("window", [table], bars, wrong)
+    """At a length where a window has to be much faster."""
+    table, bars, faults = compare(SIZE, WINDOW, backend, rounds)
+    return Report("window", [table], bars, faults)
 
 
-def compare(problem: Problem, window: int, backend: str | None, rounds: int) -> tuple[Table, list[Bar], list[str]]:
+def compare(
+    size: tuple[int, int, int, int], window: int, backend: str | None, rounds: int
+) -> tuple[Table, list[Bar], list[str]]:
     """Forward, and forward+backward, each checked and timed with the window and without."""
-    arrays = problem.arrays()
-    problems = {f"window {window}": attrs.evolve(problem, window=window), "none": problem}
-    rows, bars, wrong = [], [], []
-    for name in PASSES:
-        runs = {who: compiled(through_core(p, backend), name, arrays) for who, p in problems.items()}
-        for who, p in problems.items():
-            wrong += _wrong_end(f"{name}, {p}", p, runs[who](), arrays)
-        times = timed(runs, rounds)
-        rows += [(f"{name}, {who}", *taken.scaled(1e-3)) for who, taken in times.items()]
+    full = self_attention(*size)
+    examples = {f"window {window}": self_attention(*size, window=window), "none": full}
+    inputs = draw(full)
+    rows, bars = [], []
+    faults: list[str] = []
+    for pass_name in PASSES:
+        runs = {name: jitted(by_core(example, backend), pass_name, inputs) for name, example in examples.items()}
+        for name, example in examples.items():
+            faults += _mismatches_at_the_end(f"{pass_name}, {example.name}", example, runs[name](), inputs)
+        times = interleaved(runs, rounds, warm_up=0)
+        rows += [(f"{pass_name}, {name}", *contender_times.scaled(1e-3)) for name, contender_times in times.items()]
         gain = times["none"].median / times[f"window {window}"].median
-        bars.append(Bar(f"{name}, {problem}: none / window {window}", gain, BAR, "times", at_least=True))
-    title = f"{problem}, {chosen(problem, backend)}: milliseconds, {rounds} rounds in turn"
-    return Table(title, ("", *COLUMNS), rows), bars, wrong
+        bars.append(Bar(f"{pass_name}, {full.name}: none / window {window}", gain, MINIMUM, "times", at_least=True))
+    title = f"{full.name}, {kernels_of(full, backend)}: milliseconds, {rounds} rounds in turn"
+    return Table(title, ("", *COLUMNS), rows), bars, faults
 
 
-def _wrong_end(where: str, problem: Problem, given: tuple[Any, ...], arrays: tuple[Any, ...]) -> Iterator[str]:
-    """Out and d_query of the last queries, by the reference: all of them would not fit, and these see the farthest."""
-    some = min(CHECKED, problem.length)
-    seen = problem.length if problem.window is None else min(some + problem.window, problem.length)
-    query, key, value, d_out = arrays
-    reference = jax.jit(with_gradients(through_core(problem, "reference")))
-    right = reference(query[:, -some:], key[:, -seen:], value[:, -seen:], d_out[:, -some:])
-    ends = tuple(array[:, -some:] for array in given[:2])
-    return disagreement(f"the last {some} queries of {where}", ends, right[:2], TOLERANCE[problem.dtype])
+def _mismatches_at_the_end(label: str, example: Example, results: Results, inputs: Inputs) -> Iterator[str]:
+    """Output and gradient of the last queries, which have the most visible keys, against the reference. It would not
+    fit with all queries.
+    """
+    _, length, *_ = sizes(example)
+    left, _ = example.arguments(0).get("sliding_window", (length, 0))
+    queries = min(CHECKED, length)
+    keys = min(queries + left, length)
+    arrays = {name: array[:, -(queries if name == "query" else keys) :] for name, array in inputs.arrays.items()}
+    reference = jax.jit(with_gradients(by_core(example, "reference"), inputs.wrt))
+    expected = reference({}, [arrays[name] for name in inputs.wrt], [inputs.cotangents[0][:, -queries:]])
+    last_results = [result[:, -queries:] for result in results[:2]]
+    label = f"the last {queries} queries of {label}"
+    return mismatches(label, last_results, expected, inputs.names(PASSES[1]), tolerance_of(example))

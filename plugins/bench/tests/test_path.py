@@ -1,4 +1,4 @@
-"""What is counted on the way of a call: by hand on a package of two files, and attention's by what has to be there."""
+"""The path of a call through files: counted by hand in a package of two files, and some facts of attention's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import ejkernel_core
-from ejkernel_bench import __main__ as command
 from ejkernel_bench import path
-from ejkernel_bench._walk import Walk, walk
+from ejkernel_bench._call_path import CallPath, trace_files
 
 OUTER = """
 from . import inner
@@ -62,13 +61,13 @@ def fails():
 
 @pytest.fixture
 def outer(tmp_path, monkeypatch):
-    folder = tmp_path / "walked"
+    folder = tmp_path / "traced"
     folder.mkdir()
     for name, text in {"__init__": "", "outer": OUTER, "inner": INNER}.items():
         (folder / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("walked.outer")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "walked"]:
+    yield importlib.import_module("traced.outer")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "traced"]:
         del sys.modules[name]
 
 
@@ -87,36 +86,36 @@ def outer(tmp_path, monkeypatch):
     ],
 )
 def test_entries_and_moves_are_counted(outer, name, entries, pairs):
-    followed = walk(getattr(outer, name), Path(outer.__file__).parent)
-    assert (followed.entries, followed.pairs, followed.moves) == (entries, pairs, sum(pairs.values()))
-    assert list(followed.entries) == list(entries)
+    traced = trace_files(getattr(outer, name), Path(outer.__file__).parent)
+    assert (traced.entries, traced.pairs, traced.moves) == (entries, pairs, sum(pairs.values()))
+    assert list(traced.entries) == list(entries)
 
 
-def test_a_generator_is_entered_whenever_it_goes_on(outer):
-    followed = walk(outer.generated, Path(outer.__file__).parent)
-    assert followed.entries["inner.py"] == 3
-    assert followed.pairs == {("outer.py", "inner.py"): 6}
+def test_a_generator_is_entered_by_each_next(outer):
+    traced = trace_files(outer.generated, Path(outer.__file__).parent)
+    assert traced.entries["inner.py"] == 3
+    assert traced.pairs == {("outer.py", "inner.py"): 6}
 
 
-def test_what_is_called_from_elsewhere_moves_from_where_the_package_was_left(outer):
-    inner = sys.modules["walked.inner"]
-    followed = walk(lambda: (outer.own(), inner.leaf(), inner.leaf()), Path(outer.__file__).parent)
-    assert followed == Walk({"outer.py": 1, "inner.py": 2}, {("outer.py", "inner.py"): 1})
+def test_a_call_from_other_code_moves_from_the_last_file_of_the_package(outer):
+    inner = sys.modules["traced.inner"]
+    traced = trace_files(lambda: (outer.own(), inner.leaf(), inner.leaf()), Path(outer.__file__).parent)
+    assert traced == CallPath({"outer.py": 1, "inner.py": 2}, {("outer.py", "inner.py"): 1})
 
 
-def test_a_folder_whose_name_begins_alike_is_another_one(outer):
-    assert walk(outer.alone, Path(outer.__file__).parent.parent / "walk") == Walk({}, {})
+def test_a_folder_whose_name_is_a_prefix_is_another_one(outer):
+    assert trace_files(outer.alone, Path(outer.__file__).parent.parent / "trace") == CallPath({}, {})
 
 
-def test_who_followed_before_follows_again_even_after_an_error(outer):
-    def before(*event):
+def test_the_previous_profiler_is_restored_even_after_an_error(outer):
+    def previous(*event):
         pass
 
-    sys.setprofile(before)
+    sys.setprofile(previous)
     try:
         with pytest.raises(KeyError):
-            walk(sys.modules["walked.inner"].fails, Path(outer.__file__).parent)
-        assert sys.getprofile() is before
+            trace_files(sys.modules["traced.inner"].fails, Path(outer.__file__).parent)
+        assert sys.getprofile() is previous
     finally:
         sys.setprofile(None)
 
@@ -124,14 +123,18 @@ def test_who_followed_before_follows_again_even_after_an_error(outer):
 # -- the report ---------------------------------------------------------------------------------------------------
 
 
-def test_a_report_sums_up_and_holds_it_against_the_bars(tmp_path, monkeypatch):
+def test_a_report_has_sums_and_limits(tmp_path, monkeypatch):
     (tmp_path / "a.py").write_text("\n" * 401)
     (tmp_path / "b.py").write_text("\n" * 3)
-    monkeypatch.setattr(path, "BARS", {path.FIRST: (2, 5), path.GRADIENT: (0, 2)})
-    monkeypatch.setattr(path, "MOST", 2)
-    first = Walk({"b.py": 2, "a.py": 1}, {("b.py", "a.py"): 2, ("a.py", "b.py"): 4})
-    walks = {path.FIRST: first, path.REPEATED: Walk({"b.py": 1}, {}), path.GRADIENT: Walk({"b.py": 7}, {("c", "d"): 3})}
-    report = path.report(walks, tmp_path)
+    monkeypatch.setattr(path, "LIMITS", {path.FIRST: (2, 5), path.GRADIENT: (0, 2)})
+    monkeypatch.setattr(path, "PAIRS_SHOWN", 2)
+    first = CallPath({"b.py": 2, "a.py": 1}, {("b.py", "a.py"): 2, ("a.py", "b.py"): 4})
+    paths = {
+        path.FIRST: first,
+        path.REPEATED: CallPath({"b.py": 1}, {}),
+        path.GRADIENT: CallPath({"b.py": 7}, {("c", "d"): 3}),
+    }
+    report = path.report(paths, tmp_path)
     sums, files, pairs = (table.rows for table in report.tables)
     assert sums == (
         (path.FIRST, 2, "a.py", 401, 6),
@@ -140,7 +143,7 @@ def test_a_report_sums_up_and_holds_it_against_the_bars(tmp_path, monkeypatch):
     )
     assert files == (("b.py", 3, 2, 1, 7), ("a.py", 401, 1, 0, 0))
     assert pairs == (("a.py calls b.py", 4, 0, 0), ("c calls d", 0, 0, 3))
-    assert [(bar.measured, bar.limit, bar.held) for bar in report.bars] == [
+    assert [(bar.measured, bar.limit, bar.is_held) for bar in report.bars] == [
         (401, 400, False),
         (2, 2, True),
         (6, 5, False),
@@ -149,7 +152,7 @@ def test_a_report_sums_up_and_holds_it_against_the_bars(tmp_path, monkeypatch):
     ]
 
 
-def test_a_call_of_attention_is_followed():
+def test_a_call_of_attention_is_traced():
     report = path.run()
     sums, files = ({row[0]: row[1:] for row in table.rows} for table in report.tables[:2])
     folder = Path(ejkernel_core.__file__).parent
@@ -160,13 +163,6 @@ def test_a_call_of_attention_is_followed():
     for place, name in enumerate((path.FIRST, path.REPEATED, path.GRADIENT)):
         assert sums[name][0] == sum(row[1 + place] > 0 for row in files.values())
         assert sums[name][2] == max(row[0] for row in files.values() if row[1 + place])
-    # What was called before is looked up; what is differentiated is lowered anew.
+    # The second call is looked up, and the gradient is lowered.
     assert sums[path.REPEATED][0] < min(sums[path.GRADIENT][0], sums[path.FIRST][0])
     assert sums[path.REPEATED][3] < sums[path.FIRST][3]
-
-
-def test_an_option_that_changes_nothing_is_refused():
-    with pytest.raises(SystemExit, match="path counts the same every time; --rounds is for what takes time"):
-        command.main(["path", "--rounds", "3"])
-    with pytest.raises(SystemExit, match="path has its peers always"):
-        command.main(["path", "--peers"])

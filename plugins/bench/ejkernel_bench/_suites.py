@@ -1,0 +1,60 @@
+"""The suites of benchmarks that distributions provide by entry points of the group ``ejkernel.benchmarks``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import attrs
+
+from ejkernel_core._discovery import Entry, conflict
+
+from ._report import Report
+
+GROUP = "ejkernel.benchmarks"
+
+
+class BrokenSuite(Exception):
+    """A suite that cannot be loaded."""
+
+
+@attrs.frozen(eq=False)
+class Suite:
+    """A suite by the name of its entry points: one, unless several distributions claim the name."""
+
+    name: str
+    entries: tuple[Entry, ...]
+
+    def load(self) -> tuple[Callable[..., Report], str]:
+        """The function that runs the suite, and its description. Raises ``BrokenSuite`` with the distribution."""
+        if len(self.entries) > 1:
+            raise BrokenSuite(f"{self.name!r} is {conflict(self.entries)}")
+        (entry,) = self.entries
+        try:
+            target = entry.load()
+        except Exception as fault:  # a broken distribution must not stop the suites of others
+            raise BrokenSuite(f"{entry.title} cannot be imported: {type(fault).__name__}: {fault}") from fault
+        run = getattr(target, "run", None) if inspect.ismodule(target) else target
+        if not callable(run):
+            raise BrokenSuite(f"{entry.title} is no module with a function 'run', and no function")
+        return run, (inspect.getdoc(target) or "").partition("\n")[0].rstrip(".")
+
+    @property
+    def description(self) -> str:
+        """The first line of the docstring of the module or function, or the reason why there is none."""
+        try:
+            return self.load()[1]
+        except BrokenSuite as fault:
+            return f"BROKEN: {fault}"
+
+
+def suites() -> dict[str, Suite]:
+    """The suites that are installed, by name. Nothing is imported."""
+    entries: dict[str, dict[Any, Entry]] = {}
+    for point in metadata.entry_points(group=GROUP):
+        entry = Entry(point.group, point.name, point.value, point)
+        # A distribution that is on the path twice counts once.
+        entries.setdefault(point.name, {}).setdefault((point.value, entry.distribution), entry)
+    return {name: Suite(name, tuple(of_name.values())) for name, of_name in sorted(entries.items())}

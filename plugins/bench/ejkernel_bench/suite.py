@@ -1,0 +1,331 @@
+'''The suite of an operation: its examples with every kernel and peer, checked and timed in one run.
+
+A suite is a short module::
+
+    """rms_norm: against plain JAX, torch, and the copy rate of the card."""
+
+    from ejkernel_bench import suite
+
+    def by_xla(arguments):
+        eps = arguments["eps"]
+        return lambda x, weight: x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+    MINIMA = [suite.Minimum("forward", suite.COPY, 0.92), suite.Minimum("forward+backward", "XLA", 1.35)]
+
+    def run(backend=None, rounds=suite.ROUNDS, small=False):
+        names = {"rows 8"} if small else None
+        return suite.run("rms_norm", {"XLA": by_xla}, MINIMA, names=names, backend=backend, rounds=rounds)
+
+and an entry point ``rms_norm = "my_package.rms_norm"`` in the group ``ejkernel.benchmarks``. Its name is given to
+``python -m ejkernel_bench``.
+'''
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+
+import ejkernel_core
+from ejkernel_core import Cost, Example, NoKernel, Registry
+
+from ._calls import (
+    PASSES,
+    Inputs,
+    Pass,
+    Results,
+    Run,
+    abstract_inputs,
+    benchmark_examples,
+    by_core,
+    correct_runs,
+    describe_fault,
+    draw,
+    jitted,
+    options_of,
+    plans,
+    shapes_of,
+    tolerance_of,
+)
+from ._peers import Peer, TorchFunction, bound, is_installed, optional, program_of
+from ._report import Bar, Cell, Report, Table
+from ._threads import in_threads
+from ._timing import MixedClocks, Times, in_bursts, on_the_device
+
+__all__ = [
+    "COPY",
+    "OURS",
+    "PASSES",
+    "ROUNDS",
+    "Bar",
+    "Minimum",
+    "Peer",
+    "Report",
+    "Table",
+    "TorchFunction",
+    "is_installed",
+    "optional",
+    "run",
+]
+
+#: The other contenders: the core's choice, and a copy on the device of the least bytes that the pass reads and writes.
+OURS, COPY = "ejkernel", "copy"
+ROUNDS = 5
+#: Where times are the host's: how long a contender runs in a round.
+SECONDS = 0.02
+
+
+@attrs.frozen
+class Minimum:
+    """The least speed of a contender in a pass, by default of the core's choice, relative to another contender."""
+
+    pass_name: str
+    #: A peer, a backend or ``COPY``.
+    over: str
+    ratio: float
+    #: Whether it is for an example. By default it is for all.
+    applies: Callable[[Example], bool] = lambda example: True
+    #: One figure for all examples: the worst. Otherwise, each example has its own.
+    is_worst: bool = False
+    #: A backend, for the minimum of a kernel itself. It applies where the kernel takes the call.
+    of: str = OURS
+
+
+@attrs.frozen(eq=False)
+class Measurement:
+    """One pass of an example."""
+
+    example: Example
+    pass_name: str
+    work: Cost
+    #: By contender.
+    times: Mapping[str, Times]
+    #: The names of our kernels.
+    kernels: str
+
+    def row(self, others: Sequence[str]) -> tuple[Cell, ...]:
+        """A row of the table."""
+        times, work, seconds = self.times, self.work, self.times[OURS].median
+        rates: list[Cell] = [amount / seconds / 1e12 if amount else "-" for amount in (work.flops, work.bytes)]
+        ratio: Cell = times[COPY].median / seconds if work.bytes else "-"
+        cells = [times[name].scaled(1e-3)[:2] if name in times else ("-", "-") for name in (COPY, *others)]
+        name, own = f"{self.example.name}, {self.pass_name}", times[OURS].scaled(1e-3)[:2]
+        return name, *own, *rates, ratio, *(cell for pair in cells for cell in pair), self.kernels
+
+
+def run(
+    operation: str,
+    peers: Mapping[str, Peer | None] | None = None,
+    minima: Iterable[Minimum] = (),
+    *,
+    examples: Iterable[Example] | None = None,
+    names: Collection[str] | None = None,
+    backend: str | None = None,
+    backends: Collection[str] | None = None,
+    rounds: int = ROUNDS,
+    registry: Registry = ejkernel_core.registry,
+) -> Report:
+    """Measure an operation: each example forward, and forward+backward where it has gradients.
+
+    The contenders are the core's choice (or ``backend``), each of the ``backends`` (by default all) that takes the
+    call, and each peer. A peer is a function of an example's arguments, large arrays as shapes. It returns a function
+    of the arrays by name, of JAX or in ``TorchFunction``, or None where it cannot do the call. None in place of a peer
+    is a peer that is not installed, which the report says. A contender with wrong results is reported, and not timed.
+
+    ``examples`` are by default those of the operation for the use "benchmark". On a CPU, only examples with these
+    ``names`` are measured. All programs are compiled first, in parallel; the device runs one thing at a time.
+    """
+    if jax.default_backend() == "cpu" and names is None:
+        return Report(operation, (), text=f"{operation}: there is no accelerator here; --small measures on the CPU")
+    if examples is None:
+        examples = benchmark_examples(operation, registry)
+    examples = [example for example in examples if names is None or example.name in names]
+    if unknown_names := set(names or ()) - {example.name for example in examples}:
+        raise ValueError(f"{operation} has no examples {', '.join(sorted(unknown_names))}")
+    installed = {name: peer for name, peer in (peers or {}).items() if peer is not None}
+    if backends is None or backend is not None:
+        backends = registry.backends(operation) if backend is None else ()
+    contenders = _Contenders(registry, backend, tuple(backends), installed)
+    measurements: list[Measurement] = []
+    faults: list[str] = []
+    for programs in in_threads(contenders.programs, examples):
+        new_measurements, new_faults = _measure(programs, registry, rounds)
+        measurements += new_measurements
+        faults += new_faults
+    start = ("", OURS, "range", "TFLOP/s", "TB/s", "of copy rate")
+    others = (column for name in (COPY, *contenders.names()) for column in (name, "range"))
+    title = f"{operation}: milliseconds, medians of {rounds} rounds in turn"
+    rows = [measurement.row(contenders.names()) for measurement in measurements]
+    absent = [name for name in peers or {} if name not in installed]
+    text = f"{operation}: not installed, and not measured: {', '.join(absent)}" if absent else ""
+    table = Table(title, (*start, *others, "kernels"), rows)
+    return Report(operation, [table], list(_bars(measurements, minima)), faults, text)
+
+
+def _measure(programs: _Programs, registry: Registry, rounds: int) -> tuple[list[Measurement], list[str]]:
+    """The passes of an example whose results are right, and the faults."""
+    example, faults, measurements = programs.example, list(programs.faults), []
+    try:
+        inputs = draw(example, registry)
+        expected = {pass_name: programs.results(pass_name, inputs) for pass_name in programs.expected}
+    except Exception as fault:  # the other examples are measured all the same
+        return [], [*faults, f"{example.name}: {describe_fault(fault)}"]
+    for pass_name, results in expected.items():
+        label, names = f"{pass_name}, {example.name}", inputs.names(pass_name)
+        runs, new_faults = correct_runs(programs.runs(pass_name, inputs), label, results, names, tolerance_of(example))
+        faults += new_faults
+        if OURS in runs:
+            work = _work(example, pass_name, registry)
+            times = _timed({**runs, COPY: _copy(work.bytes)}, rounds)
+            print(f"{example.op}, {label}: {times[OURS].median * 1e3:.3g} ms", file=sys.stderr, flush=True)
+            measurements.append(Measurement(example, pass_name, work, times, _kernels(runs[OURS])))
+    return measurements, faults
+
+
+@attrs.frozen(eq=False)
+class _Programs:
+    """All that runs for an example but the copy, by pass."""
+
+    example: Example
+    #: The dtype of the inputs of the reference, or None for their own.
+    wide_dtype: str | None
+    expected: Mapping[str, Pass]
+    contenders: Mapping[str, Mapping[str, Pass | TorchFunction]]
+    faults: Sequence[str]
+
+    def results(self, pass_name: str, inputs: Inputs) -> Results:
+        """The results of the reference."""
+        with _wide(self.wide_dtype):
+            wide_inputs = inputs if self.wide_dtype is None else inputs.astype(self.wide_dtype)
+            results: Results = jax.block_until_ready(bound(self.expected[pass_name], pass_name, wide_inputs)())
+            return results
+
+    def runs(self, pass_name: str, inputs: Inputs) -> dict[str, Run]:
+        """The contenders, with the arrays."""
+        return {name: bound(program, pass_name, inputs) for name, program in self.contenders[pass_name].items()}
+
+
+@attrs.frozen(eq=False)
+class _Contenders:
+    """All that is measured but the copy."""
+
+    registry: Registry
+    #: Of our own call; None for the core's choice.
+    backend: str | None
+    #: Those that are measured alone.
+    backends: tuple[str, ...]
+    peers: Mapping[str, Peer]
+
+    def names(self) -> list[str]:
+        """All but our own call."""
+        return [*self.backends, *self.peers]
+
+    def programs(self, example: Example) -> _Programs:
+        """Those that take the example and the reference, compiled. Nothing runs."""
+        inputs = abstract_inputs(example, self.registry)
+        contenders: dict[str, dict[str, Pass | TorchFunction]] = {}
+        faults: list[str] = []
+        passes = PASSES if example.wrt else PASSES[:1]
+        for pass_name in passes:
+            contenders[pass_name] = {}
+            for name in (OURS, *self.names()):
+                try:
+                    program = self._program(name, example, inputs, pass_name)
+                    if isinstance(program, Pass):
+                        program.compile()
+                except Exception as fault:  # the other contenders are measured all the same
+                    faults.append(f"{name}, {pass_name}, {example.name}: {describe_fault(fault)}")
+                    continue
+                if program is not None:
+                    contenders[pass_name][name] = program
+        wide_dtype = (
+            None if inputs.is_quantized else "float64" if example.dtype in ("float32", "float64") else "float32"
+        )
+        reference = by_core(example, self.registry.operation(example.op).reference, self.registry)
+        with _wide(wide_dtype):
+            wide_inputs = inputs if wide_dtype is None else inputs.astype(wide_dtype)
+            expected = {pass_name: jitted(reference, pass_name, wide_inputs) for pass_name in passes}
+            for program in expected.values():
+                with suppress(Exception):  # it is reported when it runs
+                    program.compile()
+        return _Programs(example, wide_dtype, expected, contenders, faults)
+
+    def _program(self, name: str, example: Example, inputs: Inputs, pass_name: str) -> Pass | TorchFunction | None:
+        if name in self.peers:
+            return program_of(self.peers[name], example, inputs, pass_name)
+        if name == OURS:
+            return jitted(by_core(example, self.backend, self.registry), pass_name, inputs)
+        if not _takes(name, example, pass_name, self.registry):
+            return None
+        return jitted(by_core(example, name, self.registry), pass_name, inputs)
+
+
+def _wide(dtype: str | None) -> AbstractContextManager[Any]:
+    return jax.enable_x64(True) if dtype == "float64" else nullcontext()
+
+
+def _kernels(run: Run) -> str:
+    return run.kernels() if isinstance(run, Pass) else ""
+
+
+def _takes(backend: str, example: Example, pass_name: str, registry: Registry) -> bool:
+    needed = 1 if pass_name == PASSES[0] or registry.operation(example.op).backward is None else 2
+    try:
+        return len(plans(example, backend, registry)) >= needed
+    except NoKernel:
+        return False
+
+
+def _work(example: Example, pass_name: str, registry: Registry) -> Cost:
+    """The least work of a pass, by the costs of the operation and of its backward."""
+    explanation = registry.explain(
+        example.op, **shapes_of(example), **options_of(example), backend=registry.operation(example.op).reference
+    )
+    costs = [_cost(explanation, registry)]
+    if pass_name != PASSES[0]:
+        costs.append(_cost(explanation.backward, registry))
+    return Cost(sum(cost.flops for cost in costs), sum(cost.bytes for cost in costs))
+
+
+def _cost(explanation: ejkernel_core.Explanation | None, registry: Registry) -> Cost:
+    if explanation is None or explanation.plan is None:
+        return Cost(0.0, 0.0)
+    cost = registry.operation(explanation.op).cost
+    return Cost(0.0, 0.0) if cost is None else cost(explanation.plan.invocation)
+
+
+def _copy(size: float) -> Run:
+    """A copy on the device that reads half of these bytes and writes the other half."""
+    array = jnp.zeros(max(1, int(size) // 8), jnp.float32)
+    return partial(jax.jit(lambda x: (jnp.copy(x),)), array)
+
+
+def _timed(runs: Mapping[str, Run], rounds: int) -> dict[str, Times]:
+    """By the device's clock where it has one for all of them."""
+    try:
+        return on_the_device(runs, rounds)
+    except MixedClocks:
+        return in_bursts(runs, rounds, SECONDS)
+
+
+def _bars(measurements: Sequence[Measurement], minima: Iterable[Minimum]) -> Iterator[Bar]:
+    for minimum in minima:
+        ratios = {
+            one.example.name: one.times[minimum.over].median / one.times[minimum.of].median
+            for one in measurements
+            if one.pass_name == minimum.pass_name
+            and {minimum.over, minimum.of} <= {*one.times}
+            and minimum.applies(one.example)
+        }
+        kernel = "" if minimum.of == OURS else f"{minimum.of} "
+        count = f", the worst of {len(ratios)}" if minimum.is_worst else ""
+        names = [min(ratios, key=ratios.__getitem__)] if minimum.is_worst and ratios else ratios
+        for name in names:
+            title = f"{name}, {minimum.pass_name}: {kernel}over {minimum.over}{count}"
+            yield Bar(title, ratios[name], minimum.ratio, "times", at_least=True)
