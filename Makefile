@@ -38,9 +38,9 @@ tpu-check: $(TPU)/.installed
 tpu-estimates: $(TPU)/.installed
 	$(TPU)/bin/python -m ejkernel_pallas_tpu.testing estimates
 
-$(TPU)/.installed: $(PROJECTS)
+$(TPU)/.installed: Makefile $(PROJECTS)
 	$(PYTHON) -m venv $(TPU)
-	$(TPU)/bin/python -m pip install -q "jax[tpu]" -e . -e plugins/ops -e plugins/pallas_tpu
+	$(TPU)/bin/python -m pip install -q "jax[tpu]" -e . -e plugins/ops -e plugins/xla -e plugins/testing -e plugins/pallas_tpu
 	touch $@
 
 lint: $(STAMP)
