@@ -1,10 +1,11 @@
-"""What the operations mean: one folder each, with its typed front door, its checks, its reference and its examples.
+"""The operations: one folder each, with a typed front door, checks, a reference and examples.
 
-A kernel plugin finds the parts of a definition that it has to repeat in the operation's folder.
+The parts of a definition that kernels have to repeat are functions in the operation's folder.
 """
 
 from __future__ import annotations
 
 from .flash_attention import flash_attention
+from .rms_norm import rms_norm
 
-__all__ = ["flash_attention"]
+__all__ = ["flash_attention", "rms_norm"]

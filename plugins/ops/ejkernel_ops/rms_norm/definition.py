@@ -1,0 +1,105 @@
+"""Normalization of rows in plain JAX. ``centered`` rows (``layer_norm``) have their mean subtracted first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .axes import FORMATS
+
+Arguments = Mapping[str, Any]
+Results = tuple[jax.Array, ...]
+
+
+def upcast(array: jax.Array) -> jax.Array:
+    """The array in float32, or in float64 if it is float64."""
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+
+
+def total(arguments: Arguments) -> jax.Array:
+    """The rows that are normalized: the sum of x and the residual, rounded to the dtype of the residual."""
+    x: jax.Array = arguments["x"]
+    residual: jax.Array | None = arguments["residual"]
+    if residual is None:
+        return x
+    dtype = jnp.promote_types(upcast(x).dtype, residual.dtype)
+    return (x.astype(dtype) + residual.astype(dtype)).astype(residual.dtype)
+
+
+def statistics(rows: jax.Array, epsilon: float, centered: bool) -> Results:
+    """The mean of each row if ``centered``, and the reciprocal of its root mean square, less the mean."""
+    rows = upcast(rows)
+    mean: Results = (rows.mean(-1),) if centered else ()
+    rest = rows - mean[0][..., None] if centered else rows
+    return (*mean, jax.lax.rsqrt((rest * rest).mean(-1) + epsilon))
+
+
+def normalized(rows: jax.Array, row_statistics: Results) -> jax.Array:
+    """The rows divided by their root mean square, without the weight."""
+    *mean, rstd = row_statistics
+    rest = upcast(rows) - mean[0][..., None] if mean else upcast(rows)
+    return rest * rstd[..., None]
+
+
+def weighted(unit: jax.Array, arguments: Arguments) -> jax.Array:
+    """Normalized rows, times the weight, plus the bias."""
+    weight, bias = arguments["weight"], arguments["bias"]
+    out = unit if weight is None else unit * (weight.astype(unit.dtype) + arguments["weight_offset"])
+    return out if bias is None else out + bias.astype(unit.dtype)
+
+
+def forward(arguments: Arguments, centered: bool) -> Results:
+    """The result, the sum and the statistics of the rows, in the dtypes that the operation declares."""
+    rows = total(arguments)
+    row_statistics = statistics(rows, arguments["epsilon"], centered)
+    out = weighted(normalized(rows, row_statistics), arguments)
+    dtype = jnp.promote_types(arguments["x"].dtype, jnp.float32)
+    return out.astype(arguments["x"].dtype), rows, *(array.astype(dtype) for array in row_statistics)
+
+
+def quantized(arguments: Arguments, centered: bool) -> Results:
+    """The values, their scales, and the sum."""
+    rows = total(arguments)
+    out = weighted(normalized(rows, statistics(rows, arguments["epsilon"], centered)), arguments)
+    dtype, largest, block = FORMATS[arguments["quantize"]]
+    dim = out.shape[-1]
+    block = dim if block is None else block
+    padded = jnp.pad(out, [(0, 0)] * (out.ndim - 1) + [(0, -dim % block)])
+    blocks = padded.reshape(*out.shape[:-1], padded.shape[-1] // block, block)
+    magnitude = jnp.abs(blocks).max(-1, keepdims=True)
+    scales = jnp.where(magnitude == 0, 1, magnitude / largest).astype(jnp.float32)
+    ratios = blocks / scales
+    values = (jnp.rint(ratios) if dtype == jnp.int8 else ratios).astype(dtype)
+    return values.reshape(padded.shape)[..., :dim], scales[..., 0], rows
+
+
+def gradients(arguments: Arguments, centered: bool) -> Results:
+    """The gradients of the arrays that ``wrt`` names, from the sum and the statistics that the forward saved."""
+    rows = arguments["sum"]
+    row_statistics = (*((arguments["mean"],) if centered else ()), arguments["rstd"])
+    unit = normalized(rows, row_statistics)
+    by_name: dict[str, jax.Array] = {}
+    d_out = jnp.zeros_like(unit) if arguments["d_out"] is None else upcast(arguments["d_out"])
+    leading = tuple(range(rows.ndim - 1))
+    by_name["weight"], by_name["bias"] = (d_out * unit).sum(leading), d_out.sum(leading)
+    by_name["x"] = by_name["residual"] = _gradient_of_rows(arguments, unit, d_out, centered)
+    return tuple(by_name[name].astype(arguments[name].dtype) for name in arguments["wrt"])
+
+
+def _gradient_of_rows(arguments: Arguments, unit: jax.Array, d_out: jax.Array, centered: bool) -> jax.Array:
+    weight: jax.Array | None = arguments["weight"]
+    rstd: jax.Array = arguments["rstd"]
+    d_unit = d_out if weight is None else d_out * (weight.astype(d_out.dtype) + arguments["weight_offset"])
+    rest = d_unit - unit * (d_unit * unit).mean(-1, keepdims=True)
+    if centered:
+        rest = rest - d_unit.mean(-1, keepdims=True)
+    d_rows = rest * rstd[..., None]
+    # Second derivatives also have cotangents of the statistics.
+    if arguments["d_rstd"] is not None:
+        d_rows -= unit * (arguments["d_rstd"] * rstd * rstd / unit.shape[-1])[..., None]
+    if centered and arguments["d_mean"] is not None:
+        d_rows += (arguments["d_mean"] / unit.shape[-1])[..., None]
+    return d_rows if arguments["d_sum"] is None else d_rows + upcast(arguments["d_sum"])

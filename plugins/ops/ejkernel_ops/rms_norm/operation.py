@@ -1,0 +1,163 @@
+"""The operations ``rms_norm``, ``rms_norm_bwd`` with its gradients, and ``rms_norm_quantized``, which has none."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel_core import Axes, Cost, Example, Operation
+
+from .axes import FORMATS, QUANTIZED, QUANTIZED_SIGNATURE, SIGNATURE, axes
+from .definition import statistics, total
+
+Arguments = dict[str, Any]
+Restore = Callable[[tuple[Any, ...]], Any]
+
+DIFFERENTIABLE = ("x", "weight", "bias", "residual")
+DTYPES = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64"))
+
+
+def operations(name: str, centered: bool) -> tuple[Operation, Operation, Operation]:
+    """A normalization, its backward and its quantized form. ``centered``: the mean of each row is subtracted first."""
+    statistics_names = ("mean", "rstd") if centered else ("rstd",)
+    forward_axes = axes(*statistics_names)
+    backward_axes = forward_axes.backward()
+
+    def examples(kind: str) -> Iterable[Example]:
+        from . import examples
+
+        return getattr(examples, kind)(name)  # type: ignore[no-any-return]
+
+    def samples(arguments: Mapping[str, Any], key: Any) -> Arguments:
+        """The derived samples, with the sum and the statistics that the forward has for them."""
+        values = backward_axes.samples(arguments, key)
+        if isinstance(arguments["sum"], jax.ShapeDtypeStruct):
+            values["sum"] = total(values)
+            values.update(zip(statistics_names, statistics(values["sum"], values["epsilon"], centered), strict=True))
+        return values
+
+    forward = Operation(
+        name=name,
+        signature=SIGNATURE,
+        axes=forward_axes,
+        differentiable=DIFFERENTIABLE,
+        prepare=prepare,
+        validate=accept,
+        backward=f"{name}_bwd",
+        tuning_key=partial(bucket, forward_axes),
+        cost=forward_cost,
+        examples=partial(examples, "examples"),
+    )
+    backward = forward.gradients(tuning_key=partial(bucket, backward_axes), samples=samples, cost=backward_cost)
+    quantized = Operation(
+        name=f"{name}_quantized",
+        signature=QUANTIZED_SIGNATURE,
+        axes=QUANTIZED,
+        differentiable=(),
+        prepare=prepare_quantized,
+        validate=accept,
+        tuning_key=partial(bucket, QUANTIZED),
+        cost=quantized_cost,
+        examples=partial(examples, "quantized_examples"),
+    )
+    return forward, backward, quantized
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+
+def prepare(arguments: Arguments) -> tuple[Arguments, Restore]:
+    """Check the arguments. The caller gets the result, and the sum if there is a residual."""
+    for name in DIFFERENTIABLE:
+        array = arguments[name]
+        if array is not None and array.dtype not in DTYPES:
+            raise TypeError(f"{name}: takes {', '.join(map(str, DTYPES))}; got {array.dtype}")
+    options = {name: _number(name, arguments[name]) for name in ("epsilon", "weight_offset")}
+    if options["epsilon"] < 0:
+        raise ValueError(f"epsilon: must be at least 0; got {options['epsilon']}")
+    if options["weight_offset"] and arguments["weight"] is None:
+        raise ValueError("weight_offset: needs a weight, which the call does not have")
+    count = 1 if arguments["residual"] is None else 2
+    return {**arguments, **options}, lambda results: results[0] if count == 1 else tuple(results[:count])
+
+
+def prepare_quantized(arguments: Arguments) -> tuple[Arguments, Restore]:
+    """Check the arguments. The caller gets the values and the scales, and the sum if there is a residual."""
+    if arguments["quantize"] not in FORMATS:
+        raise ValueError(f"quantize: takes one of {', '.join(FORMATS)}; got {arguments['quantize']!r}")
+    canonical, _ = prepare(arguments)
+    count = 2 if arguments["residual"] is None else 3
+    return canonical, lambda results: tuple(results[:count])
+
+
+def accept(arguments: Mapping[str, Any]) -> None:
+    """All values are valid."""
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise TypeError(f"{name}: takes a finite number that is not traced; got {value!r}")
+    return float(value)
+
+
+# -- tuning and cost -------------------------------------------------------------------------------------------------
+
+
+def bucket(op_axes: Axes, arguments: Mapping[str, Any]) -> Arguments:
+    """The key that calls with the same tuning records share: their leading axes are merged into rows, whose number is
+    rounded up to a power of two.
+
+    >>> x = jax.ShapeDtypeStruct((3, 1000, 64), "float32")
+    >>> bucket(axes("rstd"), {"x": x, "epsilon": 1e-6, "weight_offset": 1.0})
+    {'x': ShapeDtypeStruct(shape=(4096, 64), dtype=float32), 'weight_offset': True}
+    """
+    layouts = op_axes.layouts(arguments)
+    leading = len(arguments["x"].shape) - 1
+    flat = {
+        name: jax.ShapeDtypeStruct((math.prod(array.shape[:leading]), *array.shape[leading:]), array.dtype)
+        for name, array in op_axes.arrays_of(arguments).items()
+        if layouts[name].has_leading
+    }
+    rounded = op_axes.bucket({**arguments, **flat})
+    relevant = {name: value for name, value in rounded.items() if name != "epsilon"}
+    return {**relevant, "weight_offset": bool(arguments["weight_offset"])}
+
+
+def forward_cost(arguments: Mapping[str, Any]) -> Cost:
+    """Every array once; the sum is written only where there is a residual."""
+    x, residual = arguments["x"], arguments["residual"]
+    arrays = [arguments[name] for name in DIFFERENTIABLE]
+    outputs = [x, *([] if residual is None else [residual])]
+    return Cost(4.0 * x.size, _bytes([*arrays, *outputs]) + 4.0 * _rows(x))
+
+
+def backward_cost(arguments: Mapping[str, Any]) -> Cost:
+    """The sum, the cotangents and the statistics are read; the gradients are written."""
+    names = ("weight", "sum", "rstd", "mean", "d_out", "d_sum")
+    arrays = [arguments.get(name) for name in names]
+    return Cost(10.0 * arguments["x"].size, _bytes([*arrays, *(arguments[name] for name in arguments["wrt"])]))
+
+
+def quantized_cost(arguments: Mapping[str, Any]) -> Cost:
+    """Every array once, and one byte for each value."""
+    x, residual = arguments["x"], arguments["residual"]
+    arrays = [*(arguments[name] for name in DIFFERENTIABLE), residual]
+    block = FORMATS[arguments["quantize"]][2] or x.shape[-1]
+    return Cost(6.0 * x.size, _bytes(arrays) + x.size + 4.0 * _rows(x) * -(-x.shape[-1] // block))
+
+
+def _bytes(arrays: Iterable[Any]) -> float:
+    return float(sum(array.size * array.dtype.itemsize for array in arrays if array is not None))
+
+
+def _rows(x: Any) -> int:
+    return math.prod(x.shape[:-1])
+
+
+forward, backward, quantized = operations("rms_norm", centered=False)

@@ -1,0 +1,233 @@
+"""Launches of the kernels, of ``rms_norm`` and with ``centered`` of ``layer_norm``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel_core import Invocation
+from ejkernel_ops.rms_norm.axes import FORMATS
+from ejkernel_triton.launch import _jax_triton
+from ejkernel_triton.launch._cards import capability
+from ejkernel_triton.launch._multiprocessors import multiprocessors
+from ejkernel_triton.rms_norm._tiling import THREADS, BackwardConfig, Config, count_rows, padded, pieces, width
+
+Results = tuple[jax.Array, ...]
+#: An output that a call does not have.
+ABSENT = jax.ShapeDtypeStruct((1,), jnp.float32)
+#: What second derivatives bring.
+STATISTICS = ("d_mean", "d_rstd")
+#: Of the kernel that sums over rows: its warps, the entries of a tile, 16 a thread, and its programs, of each
+#: multiprocessor.
+SUM_WARPS, SUM_ENTRIES, SUM_PROGRAMS = 8, 16 * THREADS * 8, 4
+
+
+def forward(inv: Invocation, cfg: Config, centered: bool) -> Results:
+    """The result, the sum and the statistics of the rows, as the operation declares them."""
+    x, residual = inv["x"], inv["residual"]
+    statistic = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
+    outputs = (_like(x), _like(residual), _like(statistic if centered else None), statistic)
+    if x.size == 0:
+        out, total, mean, rstd = (jnp.zeros(output.shape, output.dtype) for output in outputs)
+    else:
+        tiles = blocks(count_rows(inv), cfg.rows)
+        grid = min(tiles, cfg.programs * multiprocessors(inv)) if cfg.programs and not cfg.block else tiles
+        out, total, mean, rstd = _launch(
+            "_forward:normalize_long" if cfg.block else "_forward:normalize",
+            inv,
+            cfg,
+            ("x", "residual", "weight", "bias"),
+            outputs,
+            (grid,),
+            {
+                **_forward_constants(inv, cfg, centered),
+                **({"WIDTH": cfg.block} if cfg.block else _whole_rows(inv, cfg)),
+            },
+        )
+    total = x if residual is None else total
+    return (out, total, mean, rstd) if centered else (out, total, rstd)
+
+
+def quantized(inv: Invocation, cfg: Config, centered: bool) -> Results:
+    """The values, their scales, and the sum."""
+    x, residual = inv["x"], inv["residual"]
+    dtype, largest, block = FORMATS[inv["quantize"]]
+    count = 1 if block is None else blocks(x.shape[-1], block)
+    outputs = (
+        jax.ShapeDtypeStruct(x.shape, dtype),
+        jax.ShapeDtypeStruct((*x.shape[:-1], count), jnp.float32),
+        _like(residual),
+    )
+    if x.size == 0:
+        values, scales, total = (jnp.zeros(output.shape, output.dtype) for output in outputs)
+    else:
+        values, scales, total = _launch(
+            "_quantized:quantize_long" if cfg.block else "_quantized:quantize",
+            inv,
+            cfg,
+            ("x", "residual", "weight", "bias"),
+            outputs,
+            (blocks(count_rows(inv), cfg.rows),),
+            {
+                **_forward_constants(inv, cfg, centered),
+                "WIDTH": cfg.block or width(inv),
+                "BLOCK": block or 0,
+                "LARGEST": largest,
+            },
+        )
+    return values, scales, x if residual is None else total
+
+
+def gradients(inv: Invocation, cfg: BackwardConfig, centered: bool) -> Results:
+    """The gradients that ``wrt`` names, in its order."""
+    wrt = inv["wrt"]
+    has_statistics = any(inv.get(name) is not None for name in STATISTICS)
+    if inv["x"].size == 0 or (inv["d_out"] is None and not has_statistics):
+        rows = jnp.zeros((), jnp.float32) if inv["d_sum"] is None else inv["d_sum"]
+        by_name = {name: rows if name in ("x", "residual") else jnp.zeros(()) for name in wrt}
+        return tuple(jnp.broadcast_to(by_name[name], inv[name].shape).astype(inv[name].dtype) for name in wrt)
+    if inv["d_out"] is None:
+        inv = inv.with_arrays({"d_out": jnp.zeros(inv["x"].shape, inv["x"].dtype)})
+    by_name = {}
+    sums = [name for name in ("weight", "bias") if name in wrt]
+    has_rows = "x" in wrt or "residual" in wrt
+    if has_rows:
+        by_name |= _of_rows(inv, cfg, centered, [] if cfg.columns else sums)
+    if sums and (cfg.columns or not has_rows):
+        by_name |= _of_columns(inv, cfg, centered, sums)
+    return tuple(by_name[name] for name in wrt)
+
+
+def _of_rows(inv: Invocation, cfg: BackwardConfig, centered: bool, sums: list[str]) -> dict[str, jax.Array]:
+    """The gradients of x and the residual, which are the same numbers, and of those that are summed in passing."""
+    dim, tiles = inv["x"].shape[-1], blocks(count_rows(inv), cfg.rows)
+    names = [name for name in ("x", "residual") if name in inv["wrt"]]
+    dtypes = list(dict.fromkeys(inv[name].dtype for name in names))
+    outputs = [jax.ShapeDtypeStruct(inv["x"].shape, dtype) for dtype in dtypes]
+    constants = {
+        **{name.upper(): inv.get(name) is not None for name in ("d_sum", *STATISTICS)},
+        **_weight(inv),
+        "CENTERED": centered,
+        "SECOND_DTYPE": len(outputs) == 2,
+    }
+    outputs += [ABSENT] * (2 - len(outputs))
+    if cfg.block:
+        grid = tiles
+        constants |= {"DIM": dim, "ROWS": cfg.rows, "WIDTH": cfg.block}
+    else:
+        grid = min(tiles, cfg.programs * multiprocessors(inv))
+        parts = jax.ShapeDtypeStruct((grid, dim), jnp.float32)
+        outputs += [parts if name in sums else ABSENT for name in ("weight", "bias")]
+        constants |= {"D_WEIGHT": "weight" in sums, "D_BIAS": "bias" in sums}
+        constants |= {"DIM": dim, "ROWS": cfg.rows, "WIDTH": width(inv)}
+    rows, rows_2, *rest = _launch(
+        "_backward:differentiate_long" if cfg.block else "_backward:differentiate",
+        inv,
+        cfg,
+        ("sum", "d_out", "d_sum", *STATISTICS, "weight", "mean", "rstd"),
+        outputs,
+        (grid,),
+        constants,
+    )
+    by_dtype = dict(zip(dtypes, (rows, rows_2), strict=False))
+    partial_sums = zip(("weight", "bias"), rest, strict=False)
+    return {
+        **{name: by_dtype[inv[name].dtype] for name in names},
+        **{name: _added(inv, name, parts) for name, parts in partial_sums if name in sums},
+    }
+
+
+def _of_columns(inv: Invocation, cfg: BackwardConfig, centered: bool, sums: list[str]) -> dict[str, jax.Array]:
+    """The gradients of weight and bias, by a kernel of their own."""
+    dim, columns = inv["x"].shape[-1], cfg.columns or 256
+    columns = min(columns, padded(dim))
+    tile = SUM_ENTRIES // columns
+    groups = blocks(dim, columns)
+    count = min(blocks(count_rows(inv), tile), max(1, SUM_PROGRAMS * multiprocessors(inv) // groups))
+    parts = jax.ShapeDtypeStruct((count, dim), jnp.float32)
+    results = _launch(
+        "_backward:sum_over_rows",
+        inv,
+        cfg,
+        ("sum", "d_out", "mean", "rstd"),
+        [parts if name in sums else ABSENT for name in ("weight", "bias")],
+        (groups, count),
+        {
+            "CENTERED": centered,
+            "D_WEIGHT": "weight" in sums,
+            "D_BIAS": "bias" in sums,
+            "DIM": dim,
+            "ROWS": tile,
+            "WIDTH": columns,
+        },
+        num_warps=SUM_WARPS,
+    )
+    by_name = dict(zip(("weight", "bias"), results, strict=True))
+    return {name: _added(inv, name, by_name[name]) for name in sums}
+
+
+def _added(inv: Invocation, name: str, parts: jax.Array) -> jax.Array:
+    return parts.sum(0).astype(inv[name].dtype)
+
+
+# -- what all of them have in common ---------------------------------------------------------------------------------
+
+
+def _launch(
+    kernel: str,
+    inv: Invocation,
+    cfg: Config | BackwardConfig,
+    arrays: Iterable[str],
+    outputs: Iterable[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    constants: Mapping[str, Any],
+    num_warps: int | None = None,
+) -> Results:
+    # A kernel does not read what a call does not have: any array will do in its place.
+    operands = [inv.get(name) for name in arrays]
+    return _jax_triton.call(
+        f"ejkernel_triton.rms_norm.{kernel}",
+        [operands[0] if array is None else array for array in operands],
+        tuple(outputs),
+        scalars=(count_rows(inv),),
+        grid=grid,
+        constants=constants,
+        num_warps=num_warps or cfg.num_warps,
+        num_stages=1,
+        compute_capability=capability(inv),
+        name=f"{inv.op}_{kernel.partition(':')[2]}",
+    )
+
+
+def _forward_constants(inv: Invocation, cfg: Config, centered: bool) -> dict[str, Any]:
+    return {
+        "RESIDUAL": inv["residual"] is not None,
+        **_weight(inv),
+        "BIAS": inv["bias"] is not None,
+        "CENTERED": centered,
+        "EPSILON": float(inv["epsilon"]),
+        "DIM": inv["x"].shape[-1],
+        "ROWS": cfg.rows,
+    }
+
+
+def _whole_rows(inv: Invocation, cfg: Config) -> dict[str, Any]:
+    head, tail = pieces(inv["x"].shape[-1])
+    return {"WIDTH": head, "TAIL": tail, "PERSISTENT": bool(cfg.programs)}
+
+
+def _weight(inv: Invocation) -> dict[str, Any]:
+    return {"WEIGHT": inv["weight"] is not None, "OFFSET": float(inv["weight_offset"])}
+
+
+def _like(array: Any) -> jax.ShapeDtypeStruct:
+    return ABSENT if array is None else jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def blocks(length: int, block: int) -> int:
+    """How many blocks there are."""
+    return math.ceil(length / block)

@@ -1,0 +1,266 @@
+"""Which tiles: how many rows and columns a program holds, by how many warps, and whether rows are read once or twice.
+
+The numbers are estimates from the registers that a tile takes and the bytes that have to be on their way to fill the
+memory of an H200 (docs/performance.md): they are to be measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import TypeVar
+
+import attrs
+from attrs.validators import ge, in_, instance_of
+
+from ejkernel_core import Invocation, Unsupported
+from ejkernel_ops.rms_norm.axes import FORMATS
+from ejkernel_triton.launch._cards import capability
+from ejkernel_triton.launch._multiprocessors import multiprocessors
+from ejkernel_triton.launch._requirements import require_card
+
+DTYPES = ("float16", "bfloat16", "float32")
+WARPS = (1, 2, 4, 8, 16, 32)
+BLOCKS = (0, 1024, 2048, 4096, 8192, 16384)
+#: The longest rows that the forward holds in registers: 32 entries a thread, of 512 threads.
+LONGEST = 16384
+#: The same for the backward, which holds several arrays.
+LONGEST_BACKWARD = 8192
+#: The columns of the narrowest tile.
+LEAST_COLUMNS = 16
+#: The entries of a tile that a thread may have: with more, the compiler would work for minutes, and spill registers.
+MOST_ENTRIES = 64
+REGISTERS, MOST_REGISTERS, THREADS = 65536, 224, 32
+#: Calls of fewer entries are left to XLA: a kernel takes 2 microseconds however little it does, and XLA may have none,
+#: where it joins the normalization with its neighbours. An estimate: to be measured.
+FEW_ENTRIES = 1 << 16
+#: And so are few very long rows, each of which one multiprocessor would have to read. An estimate: to be measured.
+FEW_ROWS, LONG = 8, 16384
+
+
+@attrs.frozen
+class Config:
+    """How rows are divided among programs, and how each program is run."""
+
+    #: Rows of a tile.
+    rows: int = attrs.field(default=1, validator=in_(tuple(1 << power for power in range(13))))
+    num_warps: int = attrs.field(default=4, validator=in_(WARPS))
+    #: Programs of each multiprocessor, that take one tile after the other; 0: a program for each tile.
+    programs: int = attrs.field(default=0, validator=[instance_of(int), ge(0)])
+    #: Columns of a tile of rows that are read twice; 0: whole rows are held in registers.
+    block: int = attrs.field(default=0, validator=in_(BLOCKS))
+
+
+@attrs.frozen
+class BackwardConfig:
+    """How rows are divided among programs, and how each program is run."""
+
+    #: Rows of a tile.
+    rows: int = attrs.field(default=1, validator=in_(tuple(1 << power for power in range(13))))
+    num_warps: int = attrs.field(default=8, validator=in_(WARPS))
+    #: Programs of each multiprocessor, that take one tile after the other.
+    programs: int = attrs.field(default=2, validator=[instance_of(int), ge(1)])
+    #: Columns of a tile of rows that are read twice; 0: whole rows are held in registers.
+    block: int = attrs.field(default=0, validator=in_(BLOCKS))
+    #: Columns of a tile of a kernel that sums the gradients of weight and bias; 0: the kernel that computes the
+    #: gradients of the rows does, which then has to hold whole rows.
+    columns: int = attrs.field(default=0, validator=in_((0, 64, 128, 256, 512)))
+
+
+C = TypeVar("C")
+
+
+# -- what can be done ------------------------------------------------------------------------------------------------
+
+
+def check(inv: Invocation) -> None:
+    """Raise where this card, these versions, or these arrays are not for Triton."""
+    require_card(inv)
+    for name, array in inv.arguments.items():
+        dtype = getattr(array, "dtype", None)
+        if dtype is not None and str(dtype) not in DTYPES:
+            raise Unsupported(f"the Triton kernels take {', '.join(DTYPES)}; {name} is {dtype}")
+
+
+def check_quantized(inv: Invocation) -> None:
+    """The same for results in 8 bits."""
+    check(inv)
+    own = capability(inv)
+    if inv["quantize"].startswith("fp8") and own is not None and own < (8, 9):
+        major, minor = own
+        raise Unsupported(
+            f"Triton rounds to float8_e4m3fn from compute capability 8.9 (Ada) on; this GPU has {major}.{minor}"
+        )
+
+
+def check_config(inv: Invocation, cfg: Config | BackwardConfig) -> None:
+    """Raise where a configuration of the caller's cannot be compiled, or has what the call does not use."""
+    entries = cfg.rows * (cfg.block or width(inv))
+    most = MOST_ENTRIES * THREADS * cfg.num_warps
+    if entries > most:
+        raise Unsupported(
+            f"{cfg.num_warps} warps hold {most} entries, and a tile has {entries}: "
+            "take fewer rows, more warps, or a block"
+        )
+    if isinstance(cfg, BackwardConfig) and cfg.block and (cfg.programs != 1 or not cfg.columns):
+        raise Unsupported("rows that are read in blocks take programs=1, and columns for the gradient of the weight")
+    if isinstance(cfg, Config) and cfg.programs and (cfg.block or "quantize" in inv):
+        raise Unsupported("only whole rows without quantize are taken one after the other: programs must be 0")
+
+
+def rank(inv: Invocation) -> int:
+    """Before XLA where a launch brings more than it costs."""
+    shape = inv["x"].shape
+    if not all(isinstance(size, int) for size in shape):
+        return 50  # refused, with a reason
+    rows, dim = math.prod(shape[:-1]), shape[-1]
+    return 5 if rows * dim <= FEW_ENTRIES or (rows < FEW_ROWS and dim >= LONG) else 50
+
+
+# -- tiles -----------------------------------------------------------------------------------------------------------
+
+
+def pieces(dim: int) -> tuple[int, int]:
+    """The columns of the head and of the tail of a row that is held in registers, each a power of two.
+
+    >>> pieces(4096), pieces(5120), pieces(7168), pieces(1000), pieces(3)
+    ((4096, 0), (4096, 1024), (8192, 0), (1024, 0), (16, 0))
+    """
+    whole = padded(dim)
+    head = whole // 2
+    tail = padded(dim - head)
+    return (head, tail) if 1024 <= head < dim and tail <= head // 2 else (whole, 0)
+
+
+def padded(dim: int, least: int = LEAST_COLUMNS) -> int:
+    """The power of two of columns that a tile of such rows has, where it has no tail."""
+    return max(least, 1 << (dim - 1).bit_length())
+
+
+def width(inv: Invocation) -> int:
+    """The columns that a kernel holds of a row."""
+    dim = inv["x"].shape[-1]
+    if "quantize" in inv:
+        return padded(dim, FORMATS[inv["quantize"]][2] or LEAST_COLUMNS)
+    return padded(dim) if "wrt" in inv else sum(pieces(dim))
+
+
+def count_rows(inv: Invocation) -> int:
+    return math.prod(inv["x"].shape[:-1])
+
+
+def forward(inv: Invocation) -> Config:
+    """Without measuring: 32 entries a thread; 8 where there are too few rows to fill the card."""
+    rows, columns, wanted = count_rows(inv), width(inv), 4 * multiprocessors(inv)
+    tile = _rows(4096 // columns, rows, wanted)
+    warps = _warps(tile * columns, 32 if rows >= tile * wanted else 8, 16)
+    is_held = columns <= LONGEST and _resident(inv, tile * columns, warps, is_persistent=False)
+    return Config(tile, warps) if is_held else Config(1, 16, 0, 8192)
+
+
+def forward_space(inv: Invocation) -> Iterator[Config]:
+    """Smaller and larger tiles, more and fewer warps, programs that stay, and rows that are read twice."""
+    rows, columns = count_rows(inv), width(inv)
+    if columns <= LONGEST:
+        for tile, per_thread in _choices(columns, rows, (8, 16, 32)):
+            warps = _warps(tile * columns, per_thread, 16)
+            if not _resident(inv, tile * columns, warps, is_persistent=False):
+                continue
+            yield Config(tile, warps)
+            programs = _resident(inv, tile * columns, warps, is_persistent=True)
+            if programs and "quantize" not in inv and rows >= 2 * programs * multiprocessors(inv) * tile:
+                yield Config(tile, warps, programs)
+    if columns >= LONGEST // 2:
+        yield from (Config(1, warps, 0, block) for block, warps in ((4096, 8), (8192, 16), (4096, 4), (8192, 8)))
+
+
+def _resident(inv: Invocation, entries: int, warps: int, is_persistent: bool) -> int:
+    """An estimate of the programs that a multiprocessor has registers for: for the rows in float32, and the weight and
+    the bias as they are, or in float32 where a program keeps them.
+    """
+    columns = [inv[name].dtype.itemsize / 4 for name in ("weight", "bias") if inv[name] is not None]
+    arrays = 1 + (len(columns) if is_persistent else sum(columns))
+    registers = _registers(math.ceil(entries / (warps * THREADS)), arrays) + 8
+    return min(32, REGISTERS // (registers * warps * THREADS))
+
+
+def backward(inv: Invocation) -> BackwardConfig:
+    """Without measuring: as many entries on their way as a multiprocessor's registers have room for."""
+    rows = _rows(4096 // width(inv), count_rows(inv), multiprocessors(inv))
+    entries = rows * width(inv)
+    for columns in (0, 256):
+        warps = [_warps(entries, per_thread, 16) for per_thread in (16, 32, 8) if width(inv) <= LONGEST_BACKWARD]
+        choices = [_backward(inv, rows, count, columns) for count in warps if _fits(inv, entries, count, columns)]
+        if choices:
+            return max(choices, key=lambda cfg: cfg.programs)  # of several the first
+    return BackwardConfig(1, 16, 1, 8192, 256)
+
+
+def backward_space(inv: Invocation) -> Iterator[BackwardConfig]:
+    """Smaller and larger tiles, more and fewer warps and programs, and a kernel of its own for the weight."""
+    held = width(inv)
+    is_summed = bool({"weight", "bias"} & set(inv["wrt"]))
+    if held <= LONGEST_BACKWARD:
+        for rows, per_thread in _choices(held, count_rows(inv), (8, 16, 32)):
+            entries = rows * held
+            warps = _warps(entries, per_thread, 16)
+            if _fits(inv, entries, warps, 0):
+                largest = _backward(inv, rows, warps, 0)
+                yield largest
+                if largest.programs > 1:
+                    yield attrs.evolve(largest, programs=(largest.programs + 1) // 2)
+            if is_summed and held == LONGEST_BACKWARD and _fits(inv, entries, warps, 256):
+                yield _backward(inv, rows, warps, 256)
+    if held >= LONGEST_BACKWARD:
+        for block, warps in ((4096, 8), (8192, 16), (4096, 16)):
+            yield from (BackwardConfig(1, warps, 1, block, columns) for columns in (256, 128))
+
+
+def unique(first: C, others: Iterable[C]) -> list[C]:
+    """The heuristic configuration, and the others after it."""
+    return list(dict.fromkeys([first, *others]))
+
+
+def _backward(inv: Invocation, rows: int, warps: int, columns: int) -> BackwardConfig:
+    """With as many programs as the registers of a multiprocessor have room for, at most 8."""
+    needed = _backward_registers(inv, rows * width(inv), warps, columns)
+    programs = max(1, min(8, REGISTERS // (needed * warps * THREADS)))
+    return BackwardConfig(rows, warps, programs, 0, columns)
+
+
+def _fits(inv: Invocation, entries: int, warps: int, columns: int) -> bool:
+    needed = _backward_registers(inv, entries, warps, columns)
+    # An estimate below the limit, as one above it would mean spilled registers.
+    return needed <= min(MOST_REGISTERS, REGISTERS * 15 // 16 // (warps * THREADS))
+
+
+def _backward_registers(inv: Invocation, entries: int, warps: int, columns: int) -> int:
+    """An estimate of a thread's registers: two arrays at work and on their way, the weight, and two sums at most."""
+    is_narrow = max(inv["sum"].dtype.itemsize, inv["d_out"].dtype.itemsize if inv["d_out"] is not None else 0) < 4
+    arrays = 2 + (1 if is_narrow else 2) + (inv["weight"] is not None)
+    if not columns:
+        arrays += sum(name in inv["wrt"] for name in ("weight", "bias"))
+    return _registers(math.ceil(entries / (warps * THREADS)), arrays)
+
+
+def _registers(per_thread: int, arrays: float) -> int:
+    """For so many entries of so many arrays, and for addresses; a multiple of 8, as on the card."""
+    return 8 * math.ceil((32 + per_thread * arrays) / 8)
+
+
+def _choices(columns: int, rows: int, per_thread: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Rows of a tile of 2,048, 4,096 and 8,192 entries, with each of these numbers of entries a thread."""
+    tiles = dict.fromkeys(_rows(entries // columns, rows, 1) for entries in (4096, 2048, 8192))
+    return product(tiles, per_thread)
+
+
+def _rows(most: int, rows: int, programs: int) -> int:
+    """The largest power of two of rows of which there are still so many tiles, if possible."""
+    tile = max(1, min(most, rows // programs if programs else most))
+    return 1 << (tile.bit_length() - 1)
+
+
+def _warps(entries: int, per_thread: int, most: int) -> int:
+    """A power of two."""
+    return max(1, min(most, 1 << (max(1, entries // (THREADS * per_thread)).bit_length() - 1)))
