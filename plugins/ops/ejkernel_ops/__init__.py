@@ -6,6 +6,7 @@ The parts of a definition that kernels have to repeat are functions in the opera
 from __future__ import annotations
 
 from .flash_attention import flash_attention
+from .layer_norm import layer_norm
 from .rms_norm import rms_norm
 
-__all__ = ["flash_attention", "rms_norm"]
+__all__ = ["flash_attention", "layer_norm", "rms_norm"]

@@ -1,0 +1,68 @@
+"""The typed front door of ``layer_norm``: ``rms_norm`` after the mean of each row is subtracted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.typing import ArrayLike
+
+from ejkernel_ops.rms_norm import call
+
+
+def layer_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    residual: ArrayLike | None = None,
+    epsilon: float = 1e-6,
+    weight_offset: float = 0.0,
+    quantize: str | None = None,
+    backend: str | None = None,
+    cfg: Any = None,
+    validate: bool = False,
+) -> Any:
+    """Layer normalization of the last axis, by the best installed kernel for the device at hand.
+
+    ``(x - mean(x)) / sqrt(var(x) + epsilon) * (weight + weight_offset) + bias``. All arithmetic
+    is float32, whatever the dtypes of the arrays are, or float64 where ``x`` has it; the result is rounded once.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x = jax.random.normal(jax.random.key(0), (2, 100, 64), jnp.bfloat16)
+    >>> layer_norm(x, jnp.ones(64)).shape
+    (2, 100, 64)
+
+    With a residual the sum of both is normalized and returned too, as each block of a transformer needs it:
+
+    >>> y, total = layer_norm(x, jnp.ones(64), residual=jnp.ones_like(x))
+    >>> bool((total == x + 1).all())
+    True
+
+    With ``quantize`` the result is in 8 bits, for a matrix product in 8 bits, with one scale for each row or for each
+    128 entries of a row:
+
+    >>> values, scales = layer_norm(x, jnp.ones(64), quantize="int8_row")
+    >>> values.dtype, values.shape, scales.shape
+    (dtype('int8'), (2, 100, 64), (2, 100, 1))
+
+    Args:
+      x: (..., dim): any number of leading axes, of any length.
+      weight: (dim,); by default ones.
+      bias: (dim,); by default zeros.
+      residual: Like ``x``, of any floating dtype; added before normalizing. The sum is rounded to its dtype, and the
+        rounded sum is normalized.
+      epsilon: Added to the variance.
+      weight_offset: Added to the weight: 1.0 for models that store the weight minus one.
+      quantize: "fp8_row" or "int8_row", with a scale for each row; "fp8_block128", with one for each 128 entries. A
+        scale is the largest magnitude it covers, over 448 (float8_e4m3fn) or 127 (int8); it is 1 where all are 0.
+        Without gradients.
+      backend: Use this kernel, or raise with the reason.
+      cfg: Use this configuration (of the kernel whose ``Config`` it is).
+      validate: Accepted, as by every operation; all values are valid.
+
+    Returns:
+      The result, in the shape and dtype of ``x``. With ``residual`` a pair of it and ``x + residual``. With
+      ``quantize`` the values and the scales, (..., 1) or (..., dim / 128 rounded up) in float32, followed by the sum if
+      there is one. The result, ``x`` and the arrays of the gradients are differentiable.
+    """
+    return call("layer_norm", locals())
