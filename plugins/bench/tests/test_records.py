@@ -1,61 +1,76 @@
-"""The records that a benchmark's calls leave."""
+"""The records that the examples of benchmarks leave: which calls, and the files."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-import attrs
 import jax
 import pytest
 
-from ejkernel_bench import flash_attention, hopper, records
-from ejkernel_bench._problem import Problem
+from ejkernel_bench import records
 from ejkernel_cache import PackagedRecords
 from ejkernel_core import Registry, registry
+from ejkernel_ops.flash_attention.sizes import self_attention
 
-TINY = Problem(1, 64, 2, 16)
-
-
-def test_every_problem_that_is_measured_is_there_once() -> None:
-    every = {*flash_attention.ANCHORS, *flash_attention.MORE, *hopper.MORE, *hopper.ALONE}
-    assert len(records.PROBLEMS) == len(every)
-    assert {*records.PROBLEMS} == every
+TINY = self_attention(1, 64, 2, 16)
+LONGER = self_attention(1, 300, 2, 16)
+QKV = ("query", "key", "value")
 
 
 @pytest.mark.parametrize(
-    ("more", "gradients"),
+    ("options", "gradients"),
     [
-        ({}, [("query", "key", "value")]),
-        ({"sequences": 3}, [("query", "key", "value")]),
-        ({"sinks": True}, [("query", "key", "value"), ("query", "key", "value", "softmax_aux")]),
-        ({"bias": True}, [("query", "key", "value"), ("query", "key", "value", "bias")]),
+        ({}, [QKV]),
+        ({"sequences": 3}, [QKV]),
+        ({"sinks": True}, [QKV, (*QKV, "softmax_aux")]),
+        ({"bias": True}, [QKV, (*QKV, "bias")]),
     ],
+    ids=["plain", "packed", "sinks", "bias"],
 )
-def test_a_problem_is_called_for_the_gradients_of_all_and_without_those_of_extras(more, gradients) -> None:
-    forward, *backward = records.calls_of(attrs.evolve(TINY, **more))
+def test_the_calls_of_an_example_have_the_gradients_of_all_arrays_too(options, gradients) -> None:
+    forward, *backward = records.calls_of(self_attention(1, 64, 2, 16, **options))
     assert forward.op == "flash_attention"
     assert [inv["wrt"] for inv in backward] == gradients
 
 
-def test_what_was_measured_is_kept_in_the_folder_and_not_measured_again(monkeypatch, tmp_path: Path, capsys) -> None:
-    monkeypatch.setattr(records, "PROBLEMS", (TINY, attrs.evolve(TINY, length=300)))
-    command = [str(tmp_path), "--seconds", "20", "--part", "1/2"]
+def test_records_are_written_to_the_folder_and_not_measured_again(monkeypatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setattr(records, "benchmark_examples", lambda operation: [TINY, LONGER])
+    command = [str(tmp_path), "flash_attention", "--seconds", "20", "--part", "1/2"]
     assert records.main(command) == 0
-    told = capsys.readouterr().out
-    assert told.count(str(TINY)) == 2  # forward and backward
-    assert "checked against flash_attention_bwd.reference" in told
+    printed = capsys.readouterr().out
+    assert printed.count(TINY.name) == 2  # forward and backward
+    assert "checked against flash_attention_bwd.reference" in printed
     assert len(registry.memory) == 0
+    files = sorted(tmp_path.glob("*/*.jsonl"))
+    assert [file.name for file in files] == ["flash_attention.jsonl", "flash_attention_bwd.jsonl"]
+    lines = [file.read_text().splitlines() for file in files]
+    assert list(map(len, lines)) == [2, 2]  # of the call, and of its bucket
+    # Of other software, and of another call.
+    other_software, other_call = json.loads(lines[0][0]), json.loads(lines[0][0])
+    other_software["provenance"]["software"]["jax"] = "0.0.1"
+    other_call["problem"]["operation"][1] = 7
+    others = [json.dumps(document) for document in (other_software, other_call)]
+    files[0].write_text("\n".join([*lines[0], *others]) + "\n")
     assert records.main(command) == 0
-    assert capsys.readouterr().out == ""
+    assert TINY.name not in capsys.readouterr().out
+    assert set(files[0].read_text().splitlines()) == {*lines[0], *others}
     fresh = Registry(plugins="ejkernel-ops,ejkernel-xla")
-    fresh.register(PackagedRecords(tmp_path), "kept")
-    for problem in records.PROBLEMS:
-        query = jax.ShapeDtypeStruct(problem.shape, problem.dtype)
-        plan = fresh.plan("flash_attention", query, query, query, **problem.options)
+    fresh.register(PackagedRecords(tmp_path), "packaged")
+    for example in (TINY, LONGER):
+        query = jax.ShapeDtypeStruct(example.arguments(0)["query"].shape, example.dtype)
+        plan = fresh.plan("flash_attention", query, query, query, causal=True)
         assert plan.origin.startswith("packaged records")
-        assert (plan.choice.distance == 0) == (problem == TINY)  # the other is of the other part
+        assert (plan.choice.distance == 0) == (example is TINY)  # the other one is of the other part
 
 
-def test_what_could_not_be_measured_is_told(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(records, "PROBLEMS", (TINY,))
-    assert records.main([str(tmp_path), "--seconds", "0.001"]) == 1
+def test_every_operation_with_examples_is_measured(monkeypatch, tmp_path: Path) -> None:
+    operations = []
+    monkeypatch.setattr(records, "benchmark_examples", lambda operation: operations.append(operation) or [])
+    assert records.main([str(tmp_path)]) == 0
+    assert {"flash_attention", "rms_norm"} <= {*operations}
+
+
+def test_a_call_that_cannot_be_measured_is_a_failure(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(records, "benchmark_examples", lambda operation: [TINY])
+    assert records.main([str(tmp_path), "flash_attention", "--seconds", "0.001"]) == 1

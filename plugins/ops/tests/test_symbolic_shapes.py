@@ -1,4 +1,4 @@
-"""Programs exported for any batch or length: by value, or refused in words."""
+"""Programs that are exported for symbolic sizes of batch and length: their values, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import pytest
 from jax import export
 
 import ejkernel_core
+from ejkernel_core import Unsupported
+from ejkernel_ops import layer_norm, rms_norm
+from ejkernel_ops.symbolic import refuse_symbolic
 
 OPTIONS: dict[str, Any] = {
     "plain": {},
@@ -23,11 +26,16 @@ OPTIONS: dict[str, Any] = {
 def gradients(options: Any, backend: str | None) -> Any:
     def loss(query: Any, key: Any) -> Any:
         ids = jnp.ones(query.shape[:2], jnp.int32)
-        beside = {"bias": jnp.zeros((1, 1, 1, key.shape[1])), "softmax_aux": jnp.zeros(4), "q_segment_ids": ids}
+        arrays = {
+            "bias": jnp.zeros((1, 1, 1, key.shape[1])),
+            "softmax_aux": jnp.zeros(4),
+            "q_segment_ids": ids,
+            "kv_segment_ids": ids,
+        }
         out, lse = ejkernel_core.call(
             "flash_attention",
             *(query, key[:, :, :2], key[:, :, 2:]),
-            **(beside if not options else {}) | ({"kv_segment_ids": ids} if not options else {}),
+            **({} if options else arrays),
             **options,
             return_lse=True,
             backend=backend,
@@ -42,23 +50,42 @@ def gradients(options: Any, backend: str | None) -> Any:
 @pytest.mark.parametrize("sizes", ["b, 6, 4, 8", "2, t, 4, 8", "b, t, 4, 8"])
 def test_values_and_gradients(sizes: str, options: str, backend: str | None) -> None:
     function = gradients(OPTIONS[options], backend)
-    like = jax.ShapeDtypeStruct(export.symbolic_shape(sizes), jnp.float32)
-    exported = export.export(jax.jit(function))(like, like)
+    shape = jax.ShapeDtypeStruct(export.symbolic_shape(sizes), jnp.float32)
+    exported = export.export(jax.jit(function))(shape, shape)
     query, key = np.random.default_rng(0).standard_normal((2, 2, 6, 4, 8)).astype(np.float32)
-    got, wanted = exported.call(query, key), function(query, key)
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5), got, wanted)
+    actual, expected = exported.call(query, key), function(query, key)
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5), actual, expected)
 
 
 @pytest.mark.parametrize("sizes", ["b, 6, 4, 8", "2, t, 4, 8"])
-def test_a_kernel_that_cuts_blocks_says_what_is_symbolic(sizes: str) -> None:
-    like = jax.ShapeDtypeStruct(export.symbolic_shape(sizes), jnp.float32)
-    told = "query has the symbolic [bt]: backend='reference' takes it, or export the call for each size"
-    with pytest.raises(ejkernel_core.NoKernel, match=told):
-        export.export(jax.jit(gradients(OPTIONS["causal"], "xla")))(like, like)
+def test_a_kernel_that_needs_sizes_names_the_symbolic_one(sizes: str) -> None:
+    shape = jax.ShapeDtypeStruct(export.symbolic_shape(sizes), jnp.float32)
+    message = "query has the symbolic size [bt], but .*: use backend='reference', or export the call for each size"
+    with pytest.raises(ejkernel_core.NoKernel, match=message):
+        export.export(jax.jit(gradients(OPTIONS["causal"], "xla")))(shape, shape)
 
 
 @pytest.mark.parametrize("sizes", ["2, 6, h, 8", "2, 6, 4, d"])
-def test_heads_are_known(sizes: str) -> None:
-    like = jax.ShapeDtypeStruct(export.symbolic_shape(sizes), jnp.float32)
-    with pytest.raises(ValueError, match="query: takes symbolic sizes for batch and length alone; got heads"):
-        export.export(jax.jit(gradients(OPTIONS["causal"], None)))(like, like)
+def test_symbolic_heads_are_refused(sizes: str) -> None:
+    shape = jax.ShapeDtypeStruct(export.symbolic_shape(sizes), jnp.float32)
+    with pytest.raises(ValueError, match="query: only batch and length may be symbolic; got heads"):
+        export.export(jax.jit(gradients(OPTIONS["causal"], None)))(shape, shape)
+
+
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_normalizations_of_any_number_of_rows(norm: Any) -> None:
+    def gradient(x: Any) -> Any:
+        return jax.grad(lambda x: (norm(x, backend="reference") ** 3).sum())(x)
+
+    shape = jax.ShapeDtypeStruct(export.symbolic_shape("r, 40"), jnp.float32)
+    exported = export.export(jax.jit(gradient))(shape)
+    x = np.random.default_rng(0).standard_normal((5, 40)).astype(np.float32)
+    np.testing.assert_allclose(exported.call(x), gradient(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_symbolic_size_of_any_operation_is_refused() -> None:
+    shape = jax.ShapeDtypeStruct(export.symbolic_shape("4 * r, 40"), jnp.float32)
+    inv = ejkernel_core.invocation("rms_norm", shape)
+    with pytest.raises(Unsupported, match=r"^x has the symbolic size 4\*r, but this kernel takes numbers only: use"):
+        refuse_symbolic(inv)
+    refuse_symbolic(ejkernel_core.invocation("rms_norm", jax.ShapeDtypeStruct((4, 40), jnp.float32)))
