@@ -183,7 +183,8 @@ def _measure(programs: _Programs, registry: Registry, rounds: int) -> tuple[list
         if OURS in runs:
             work = _work(example, pass_name, registry)
             times = _timed({**runs, COPY: _copy(work.bytes)}, rounds)
-            print(f"{example.op}, {label}: {times[OURS].median * 1e3:.3g} ms", file=sys.stderr, flush=True)
+            milliseconds = ", ".join(f"{name} {times[name].median * 1e3:.3g}" for name in times)
+            print(f"{example.op}, {label}: {milliseconds} ms", file=sys.stderr, flush=True)
             measurements.append(Measurement(example, pass_name, work, times, _kernels(runs[OURS])))
     return measurements, faults
 

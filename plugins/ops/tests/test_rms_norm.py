@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import ejkernel_core
 from ejkernel_core import NotDifferentiable
 from ejkernel_ops import layer_norm, rms_norm
+from ejkernel_ops.rms_norm import definition
 
 NORMS = {"rms_norm": rms_norm, "layer_norm": layer_norm}
 RNG = np.random.default_rng(5)
@@ -46,6 +47,22 @@ def test_values(name: str) -> None:
     out, total = call(name, X, WEIGHT, bias=BIAS, residual=RESIDUAL, weight_offset=1.0)
     close(out, expected(name, X + RESIDUAL, WEIGHT + 1, BIAS))
     close(total, X + RESIDUAL)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_sum_is_rounded_as_by_a_conversion(dtype: str) -> None:
+    numbers = RNG.standard_normal(20000) * 10.0 ** RNG.integers(-9, 6, 20000)
+    limits = [0.0, 1e30, np.inf, 65504, 65519, 65520, 2.0**-14, 2.0**-24, 2.0**-25, 1.5 * 2.0**-25]
+    array = jnp.asarray([*numbers, *limits, *(-limit for limit in limits)], jnp.float32)
+    np.testing.assert_array_equal(definition.rounded(array, jnp.dtype(dtype)), array.astype(dtype))
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize(("dtype", "count"), [("float16", 1), ("bfloat16", 1), ("float32", 0)])
+def test_no_compiler_may_leave_out_the_rounding_of_a_sum(name: str, dtype: str, count: int, backend: str) -> None:
+    x = jnp.asarray(X, dtype)
+    program = jax.jit(lambda x: NORMS[name](x, residual=x, backend=backend))
+    assert program.lower(x).as_text().count("stablehlo.reduce_precision") == count
 
 
 def test_the_rounded_sum_is_normalized(name: str) -> None:

@@ -51,9 +51,9 @@ FORWARD: dict[int, tuple[rms_norm.Config, ...]] = {
     2048: (Forward(1, 4), Forward(1, 4, 0, 1024)),
 }
 BACKWARD: dict[int, tuple[rms_norm_bwd.Config, ...]] = {
-    200: (Backward(4, 2, 2), Backward(1, 1, 1), Backward(8, 8, 1, 0, 64), Backward(1, 4, 1, 1024, 128)),
-    2600: (Backward(1, 8, 2), Backward(2, 16, 1, 0, 512), Backward(1, 4, 1, 1024, 256), Backward(2, 8, 1, 2048, 64)),
-    2048: (Backward(1, 8, 2), Backward(1, 4, 1, 1024, 256)),
+    200: (Backward(4, 2, 2), Backward(1, 1, 1), Backward(8, 8, 1, 1024), Backward(1, 4, 1, 1024, 128)),
+    2600: (Backward(1, 8, 2), Backward(1, 16, 1, 2048), Backward(1, 4, 1, 1024, 256), Backward(2, 8, 1, 2048, 64)),
+    2048: (Backward(1, 8, 2), Backward(2, 8, 1, 1024), Backward(1, 4, 1, 1024, 256)),
 }
 
 
@@ -103,7 +103,7 @@ def test_programs_take_one_tile_after_the_other(registry: Any, op: str, monkeypa
     close(registry.call(op, **arguments, backend="triton", cfg=Forward(4, 2, 3)), expected)
     arguments = backward_arguments(op, 264, rows=603)
     expected = ejkernel_core.call(f"{op}_bwd", **arguments, backend="reference")
-    for cfg in (Backward(4, 4, 3), Backward(2, 4, 1, 0, 64), Backward(2, 4, 1, 0, 256)):
+    for cfg in (Backward(4, 4, 3), Backward(2, 4, 3, 1024), Backward(2, 4, 1, 1024, 64), Backward(4, 4, 1, 1024, 256)):
         results = registry.call(f"{op}_bwd", **arguments, backend="triton", cfg=cfg)
         close([result / max(1, abs(result).max()) for result in results], [e / max(1, abs(e).max()) for e in expected])
 
@@ -210,8 +210,8 @@ def check(op: str, card: str, arguments: Mapping[str, Any], cfg: Any) -> None:
         assert kernel.spilled <= 8 * is_exception, case
         assert ".local" not in kernel.ptx, case  # no array in local memory
         assert kernel.shared_memory <= 64 * 1024, case
-        has_own_programs = cfg.programs and not cfg.block and "sum_over_rows" not in kernel.name
-        if has_own_programs and card == H200:
+        is_persistent = cfg.programs and kernel.name in ("normalize", "differentiate", "differentiate_wide")
+        if is_persistent and card == H200:
             registers = 8 * -(-kernel.registers // 8) * 32 * kernel.num_warps
             assert cfg.programs * registers <= 65536, f"{case}: its programs do not run at the same time"
 
@@ -245,10 +245,12 @@ def test_every_configuration_spills_nothing(op: str, dim: int) -> None:
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm_bwd"])
 def test_threads_load_and_store_16_bytes(op: str) -> None:
-    (kernel,) = kernels_of(op, H200, call_of(op, 4096))
+    arguments = call_of(op, 4096)
+    (kernel,) = kernels_of(op, H200, arguments)
+    rows = KERNELS[op].heuristic_cfg(invocation(op, H200, **arguments)).rows
     wide = {verb: len(re.findall(rf"{verb}\.global[\w.:]*\.v4\.b32", kernel.ptx)) for verb in ("ld", "st")}
     every = {verb: kernel.count(f"{verb}.global") for verb in ("ld", "st")}
-    statistics = 2 if op.startswith("layer_norm") else 1
+    statistics = rows * (2 if op.startswith("layer_norm") else 1)
     assert every["st"] - wide["st"] <= statistics
     assert every["ld"] - wide["ld"] <= 2 * statistics if op.endswith("_bwd") else every["ld"] == wide["ld"]
 
@@ -287,7 +289,8 @@ def test_float8_is_refused_before_ada(op: str) -> None:
         ("rms_norm", Forward(4, 1), "1 warps hold 2048 entries, and a tile has 16384: take fewer rows"),
         ("rms_norm", Forward(1, 8, 2, 2048), "programs must be 0"),
         ("rms_norm_quantized", Forward(1, 8, 2), "programs must be 0"),
-        ("layer_norm_bwd", Backward(1, 8, 1, 2048, 0), "take programs=1, and columns"),
+        ("layer_norm_bwd", Backward(1, 8, 1, 0, 256), "takes programs=1, and a block for the first one"),
+        ("layer_norm_bwd", Backward(4, 32, 1, 2048, 0), "holds 16384 sums over rows at most: take columns"),
     ],
 )
 def test_configurations_that_cannot_run_are_refused(op: str, cfg: Any, message: str) -> None:
@@ -307,9 +310,18 @@ def test_every_offered_configuration_is_accepted(op: str) -> None:
 def test_few_entries_are_left_to_xla() -> None:
     ranks = [
         rms_norm.PLATFORMS["gpu"](invocation("rms_norm", H200, **call_of("rms_norm", dim, rows=rows)))
-        for rows, dim in ((1, 4096), (64, 1024), (1, 65536), (64, 4096), (16384, 64))
+        for rows, dim in ((1, 4096), (64, 1024), (1, 65536), (64, 4096), (16384, 64), (8, 65536), (1, 16384))
     ]
-    assert ranks == [5, 5, 5, 50, 50]
+    assert ranks == [5, 5, 5, 50, 50, 50, 5]
+
+
+def test_gradients_of_few_long_rows_are_left_to_xla() -> None:
+    """One multiprocessor reads a row, and there are 132."""
+    ranks = [
+        rms_norm_bwd.PLATFORMS["gpu"](invocation("rms_norm_bwd", H200, **call_of("rms_norm_bwd", dim, rows=rows)))
+        for rows, dim in ((131, 8192), (132, 8192), (395, 16384), (396, 16384), (64, 4096))
+    ]
+    assert ranks == [5, 50, 5, 50, 50]
 
 
 def test_multiprocessors_follow_from_the_name_of_the_card() -> None:

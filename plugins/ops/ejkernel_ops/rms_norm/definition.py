@@ -26,7 +26,22 @@ def total(arguments: Arguments) -> jax.Array:
     if residual is None:
         return x
     dtype = jnp.promote_types(upcast(x).dtype, residual.dtype)
-    return (x.astype(dtype) + residual.astype(dtype)).astype(residual.dtype)
+    return rounded(x.astype(dtype) + residual.astype(dtype), residual.dtype)
+
+
+def rounded(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The array in a dtype of fewer bits, also where it is used in float32 again.
+
+    XLA would remove two conversions, and the statistics would be those of other numbers than the sum that is returned.
+    """
+    if array.dtype == dtype:
+        return array
+    info = jnp.finfo(dtype)
+    numbers = jax.lax.reduce_precision(array, info.nexp, info.nmant)
+    if info.nexp < jnp.finfo(array.dtype).nexp:  # subnormal numbers, which reduce_precision would set to zero
+        unit = 1.5 * 2.0 ** jnp.finfo(array.dtype).nmant * float(info.smallest_subnormal)
+        numbers = jnp.where(jnp.abs(array) < info.smallest_normal, (array + unit) - unit, numbers)
+    return numbers.astype(dtype)
 
 
 def statistics(rows: jax.Array, epsilon: float, centered: bool) -> Results:

@@ -36,6 +36,7 @@ def differentiate(
     for first in range(part * ROWS, rows, step):
         unit, d_unit, own_rstds = (x.to(tl.float32) - means[:, None]) * rstds[:, None], d.to(tl.float32), rstds
         x, d, means, rstds = _load_rows(total, d_out, mean, rstd, first + step, rows, CENTERED, DIM, ROWS, WIDTH)
+        d_sums = _load_d_sum(d_sum, first, 0, rows, D_SUM, DIM, ROWS, WIDTH)
         if D_WEIGHT:
             weight_sums += d_unit * unit
         if D_BIAS:
@@ -48,10 +49,9 @@ def differentiate(
         unit_factor, constant = _statistics_terms(
             unit_factor, constant, d_mean, d_rstd, own_rstds, first, rows, D_MEAN, D_RSTD, DIM, ROWS
         )
-        _store_gradient(
-            d_rows, d_rows_2, d_sum, unit, d_unit, unit_factor, constant, own_rstds, first, 0, rows, D_SUM,
-            SECOND_DTYPE, DIM, ROWS, WIDTH,
-        )  # fmt: skip
+        gradient = _gradient(unit, d_unit, unit_factor, constant, own_rstds)
+        gradient += d_sums.to(tl.float32)
+        _store_gradient(d_rows, d_rows_2, gradient, first, 0, rows, SECOND_DTYPE, DIM, ROWS, WIDTH)
     if D_WEIGHT:
         _store_sums(d_weight, weight_sums, part, 0, DIM, WIDTH)
     if D_BIAS:
@@ -64,8 +64,8 @@ def _load_rows(total, d_out, mean, rstd, first, rows, CENTERED: tl.constexpr, DI
     """The entries and the statistics of the rows from ``first``, in the dtypes of the arrays; 0 after the last row."""
     base = first.to(tl.int64) * DIM
     rows_left = rows - first
-    x = load_tile(total + base, 0, rows_left, DIM, ROWS, WIDTH, "evict_first")
-    d = load_tile(d_out + base, 0, rows_left, DIM, ROWS, WIDTH, "evict_first")
+    x = load_tile(total + base, 0, rows_left, DIM, ROWS, WIDTH, "")
+    d = load_tile(d_out + base, 0, rows_left, DIM, ROWS, WIDTH, "")
     means, rstds = _load_statistics(mean, rstd, first, rows_left, CENTERED, ROWS)
     return x, d, means, rstds
 
@@ -100,19 +100,27 @@ def _statistics_terms(unit_factor, constant, d_mean, d_rstd, rstds, first, rows,
 
 
 @triton.jit
-def _store_gradient(
-    d_rows, d_rows_2, d_sum, unit, d_unit, unit_factor, constant, rstds, first, start, rows,
-    D_SUM: tl.constexpr, SECOND_DTYPE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Store the gradient of a tile of rows, from the terms of `_statistics_terms`."""
-    base = first.to(tl.int64) * DIM
-    rows_left = rows - first
-    gradient = (d_unit - unit * unit_factor[:, None]) * rstds[:, None] - constant[:, None]
+def _load_d_sum(d_sum, first, start, rows, D_SUM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+                WIDTH: tl.constexpr):  # fmt: skip
+    """A tile of the gradient of the sum, which is added to that of the rows; 0 if the call does not have it."""
     if D_SUM:
-        gradient += load_tile(d_sum + base, start, rows_left, DIM, ROWS, WIDTH, "evict_first").to(tl.float32)
-    store_tile(d_rows + base, start, rows_left, gradient, DIM, ROWS, WIDTH)
+        return load_tile(d_sum + first.to(tl.int64) * DIM, start, rows - first, DIM, ROWS, WIDTH, "")
+    return tl.zeros([ROWS, WIDTH], d_sum.dtype.element_ty)
+
+
+@triton.jit
+def _gradient(unit, d_unit, unit_factor, constant, rstds):
+    """The gradient of a tile of rows, from the terms of `_statistics_terms`."""
+    return (d_unit - unit * unit_factor[:, None]) * rstds[:, None] - constant[:, None]
+
+
+@triton.jit
+def _store_gradient(d_rows, d_rows_2, gradient, first, start, rows, SECOND_DTYPE: tl.constexpr, DIM: tl.constexpr,
+                    ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    base = first.to(tl.int64) * DIM
+    store_tile(d_rows + base, start, rows - first, gradient, DIM, ROWS, WIDTH)
     if SECOND_DTYPE:
-        store_tile(d_rows_2 + base, start, rows_left, gradient, DIM, ROWS, WIDTH)
+        store_tile(d_rows_2 + base, start, rows - first, gradient, DIM, ROWS, WIDTH)
 
 
 @triton.jit
@@ -123,35 +131,80 @@ def _store_sums(sums, tile, part, start, DIM: tl.constexpr, WIDTH: tl.constexpr)
 
 
 @triton.jit
-def differentiate_long(
+def differentiate_wide(
     total, d_out, d_sum, d_mean, d_rstd, weight, mean, rstd, rows,
-    d_rows, d_rows_2,
+    d_rows, d_rows_2, d_weight, d_bias,
     D_SUM: tl.constexpr, D_MEAN: tl.constexpr, D_RSTD: tl.constexpr, WEIGHT: tl.constexpr, OFFSET: tl.constexpr,
-    CENTERED: tl.constexpr, SECOND_DTYPE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    CENTERED: tl.constexpr, SECOND_DTYPE: tl.constexpr, D_WEIGHT: tl.constexpr, D_BIAS: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows that are read twice, tile by tile."""
-    first = tl.program_id(0) * ROWS
-    rows_left = rows - first
-    means, rstds = _load_statistics(mean, rstd, first, rows_left, CENTERED, ROWS)
+    """The same for rows so long that registers hold the sums over rows alone. Each row is read in blocks for the terms
+    of its statistics, and then again, from the L1 cache.
+    """
+    weight_sums, bias_sums = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
+    part = tl.program_id(0)
+    for first in range(part * ROWS, rows, tl.num_programs(0) * ROWS):
+        means, rstds = _load_statistics(mean, rstd, first, rows - first, CENTERED, ROWS)
+        unit_factor, constant = _terms_of_long_rows(
+            total, d_out, d_mean, d_rstd, weight, means, rstds, first, rows, D_MEAN, D_RSTD, WEIGHT, OFFSET, CENTERED,
+            DIM, ROWS, BLOCK,
+        )  # fmt: skip
+        unit, d_unit = _unit_and_gradient(
+            total, d_out, weight, means, rstds, first, 0, rows, False, OFFSET, DIM, ROWS, WIDTH, ""
+        )
+        if D_WEIGHT:
+            weight_sums += d_unit * unit
+        if D_BIAS:
+            bias_sums += d_unit
+        if WEIGHT:
+            d_unit *= load_columns(weight, 0, True, DIM, WIDTH).to(tl.float32) + OFFSET
+        gradient = _gradient(unit, d_unit, unit_factor, constant, rstds)
+        gradient += _load_d_sum(d_sum, first, 0, rows, D_SUM, DIM, ROWS, WIDTH).to(tl.float32)
+        _store_gradient(d_rows, d_rows_2, gradient, first, 0, rows, SECOND_DTYPE, DIM, ROWS, WIDTH)
+    if D_WEIGHT:
+        _store_sums(d_weight, weight_sums, part, 0, DIM, WIDTH)
+    if D_BIAS:
+        _store_sums(d_bias, bias_sums, part, 0, DIM, WIDTH)
+
+
+@triton.jit
+def _terms_of_long_rows(
+    total, d_out, d_mean, d_rstd, weight, means, rstds, first, rows,
+    D_MEAN: tl.constexpr, D_RSTD: tl.constexpr, WEIGHT: tl.constexpr, OFFSET: tl.constexpr, CENTERED: tl.constexpr,
+    DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The terms of `_statistics_terms` for rows that are read in blocks."""
     products, sums = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(0, DIM, WIDTH):
         unit, d_unit = _unit_and_gradient(
-            total, d_out, weight, means, rstds, first, start, rows, WEIGHT, OFFSET, DIM, ROWS, WIDTH, "evict_last"
+            total, d_out, weight, means, rstds, first, start, rows, WEIGHT, OFFSET, DIM, ROWS, WIDTH, ""
         )
         products += d_unit * unit
         if CENTERED:
             sums += d_unit
-    unit_factor, constant = _statistics_terms(
+    return _statistics_terms(
         tl.sum(products, 1), tl.sum(sums, 1), d_mean, d_rstd, rstds, first, rows, D_MEAN, D_RSTD, DIM, ROWS
     )
-    for start in range(0, DIM, WIDTH):
-        unit, d_unit = _unit_and_gradient(
-            total, d_out, weight, means, rstds, first, start, rows, WEIGHT, OFFSET, DIM, ROWS, WIDTH, "evict_first"
-        )
-        _store_gradient(
-            d_rows, d_rows_2, d_sum, unit, d_unit, unit_factor, constant, rstds, first, start, rows, D_SUM,
-            SECOND_DTYPE, DIM, ROWS, WIDTH,
-        )  # fmt: skip
+
+
+@triton.jit
+def reduce_rows(
+    total, d_out, d_mean, d_rstd, weight, mean, rstd, rows,
+    unit_factors, constants,
+    D_MEAN: tl.constexpr, D_RSTD: tl.constexpr, WEIGHT: tl.constexpr, OFFSET: tl.constexpr, CENTERED: tl.constexpr,
+    DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Store the terms of `_statistics_terms` for rows of any length, for ``differentiate_columns``."""
+    first = tl.program_id(0) * ROWS
+    means, rstds = _load_statistics(mean, rstd, first, rows - first, CENTERED, ROWS)
+    unit_factor, constant = _terms_of_long_rows(
+        total, d_out, d_mean, d_rstd, weight, means, rstds, first, rows, D_MEAN, D_RSTD, WEIGHT, OFFSET, CENTERED,
+        DIM, ROWS, WIDTH,
+    )  # fmt: skip
+    row = tl.arange(0, ROWS)
+    tl.store(unit_factors + first + row, unit_factor, mask=row < rows - first)
+    if CENTERED:
+        tl.store(constants + first + row, constant, mask=row < rows - first)
 
 
 @triton.jit
@@ -172,28 +225,43 @@ def _unit_and_gradient(
 
 
 @triton.jit
-def sum_over_rows(
-    total, d_out, mean, rstd, rows,
-    d_weight, d_bias,
-    CENTERED: tl.constexpr, D_WEIGHT: tl.constexpr, D_BIAS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+def differentiate_columns(
+    total, d_out, d_sum, weight, mean, rstd, unit_factors, constants, rows,
+    d_rows, d_rows_2, d_weight, d_bias,
+    D_ROWS: tl.constexpr, D_SUM: tl.constexpr, WEIGHT: tl.constexpr, OFFSET: tl.constexpr, CENTERED: tl.constexpr,
+    SECOND_DTYPE: tl.constexpr, D_WEIGHT: tl.constexpr, D_BIAS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of the gradients of weight and bias: a program sums the columns of one tile, over its share of the
-    rows.
+    """Some columns of the gradients of rows whose terms ``reduce_rows`` has stored, and of the partial sums over rows.
+    Without ``D_ROWS``, the sums alone.
+
+    It takes the rows from the last on, because the L2 cache still has those that ``reduce_rows`` has read last.
     """
     # Neighbouring programs read neighbouring columns of the same rows.
     start, part = tl.program_id(0) * WIDTH, tl.program_id(1)
+    w = load_columns(weight, start, WEIGHT, DIM, WIDTH)
     weight_sums, bias_sums = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
-    for first in range(part * ROWS, rows, tl.num_programs(1) * ROWS):
+    tiles = tl.cdiv(rows, ROWS)
+    for tile in range(part, tiles, tl.num_programs(1)):
+        first = (tiles - 1 - tile) * ROWS
         base = first.to(tl.int64) * DIM
         rows_left = rows - first
-        d = load_tile(d_out + base, start, rows_left, DIM, ROWS, WIDTH, "").to(tl.float32)
-        if D_WEIGHT:
-            means, rstds = _load_statistics(mean, rstd, first, rows_left, CENTERED, ROWS)
+        means, rstds = _load_statistics(mean, rstd, first, rows_left, CENTERED, ROWS)
+        d_unit = load_tile(d_out + base, start, rows_left, DIM, ROWS, WIDTH, "").to(tl.float32)
+        if D_ROWS or D_WEIGHT:
             unit = load_tile(total + base, start, rows_left, DIM, ROWS, WIDTH, "").to(tl.float32)
-            weight_sums += d * ((unit - means[:, None]) * rstds[:, None])
+            unit = (unit - means[:, None]) * rstds[:, None]
+        if D_WEIGHT:
+            weight_sums += d_unit * unit
         if D_BIAS:
-            bias_sums += d
+            bias_sums += d_unit
+        if D_ROWS:
+            if WEIGHT:
+                d_unit *= w.to(tl.float32) + OFFSET
+            constant, unit_factor = _load_statistics(constants, unit_factors, first, rows_left, CENTERED, ROWS)
+            gradient = _gradient(unit, d_unit, unit_factor, constant, rstds)
+            gradient += _load_d_sum(d_sum, first, start, rows, D_SUM, DIM, ROWS, WIDTH).to(tl.float32)
+            _store_gradient(d_rows, d_rows_2, gradient, first, start, rows, SECOND_DTYPE, DIM, ROWS, WIDTH)
     if D_WEIGHT:
         _store_sums(d_weight, weight_sums, part, start, DIM, WIDTH)
     if D_BIAS:

@@ -21,9 +21,8 @@ Results = tuple[jax.Array, ...]
 ABSENT = jax.ShapeDtypeStruct((1,), jnp.float32)
 #: What second derivatives bring.
 STATISTICS = ("d_mean", "d_rstd")
-#: Of the kernel that sums over rows: its warps, the entries of a tile, 16 a thread, and its programs, of each
-#: multiprocessor.
-SUM_WARPS, SUM_ENTRIES, SUM_PROGRAMS = 8, 16 * THREADS * 8, 4
+#: Of ``differentiate_columns``: its warps, the entries of a tile, 16 a thread, and its programs on a multiprocessor.
+COLUMN_WARPS, COLUMN_ENTRIES, COLUMN_PROGRAMS = 8, 16 * THREADS * 8, 4
 
 
 def forward(inv: Invocation, cfg: Config, centered: bool) -> Results:
@@ -92,86 +91,111 @@ def gradients(inv: Invocation, cfg: BackwardConfig, centered: bool) -> Results:
         return tuple(jnp.broadcast_to(by_name[name], inv[name].shape).astype(inv[name].dtype) for name in wrt)
     if inv["d_out"] is None:
         inv = inv.with_arrays({"d_out": jnp.zeros(inv["x"].shape, inv["x"].dtype)})
-    by_name = {}
     sums = [name for name in ("weight", "bias") if name in wrt]
     has_rows = "x" in wrt or "residual" in wrt
-    if has_rows:
-        by_name |= _of_rows(inv, cfg, centered, [] if cfg.columns else sums)
-    if sums and (cfg.columns or not has_rows):
-        by_name |= _of_columns(inv, cfg, centered, sums)
+    by_name = (
+        _of_columns(inv, cfg, centered, sums) if cfg.columns or not has_rows else _of_rows(inv, cfg, centered, sums)
+    )
     return tuple(by_name[name] for name in wrt)
 
 
 def _of_rows(inv: Invocation, cfg: BackwardConfig, centered: bool, sums: list[str]) -> dict[str, jax.Array]:
-    """The gradients of x and the residual, which are the same numbers, and of those that are summed in passing."""
-    dim, tiles = inv["x"].shape[-1], blocks(count_rows(inv), cfg.rows)
-    names = [name for name in ("x", "residual") if name in inv["wrt"]]
-    dtypes = list(dict.fromkeys(inv[name].dtype for name in names))
-    outputs = [jax.ShapeDtypeStruct(inv["x"].shape, dtype) for dtype in dtypes]
-    constants = {
-        **{name.upper(): inv.get(name) is not None for name in ("d_sum", *STATISTICS)},
-        **_weight(inv),
-        "CENTERED": centered,
-        "SECOND_DTYPE": len(outputs) == 2,
-    }
-    outputs += [ABSENT] * (2 - len(outputs))
-    if cfg.block:
-        grid = tiles
-        constants |= {"DIM": dim, "ROWS": cfg.rows, "WIDTH": cfg.block}
-    else:
-        grid = min(tiles, cfg.programs * multiprocessors(inv))
-        parts = jax.ShapeDtypeStruct((grid, dim), jnp.float32)
-        outputs += [parts if name in sums else ABSENT for name in ("weight", "bias")]
-        constants |= {"D_WEIGHT": "weight" in sums, "D_BIAS": "bias" in sums}
-        constants |= {"DIM": dim, "ROWS": cfg.rows, "WIDTH": width(inv)}
-    rows, rows_2, *rest = _launch(
-        "_backward:differentiate_long" if cfg.block else "_backward:differentiate",
+    """All gradients, by programs that have whole rows."""
+    tiles = blocks(count_rows(inv), cfg.rows)
+    return _gradients(
+        "_backward:differentiate_wide" if cfg.block else "_backward:differentiate",
         inv,
         cfg,
         ("sum", "d_out", "d_sum", *STATISTICS, "weight", "mean", "rstd"),
-        outputs,
-        (grid,),
-        constants,
+        (min(tiles, cfg.programs * multiprocessors(inv)),),
+        {
+            **_presence(inv, ("d_sum", *STATISTICS)),
+            **_weight(inv),
+            "CENTERED": centered,
+            "DIM": inv["x"].shape[-1],
+            "ROWS": cfg.rows,
+            "WIDTH": width(inv),
+            **({"BLOCK": cfg.block} if cfg.block else {}),
+        },
+        sums,
     )
-    by_dtype = dict(zip(dtypes, (rows, rows_2), strict=False))
-    partial_sums = zip(("weight", "bias"), rest, strict=False)
-    return {
-        **{name: by_dtype[inv[name].dtype] for name in names},
-        **{name: _added(inv, name, parts) for name, parts in partial_sums if name in sums},
-    }
 
 
 def _of_columns(inv: Invocation, cfg: BackwardConfig, centered: bool, sums: list[str]) -> dict[str, jax.Array]:
-    """The gradients of weight and bias, by a kernel of their own."""
-    dim, columns = inv["x"].shape[-1], cfg.columns or 256
-    columns = min(columns, padded(dim))
-    tile = SUM_ENTRIES // columns
+    """All gradients, by programs that have some columns of many rows, after others have reduced each row."""
+    dim, columns = inv["x"].shape[-1], min(cfg.columns or 256, padded(inv["x"].shape[-1]))
+    has_rows = "x" in inv["wrt"] or "residual" in inv["wrt"]
+    weight = _weight(inv) if has_rows else {"WEIGHT": False, "OFFSET": 0.0}
+    if has_rows:
+        of_rows = jax.ShapeDtypeStruct(inv["x"].shape[:-1], jnp.float32)
+        unit_factors, constants = _launch(
+            "_backward:reduce_rows",
+            inv,
+            cfg,
+            ("sum", "d_out", *STATISTICS, "weight", "mean", "rstd"),
+            (of_rows, of_rows if centered else ABSENT),
+            (blocks(count_rows(inv), cfg.rows),),
+            {
+                **_presence(inv, STATISTICS),
+                **weight,
+                "CENTERED": centered,
+                "DIM": dim,
+                "ROWS": cfg.rows,
+                "WIDTH": cfg.block,
+            },
+        )
+        inv = inv.with_arrays({"unit_factors": unit_factors, "constants": constants})
+    tile = COLUMN_ENTRIES // columns
     groups = blocks(dim, columns)
-    count = min(blocks(count_rows(inv), tile), max(1, SUM_PROGRAMS * multiprocessors(inv) // groups))
-    parts = jax.ShapeDtypeStruct((count, dim), jnp.float32)
-    results = _launch(
-        "_backward:sum_over_rows",
+    count = min(blocks(count_rows(inv), tile), max(1, COLUMN_PROGRAMS * multiprocessors(inv) // groups))
+    return _gradients(
+        "_backward:differentiate_columns",
         inv,
         cfg,
-        ("sum", "d_out", "mean", "rstd"),
-        [parts if name in sums else ABSENT for name in ("weight", "bias")],
+        ("sum", "d_out", "d_sum", "weight", "mean", "rstd", "unit_factors", "constants"),
         (groups, count),
         {
+            **_presence(inv, ("d_sum",)),
+            **weight,
+            "D_ROWS": has_rows,
             "CENTERED": centered,
-            "D_WEIGHT": "weight" in sums,
-            "D_BIAS": "bias" in sums,
             "DIM": dim,
             "ROWS": tile,
             "WIDTH": columns,
         },
-        num_warps=SUM_WARPS,
+        sums,
+        num_warps=COLUMN_WARPS,
     )
-    by_name = dict(zip(("weight", "bias"), results, strict=True))
-    return {name: _added(inv, name, by_name[name]) for name in sums}
 
 
-def _added(inv: Invocation, name: str, parts: jax.Array) -> jax.Array:
-    return parts.sum(0).astype(inv[name].dtype)
+def _gradients(
+    kernel: str,
+    inv: Invocation,
+    cfg: BackwardConfig,
+    arrays: Iterable[str],
+    grid: tuple[int, ...],
+    constants: Mapping[str, Any],
+    sums: list[str],
+    num_warps: int | None = None,
+) -> dict[str, jax.Array]:
+    """The gradients of x and the residual, which are the same numbers, and those of ``sums``, in one launch.
+
+    The last number of the grid is that of the partial sums.
+    """
+    names = [name for name in ("x", "residual") if name in inv["wrt"]]
+    dtypes = list(dict.fromkeys(inv[name].dtype for name in names))
+    outputs = [jax.ShapeDtypeStruct(inv["x"].shape, dtype) for dtype in dtypes]
+    parts = jax.ShapeDtypeStruct((grid[-1], inv["x"].shape[-1]), jnp.float32)
+    outputs += [ABSENT] * (2 - len(outputs)) + [parts if name in sums else ABSENT for name in ("weight", "bias")]
+    has_sums = {f"D_{name.upper()}": name in sums for name in ("weight", "bias")}
+    constants = {**constants, "SECOND_DTYPE": len(dtypes) == 2, **has_sums}
+    *by_dtype, d_weight, d_bias = _launch(kernel, inv, cfg, arrays, outputs, grid, constants, num_warps)
+    of_rows = dict(zip(dtypes, by_dtype, strict=False))
+    partial_sums = {"weight": d_weight, "bias": d_bias}
+    return {
+        **{name: of_rows[inv[name].dtype] for name in names},
+        **{name: partial_sums[name].sum(0).astype(inv[name].dtype) for name in sums},
+    }
 
 
 # -- what all of them have in common ---------------------------------------------------------------------------------
@@ -218,6 +242,11 @@ def _forward_constants(inv: Invocation, cfg: Config, centered: bool) -> dict[str
 def _whole_rows(inv: Invocation, cfg: Config) -> dict[str, Any]:
     head, tail = pieces(inv["x"].shape[-1])
     return {"WIDTH": head, "TAIL": tail, "PERSISTENT": bool(cfg.programs)}
+
+
+def _presence(inv: Invocation, names: Iterable[str]) -> dict[str, bool]:
+    """Whether the call has each of these arrays."""
+    return {name.upper(): inv.get(name) is not None for name in names}
 
 
 def _weight(inv: Invocation) -> dict[str, Any]:

@@ -92,10 +92,10 @@ def normalized_rows(x, residual, total, mean, rstd, first, rows, RESIDUAL: tl.co
     base = first.to(tl.int64) * DIM
     x, residual, total = x + base, residual + base, total + base
     rows = rows - first
-    head = load_total(x, residual, 0, rows, RESIDUAL, DIM, ROWS, WIDTH, "evict_first")
+    head = load_total(x, residual, 0, rows, RESIDUAL, DIM, ROWS, WIDTH, "")
     tail = head
     if TAIL > 0:
-        tail = load_total(x, residual, WIDTH, rows, RESIDUAL, DIM, ROWS, TAIL, "evict_first")
+        tail = load_total(x, residual, WIDTH, rows, RESIDUAL, DIM, ROWS, TAIL, "")
     if RESIDUAL:
         store_tile(total, 0, rows, head, DIM, ROWS, WIDTH)
         if TAIL > 0:

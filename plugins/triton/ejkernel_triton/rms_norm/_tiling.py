@@ -7,7 +7,7 @@ memory of an H200 (docs/performance.md): they are to be measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import TypeVar
 
@@ -27,6 +27,10 @@ BLOCKS = (0, 1024, 2048, 4096, 8192, 16384)
 LONGEST = 16384
 #: The same for the backward, which holds several arrays.
 LONGEST_BACKWARD = 8192
+#: The sums over rows that a program of the backward holds where it holds nothing else.
+MOST_SUMS = 16384
+#: Up to here, the tiles of the backward have 2,048 entries instead of 4,096.
+NARROW = 512
 #: The columns of the narrowest tile.
 LEAST_COLUMNS = 16
 #: The entries of a tile that a thread may have: with more, the compiler would work for minutes, and spill registers.
@@ -35,8 +39,10 @@ REGISTERS, MOST_REGISTERS, THREADS = 65536, 224, 32
 #: Calls of fewer entries are left to XLA: a kernel takes 2 microseconds however little it does, and XLA may have none,
 #: where it joins the normalization with its neighbours. An estimate: to be measured.
 FEW_ENTRIES = 1 << 16
-#: And so are few very long rows, each of which one multiprocessor would have to read. An estimate: to be measured.
-FEW_ROWS, LONG = 8, 16384
+#: And so are few long rows, each of which one multiprocessor has to read. In the forward, fewer than these of more than
+#: LONGEST entries; in the backward, by entries, fewer than these for each multiprocessor.
+FEW_ROWS = 8
+FEW_ROWS_BACKWARD = {4096: 1, 8192: 3}
 
 
 @attrs.frozen
@@ -63,8 +69,8 @@ class BackwardConfig:
     programs: int = attrs.field(default=2, validator=[instance_of(int), ge(1)])
     #: Columns of a tile of rows that are read twice; 0: whole rows are held in registers.
     block: int = attrs.field(default=0, validator=in_(BLOCKS))
-    #: Columns of a tile of a kernel that sums the gradients of weight and bias; 0: the kernel that computes the
-    #: gradients of the rows does, which then has to hold whole rows.
+    #: Columns that a program of a second kernel has of many rows; 0: a program has whole rows, and holds at least the
+    #: sums over its rows in registers.
     columns: int = attrs.field(default=0, validator=in_((0, 64, 128, 256, 512)))
 
 
@@ -103,19 +109,33 @@ def check_config(inv: Invocation, cfg: Config | BackwardConfig) -> None:
             f"{cfg.num_warps} warps hold {most} entries, and a tile has {entries}: "
             "take fewer rows, more warps, or a block"
         )
-    if isinstance(cfg, BackwardConfig) and cfg.block and (cfg.programs != 1 or not cfg.columns):
-        raise Unsupported("rows that are read in blocks take programs=1, and columns for the gradient of the weight")
+    if isinstance(cfg, BackwardConfig) and cfg.columns and (cfg.programs != 1 or not cfg.block):
+        raise Unsupported("a second kernel for columns takes programs=1, and a block for the first one")
+    if isinstance(cfg, BackwardConfig) and cfg.block and not cfg.columns and cfg.rows * _sums(inv) > MOST_SUMS:
+        raise Unsupported(f"a program holds {MOST_SUMS} sums over rows at most: take columns")
     if isinstance(cfg, Config) and cfg.programs and (cfg.block or "quantize" in inv):
         raise Unsupported("only whole rows without quantize are taken one after the other: programs must be 0")
 
 
 def rank(inv: Invocation) -> int:
     """Before XLA where a launch brings more than it costs."""
+    return _rank(inv, lambda rows, dim: rows < FEW_ROWS and dim > LONGEST)
+
+
+def backward_rank(inv: Invocation) -> int:
+    """The same for the gradients."""
+    limits = FEW_ROWS_BACKWARD.items()
+    return _rank(
+        inv, lambda rows, dim: any(dim > least and rows < count * multiprocessors(inv) for least, count in limits)
+    )
+
+
+def _rank(inv: Invocation, are_few: Callable[[int, int], bool]) -> int:
     shape = inv["x"].shape
     if not all(isinstance(size, int) for size in shape):
         return 50  # refused, with a reason
     rows, dim = math.prod(shape[:-1]), shape[-1]
-    return 5 if rows * dim <= FEW_ENTRIES or (rows < FEW_ROWS and dim >= LONG) else 50
+    return 5 if rows * dim <= FEW_ENTRIES or are_few(rows, dim) else 50
 
 
 # -- tiles -----------------------------------------------------------------------------------------------------------
@@ -151,10 +171,10 @@ def count_rows(inv: Invocation) -> int:
 
 
 def forward(inv: Invocation) -> Config:
-    """Without measuring: 32 entries a thread; 8 where there are too few rows to fill the card."""
+    """Without measuring: tiles of 2,048 entries at least and 4,096 at most, 32 or 16 for a thread."""
     rows, columns, wanted = count_rows(inv), width(inv), 4 * multiprocessors(inv)
-    tile = _rows(4096 // columns, rows, wanted)
-    warps = _warps(tile * columns, 32 if rows >= tile * wanted else 8, 16)
+    tile = max(_rows(4096 // columns, rows, wanted), _rows(2048 // columns, rows, 1))
+    warps = _warps(tile * columns, 32 if rows >= tile * wanted else 16, 16)
     is_held = columns <= LONGEST and _resident(inv, tile * columns, warps, is_persistent=False)
     return Config(tile, warps) if is_held else Config(1, 16, 0, 8192)
 
@@ -187,34 +207,50 @@ def _resident(inv: Invocation, entries: int, warps: int, is_persistent: bool) ->
 
 def backward(inv: Invocation) -> BackwardConfig:
     """Without measuring: as many entries on their way as a multiprocessor's registers have room for."""
-    rows = _rows(4096 // width(inv), count_rows(inv), multiprocessors(inv))
-    entries = rows * width(inv)
-    for columns in (0, 256):
-        warps = [_warps(entries, per_thread, 16) for per_thread in (16, 32, 8) if width(inv) <= LONGEST_BACKWARD]
-        choices = [_backward(inv, rows, count, columns) for count in warps if _fits(inv, entries, count, columns)]
-        if choices:
-            return max(choices, key=lambda cfg: cfg.programs)  # of several the first
-    return BackwardConfig(1, 16, 1, 8192, 256)
+    rows, columns = count_rows(inv), width(inv)
+    choices: tuple[tuple[int, tuple[int, ...]], ...] = ((4096, (16, 32, 8)),)
+    if columns <= 1024:
+        choices = ((2048 if columns <= NARROW else 4096, (32, 16, 8)),)
+    elif columns >= 4096 and rows >= 8 * multiprocessors(inv):
+        choices = ((8192, (32,)), *choices)
+    for entries, entries_per_thread in choices if columns <= LONGEST_BACKWARD else ():
+        tile = _rows(entries // columns, rows, multiprocessors(inv))
+        for per_thread in entries_per_thread:
+            warps = _warps(tile * columns, per_thread, 16)
+            if _fits(inv, tile * columns, warps):
+                largest = _backward(inv, tile, warps)
+                # Each program has sums of its own, which have to be added up: with few tiles, one is better.
+                is_few = columns > NARROW and rows < 4 * tile * largest.programs * multiprocessors(inv)
+                return attrs.evolve(largest, programs=1) if is_few else largest
+    return BackwardConfig(1, 32, 1, columns) if _sums(inv) <= MOST_SUMS else BackwardConfig(1, 16, 1, 4096, 128)
 
 
 def backward_space(inv: Invocation) -> Iterator[BackwardConfig]:
     """Smaller and larger tiles, more and fewer warps and programs, and a kernel of its own for the weight."""
     held = width(inv)
-    is_summed = bool({"weight", "bias"} & set(inv["wrt"]))
     if held <= LONGEST_BACKWARD:
         for rows, per_thread in _choices(held, count_rows(inv), (8, 16, 32)):
             entries = rows * held
             warps = _warps(entries, per_thread, 16)
-            if _fits(inv, entries, warps, 0):
-                largest = _backward(inv, rows, warps, 0)
+            if _fits(inv, entries, warps):
+                largest = _backward(inv, rows, warps)
                 yield largest
                 if largest.programs > 1:
                     yield attrs.evolve(largest, programs=(largest.programs + 1) // 2)
-            if is_summed and held == LONGEST_BACKWARD and _fits(inv, entries, warps, 256):
-                yield _backward(inv, rows, warps, 256)
+    if held >= LONGEST_BACKWARD and _sums(inv) <= MOST_SUMS:
+        yield from (BackwardConfig(1, 32, 1, block) for block in (4096, 8192, 16384))
     if held >= LONGEST_BACKWARD:
-        for block, warps in ((4096, 8), (8192, 16), (4096, 16)):
-            yield from (BackwardConfig(1, warps, 1, block, columns) for columns in (256, 128))
+        yield from (BackwardConfig(1, 16, 1, block, columns) for block in (4096, 8192) for columns in (128, 256))
+
+
+def _is_narrow(inv: Invocation) -> bool:
+    """Whether the backward reads 16-bit rows."""
+    return all(inv[name] is None or inv[name].dtype.itemsize < 4 for name in ("sum", "d_out"))
+
+
+def _sums(inv: Invocation) -> int:
+    """The entries of the gradients of weight and bias."""
+    return width(inv) * sum(name in inv["wrt"] for name in ("weight", "bias"))
 
 
 def unique(first: C, others: Iterable[C]) -> list[C]:
@@ -222,25 +258,23 @@ def unique(first: C, others: Iterable[C]) -> list[C]:
     return list(dict.fromkeys([first, *others]))
 
 
-def _backward(inv: Invocation, rows: int, warps: int, columns: int) -> BackwardConfig:
+def _backward(inv: Invocation, rows: int, warps: int) -> BackwardConfig:
     """With as many programs as the registers of a multiprocessor have room for, at most 8."""
-    needed = _backward_registers(inv, rows * width(inv), warps, columns)
+    needed = _backward_registers(inv, rows * width(inv), warps)
     programs = max(1, min(8, REGISTERS // (needed * warps * THREADS)))
-    return BackwardConfig(rows, warps, programs, 0, columns)
+    return BackwardConfig(rows, warps, programs)
 
 
-def _fits(inv: Invocation, entries: int, warps: int, columns: int) -> bool:
-    needed = _backward_registers(inv, entries, warps, columns)
+def _fits(inv: Invocation, entries: int, warps: int) -> bool:
+    needed = _backward_registers(inv, entries, warps)
     # An estimate below the limit, as one above it would mean spilled registers.
     return needed <= min(MOST_REGISTERS, REGISTERS * 15 // 16 // (warps * THREADS))
 
 
-def _backward_registers(inv: Invocation, entries: int, warps: int, columns: int) -> int:
+def _backward_registers(inv: Invocation, entries: int, warps: int) -> int:
     """An estimate of a thread's registers: two arrays at work and on their way, the weight, and two sums at most."""
-    is_narrow = max(inv["sum"].dtype.itemsize, inv["d_out"].dtype.itemsize if inv["d_out"] is not None else 0) < 4
-    arrays = 2 + (1 if is_narrow else 2) + (inv["weight"] is not None)
-    if not columns:
-        arrays += sum(name in inv["wrt"] for name in ("weight", "bias"))
+    arrays = 2 + (1 if _is_narrow(inv) else 2) + (inv["weight"] is not None)
+    arrays += sum(name in inv["wrt"] for name in ("weight", "bias"))
     return _registers(math.ceil(entries / (warps * THREADS)), arrays)
 
 
