@@ -2,7 +2,9 @@
 stay, so that the next run does not compile them again.
 """
 
+import gc
 import hashlib
+import itertools
 import os
 import platform
 import shutil
@@ -30,6 +32,8 @@ if os.environ.get("EJKERNEL_TESTS") == "quick":
     # What a test compiles it runs once, and compiling takes longest: without optimisation, half as long or less. The
     # long sweep compiles XLA's own kernels as users do.
     flags.append("--xla_backend_optimization_level=0")
+    # By one thread: its programs are too small to be divided, which costs more than it saves.
+    flags.append("--xla_cpu_parallel_codegen_split_count=1")
     if JAXLIB < (0, 11):  # later ones know no other way
         flags.append("--xla_cpu_use_fusion_emitters=false")
 # Each once: a process that a test starts, and a worker, inherit them, and JAX takes as many as there are for its keys.
@@ -94,15 +98,34 @@ def use_registry(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     return use
 
 
+#: The numbers of the tests that this process runs.
+NUMBERS = itertools.count()
+
+
 @pytest.fixture(autouse=True)
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test reads or writes what its user has measured, or what another test has."""
-    folder = tmp_path / "ejkernel-cache"
+def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test reads or writes what its user has measured, or what another test has.
+
+    The folder is made by the test that writes to it. ``tmp_path`` would make one for every test, and look at those of
+    all tests before it.
+    """
+    folder = tmp_path_factory.getbasetemp() / f"ejkernel-cache-{next(NUMBERS)}"
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(folder))
     import ejkernel_cache
 
     ejkernel_cache.default_cache.cache_clear()
     return folder
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector pass over all that is there before the tests, and run less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or JAX reports leaks at the end
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
