@@ -76,6 +76,8 @@ class KernelProofs:
     #: The share of each quick test that stays quick, drawn by the names of the kernel and the examples: other kernels
     #: draw others. The rest is moved to the long sweep.
     quick: float = 1.0
+    #: The names of examples whose tests are quick whatever is drawn, because each holds a fault that a kernel has had.
+    always: Collection[str] = frozenset()
     #: Whether the examples named "grid..." are used: a reference, which they are compared with, needs none.
     grid: bool = True
     registry: Registry = default_registry
@@ -89,7 +91,7 @@ class KernelProofs:
             raise TypeError(
                 f"{op!r} has no examples to prove {self.kernel!r} on: name a kernel of its forward operation"
             )
-        examples = (example for example in operation.examples() if example.checks)
+        examples = _examples_with_checks(operation.examples)
         return tuple(example for example in examples if self.grid or not example.name.startswith("grid"))
 
     def setup_method(self) -> None:
@@ -105,7 +107,7 @@ class KernelProofs:
                 groups = () if self.kernel.endswith(f".{REFERENCE}") else ("one", self.pairs)
                 rows = [row for row in rows if row[-1] in groups]
             test = f"{self.kernel} {metafunc.definition.name}"
-            metafunc.parametrize(names, list(_parameter_sets(rows, test, self.quick)))
+            metafunc.parametrize(names, list(_parameter_sets(rows, test, self.quick, self.always)))
 
     @classmethod
     @functools.cache  # pytest collects every test of a class from them
@@ -204,7 +206,14 @@ def kernel_proofs(
     return classes
 
 
-def _parameter_sets(rows: Sequence[tuple[Any, ...]], test: str, quick_share: float) -> Iterator[Any]:
+@functools.cache  # every kernel of the operation is proved on them
+def _examples_with_checks(examples: Callable[[], Iterable[Example]]) -> Examples:
+    return tuple(example for example in examples() if example.checks)
+
+
+def _parameter_sets(
+    rows: Sequence[tuple[Any, ...]], test: str, quick_share: float, always: Collection[str]
+) -> Iterator[Any]:
     """The rows as parameters of a test. Those of the long sweep are marked: long examples, further pairs of sets, and
     what is left of the quick rows when a share of them has been drawn by the name of the test.
     """
@@ -213,7 +222,7 @@ def _parameter_sets(rows: Sequence[tuple[Any, ...]], test: str, quick_share: flo
     names = ["-".join(getattr(part, "name", part) for part in row) for row in rows]
     quick = [i for i, row in enumerate(rows) if not (row[0].long or row[-1] in PAIRS[1:])]
     quick.sort(key=lambda i: hashlib.sha256(f"{test} {names[i]}".encode()).digest())
-    drawn = {*quick[: math.ceil(quick_share * len(quick))]}
+    drawn = {*quick[: math.ceil(quick_share * len(quick))], *(i for i in quick if rows[i][0].name in always)}
     for i, row in enumerate(rows):
         yield pytest.param(*row, id=names[i], marks=[] if i in drawn else [pytest.mark.long])
 

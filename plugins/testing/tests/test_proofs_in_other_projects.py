@@ -87,7 +87,11 @@ def output_of_proofs(folder: Path, **environment: str) -> str:
     return process.stdout
 
 
-@pytest.mark.parametrize("environment", [{}, {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}], ids=str)
+@pytest.mark.parametrize(
+    "environment",
+    [pytest.param({}, marks=pytest.mark.long), {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}],
+    ids=str,
+)
 def test_a_kernel_that_is_wrong_on_a_shard_only_fails(tmp_path: Path, environment: dict[str, str]) -> None:
     output = output_of_proofs(tmp_path, **environment)
     assert re.search(r"transforms: shard_map: double.wrong_on_a_shard on rows: \S+ is off by", output), output
@@ -95,6 +99,7 @@ def test_a_kernel_that_is_wrong_on_a_shard_only_fails(tmp_path: Path, environmen
     assert ("in a process with 8 devices" in output) is (not environment)
 
 
+@pytest.mark.long
 def test_sharding_fails_if_the_user_has_set_one_device(tmp_path: Path) -> None:
     output = output_of_proofs(tmp_path, JAX_NUM_CPU_DEVICES="1")
     assert "there is one device, so nothing can be sharded: set JAX_NUM_CPU_DEVICES=8" in output, output
@@ -150,11 +155,12 @@ def test_a_distribution_without_kernels_to_prove_is_refused() -> None:
 
 
 def test_a_share_of_the_proofs_stays_quick(tmp_path: Path) -> None:
-    """Other kernels draw others, each at least one of every test, and none is lost."""
+    """Other kernels draw others, each at least one of every test, and none is lost. Some can be quick whatever is drawn."""
     (tmp_path / "test_shares.py").write_text(
         "from ejkernel_testing import KernelProofs\n\n\n"
         "class TestAll(KernelProofs):\n    kernel = 'flash_attention.xla'\n\n\n"
         "class TestShare(TestAll):\n    quick = 0.25\n\n\n"
+        "class TestAlways(TestAll):\n    quick = 0.0\n    always = {'no-keys', 'large-logits'}\n\n\n"
         "class TestReference(TestShare):\n    kernel = 'flash_attention.reference'\n    grid = False\n"
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
@@ -166,7 +172,9 @@ def test_a_share_of_the_proofs_stays_quick(tmp_path: Path) -> None:
         return {kernel: {test for name, test in tests if name == kernel} for kernel, _ in tests}
 
     every, quick = collected(), collected("-m", "not long")
-    assert every["TestShare"] == every["TestAll"]
+    assert every["TestShare"] == every["TestAlways"] == every["TestAll"]
+    examples = {test.partition("[")[2].rstrip("]") for test in quick["TestAlways"] if test.startswith("test_example")}
+    assert examples == {"no-keys", "large-logits"}
     assert {test for test in every["TestReference"] if "[grid" in test} == set()
     for test in ("test_example", "test_transforms", "test_sensitivity", "test_accumulation"):
         whole, share, other = (
