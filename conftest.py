@@ -137,12 +137,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in left_to_the_long_sweep(items):
+        item.add_marker("long")
     share, folders = config.getoption("--share"), config.getoption("--share-of")
     left = [item for item in items if not is_drawn(item.nodeid, share, config.getoption("--seed"), folders)]
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
+
+
+def left_to_the_long_sweep(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of the cases of each test with ``@pytest.mark.sample(3)``, all but three, drawn by their names.
+
+    Cases that are long anyway, or that need a GPU, are not counted. Where only some parameters have the marker, their
+    cases are.
+    """
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") and not any(map(item.get_closest_marker, ("long", "gpu"))):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = []
+    for cases in tests.values():
+        cases.sort(key=lambda case: hashlib.sha256(case.nodeid.encode()).digest())
+        left += cases[cases[0].get_closest_marker("sample").args[0] :]
+    return left
 
 
 def is_drawn(test: str, share: float, seed: str, folders: list[str]) -> bool:
