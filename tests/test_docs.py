@@ -69,7 +69,13 @@ def run_block(page: Path, line: int, content: str, namespace: dict[str, object])
     return out.getvalue()
 
 
-@pytest.mark.parametrize("page", PAGES_WITH_EXAMPLES)
+#: Those whose examples are tuned, or are many.
+LONG_PAGES = {"docs/moving-from-ejkernel.md", "docs/tuning.md", "docs/operations/flash_attention.md"}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.long] * (page in LONG_PAGES)) for page in PAGES_WITH_EXAMPLES]
+)
 def test_examples_run(page):
     assert any(language == "python" for _, language, _ in blocks(ROOT / page))
     run(ROOT / page)

@@ -215,6 +215,7 @@ def test_texts_are_equal_if_and_only_if_the_contents_are(first: Any, second: Any
     assert (stable_json(first) == stable_json(second)) == (exact_content(first) == exact_content(second))
 
 
+@pytest.mark.long
 def test_texts_are_the_same_in_every_process() -> None:
     code = (
         "from tests.test_keys import DISTINCT; from ejkernel_core import stable_json\n"

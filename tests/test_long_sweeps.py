@@ -188,6 +188,7 @@ def test_a_sweep_that_failed_is_not_recorded(root: Path, sweep: Sweep) -> None:
     assert not records
 
 
+@pytest.mark.long
 def test_a_wrong_record_is_found_by_the_tenth(
     sweeps: ModuleType, root: Path, sweep: Sweep, pytestconfig: pytest.Config
 ) -> None:

@@ -53,6 +53,7 @@ def test_the_operation_of_the_page_prints_what_the_page_shows(folder: Path) -> N
     assert run_python(folder, "use_my_norm.py") == expected
 
 
+@pytest.mark.long
 def test_the_kernels_of_the_page_pass_their_proofs(folder: Path) -> None:
     output = run_python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", "test_my_norm.py",
                    "-W", "ignore::pytest.PytestUnknownMarkWarning", "-k", "not programs")  # fmt: skip
@@ -60,6 +61,7 @@ def test_the_kernels_of_the_page_pass_their_proofs(folder: Path) -> None:
     assert "failed" not in output
 
 
+@pytest.mark.long
 def test_the_kernel_of_the_page_is_tuned(folder: Path) -> None:
     assert re.search(r"rows .*Config\(rows=\d+\)", run_python(folder, "tune_my_norm.py"))
 

@@ -166,6 +166,7 @@ def test_none_can_be_a_configuration() -> None:
         from_json(to_json(Tile()), type(None))
 
 
+@pytest.mark.long
 def test_the_json_is_the_same_in_every_process() -> None:
     code = "from tests.test_records import *; print([to_json(value) for value in VALUES])"
     outputs = {

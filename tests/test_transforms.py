@@ -119,6 +119,7 @@ def loss(function: Callable[..., Any]) -> Callable[..., Any]:
     return total
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("backward", [False, True])
 def test_derivatives_of_every_order(backward: bool) -> None:
     registry = make_registry(backward=backward, scaled__fast=kernel(compute, {"cpu": 50}))
@@ -196,6 +197,7 @@ def test_a_backward_kernel_that_refuses_is_reported_with_its_reason() -> None:
         jax.grad(lambda x: registry.call("scaled", x, W)[1].sum())(X)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("backend", ["reference", None])
 def test_forward_mode_differentiates_the_reference(backend: str | None, backward: bool) -> None:
@@ -234,6 +236,7 @@ def test_forward_mode_without_a_reference_is_refused() -> None:
             forward_mode()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("folds", [False, True])
 @pytest.mark.parametrize(
     "axes",
@@ -284,6 +287,7 @@ def test_a_vmapped_call_makes_one_choice() -> None:
     assert len(fast.invocations) == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_has_local_shapes_and_sums_gradients_of_replicated_arrays(check_vma: bool) -> None:
     def compute_in_loop(a: Mapping[str, Any]) -> Any:  # the carry starts as replicated zeros

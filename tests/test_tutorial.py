@@ -97,6 +97,7 @@ def test_calls_choose_the_plugin_and_agree_with_the_reference(folder):
     run_python(folder, "-c", CALL)
 
 
+@pytest.mark.long
 def test_explain_reports_the_plugin_and_its_refusal(folder):
     supported, unsupported, error = run_python(folder, "-c", EXPLAIN).split("---\n")
     assert supported.startswith("flash_attention.mine with Config(block=64), by heuristic")
@@ -107,6 +108,7 @@ def test_explain_reports_the_plugin_and_its_refusal(folder):
     assert reason in kernel_lines(error)
 
 
+@pytest.mark.long
 def test_the_plugin_can_be_excluded(folder):
     assert "my-attention" not in run_python(folder, "-m", "ejkernel_core", plugins="-my-attention").partition("\n")[2]
     supported = run_python(folder, "-c", EXPLAIN.partition('print("---")')[0], plugins="-my-attention")
@@ -118,6 +120,7 @@ def test_the_plugin_is_not_installed_in_this_environment():
     assert "my-attention" not in run_python(Path(__file__).parent, "-m", "ejkernel_core")
 
 
+@pytest.mark.long
 def test_the_plugin_passes_its_proofs(folder):
     """Without the crossed cases, which take long and test the proofs rather than the page."""
     selection = ("-m", "not long", "-k", "test_example and not grid", "-W", "ignore::pytest.PytestUnknownMarkWarning")

@@ -107,6 +107,7 @@ def dense(example, query, key, value):
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("example", KINDS, ids=name_of)
 def test_a_call_computes_attention_and_its_gradients(example):
     inputs = draw(example)
@@ -217,6 +218,7 @@ def test_a_wrong_window_is_reported(wrong_kernels):
 # -- flash_attention --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_flash_attention_checks_and_measures_each_example(monkeypatch, dtype):
     monkeypatch.setattr(flash_attention, "SECONDS", 1e-4)
@@ -465,6 +467,7 @@ def names_of(one_family):
     return [example.name for example in one_family.examples()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "one_family",
     [GROUPED, pytest.param(FULL, marks=pytest.mark.long), pytest.param(PACKED, marks=pytest.mark.long)],
@@ -477,6 +480,7 @@ def test_shapes_are_checked_and_measured(monkeypatch, one_family):
     assert list(result.seconds) == [(name, pass_name) for name in names_of(one_family) for pass_name in PASSES]
 
 
+@pytest.mark.long
 def test_a_wrong_shape_is_reported(monkeypatch, wrong_kernels):
     monkeypatch.setattr(shapes, "SECONDS", 1e-4)
     monkeypatch.setattr(shapes, "tolerance_of", lambda example: 6e-3)
@@ -517,6 +521,7 @@ def test_every_run_is_compared(monkeypatch):
     assert faults == [f"{label}: out is off by 1.0e-01", f"{label}: other bits in another run"]
 
 
+@pytest.mark.long
 def test_a_slow_shape_is_timed_again(monkeypatch):
     calls = []
 
@@ -557,6 +562,7 @@ def test_random_shapes_are_of_every_kind():
     assert shapes.COUNT // len(shapes.OFFSETS) * len(shapes.OFFSETS) == 1000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "cfg"),
     [

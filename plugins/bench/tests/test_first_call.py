@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ejkernel_bench import first_call
 from ejkernel_bench.first_call import EMPTY, FULL, OURS, PEER, FirstCall
 from ejkernel_ops.flash_attention.sizes import self_attention
 
 
+@pytest.mark.long
 def test_both_are_measured_with_empty_and_with_full_caches(monkeypatch):
     monkeypatch.setattr(first_call, "ON_CPU", self_attention(1, 32, 2, 16))
     report = first_call.run("xla", rounds=1)

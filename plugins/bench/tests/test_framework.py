@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import pytest
 
 from ejkernel_bench import memory, overhead, packed, tuning
 from ejkernel_core import registry
 from ejkernel_ops.flash_attention.sizes import self_attention
 
 
+@pytest.mark.long
 def test_tuning_is_measured_against_the_heuristic_and_in_a_second_process(monkeypatch):
     monkeypatch.setattr(tuning, "EXAMPLE", self_attention(1, 64, 2, 16))
     monkeypatch.setattr(tuning, "BUDGET_S", 20.0)
@@ -66,6 +68,7 @@ def test_records_that_are_not_found_on_disk_are_reported(monkeypatch):
     assert overhead.disk_lookup(entries=30, lookups=10)[2] == ["9 of 10 configurations on disk are not found"]
 
 
+@pytest.mark.long
 def test_imports_are_measured_and_load_nothing_too_early():
     table, bar = overhead.import_overhead(imports=1)
     assert len(table.rows) == 3

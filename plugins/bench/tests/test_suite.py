@@ -302,6 +302,7 @@ def test_a_pass_of_torch_has_results_and_gradients_in_order(registry, monkeypatc
 NORMS = {"rms_norm": rms_norm, "layer_norm": layer_norm}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NORMS)
 def test_a_normalization_is_measured_against_plain_jax(name):
     report = NORMS[name].run(rounds=1, small=True)

@@ -27,6 +27,7 @@ def writers():
     return module
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("processes", "threads", "entries"),
     [(8, 4, 400), pytest.param(16, 8, 2000, marks=pytest.mark.long)],

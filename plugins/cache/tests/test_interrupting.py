@@ -126,6 +126,7 @@ def check_moments(tmp_path: Path, folder: Path, moments: int) -> None:
     assert -signal.SIGINT in codes
 
 
+@pytest.mark.long
 def test_an_interrupt_at_three_moments(tmp_path: Path, folder: Path) -> None:
     check_moments(tmp_path, folder, 3)
 

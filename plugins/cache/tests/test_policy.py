@@ -177,6 +177,7 @@ def scale_distribution(distribution, version: str) -> Path:
     )
 
 
+@pytest.mark.long
 def test_records_in_other_processes_with_other_versions_and_in_a_package(distribution, run_python, folder):
     first_site, second_site = scale_distribution(distribution, "1.0"), scale_distribution(distribution, "2.0")
     tuner = distribution("tuner-dist", {"scale_tuner.py": TUNER}, policies={"guess": "scale_tuner"})

@@ -121,6 +121,7 @@ def run_until_success(folder: Path, dies: str) -> tuple[list[int], list[str]]:
     raise AssertionError("no process succeeds")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("step", ["compiling", "running"])
 def test_only_the_configuration_that_kills_the_process_is_excluded(tmp_path: Path, folder: Path, step: str) -> None:
     codes, lines = run_until_success(tmp_path, f"{step} dies")
@@ -152,6 +153,7 @@ def test_the_heuristic_and_the_reference_may_die(tmp_path: Path, folder: Path, s
     assert [f"'{kind}'" in line for line in lines_of_deaths] == [True]
 
 
+@pytest.mark.long
 def test_explain_reports_a_death_without_measuring(tmp_path: Path, folder: Path) -> None:
     prefix = "cache (registered at run time): no answer, there is no record; kinds Config(kind='dies'): "
     assert run(tmp_path, "running dies").returncode == -signal.SIGSEGV

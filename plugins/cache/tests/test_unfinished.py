@@ -119,6 +119,7 @@ def trace_log(folder: Path) -> list[tuple[str, str]]:
     return [(pid, kind) for pid, kind in map(str.split, lines)]
 
 
+@pytest.mark.long
 def test_one_of_two_processes_measures_and_the_other_reads_the_record(tmp_path: Path, folder: Path) -> None:
     first, second = start(tmp_path, 2.0), start(tmp_path, 2.0)
     outputs = [output_words(first), output_words(second)]

@@ -703,6 +703,7 @@ def losses(call: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     yield lambda *a, **k: sum(leaf.sum() * (i + 2) for i, leaf in enumerate(jax.tree.leaves(call(*a, **k))))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("count", [2, 2.0, jnp.asarray(2), jnp.asarray(2.0)])
 @pytest.mark.parametrize("kwargs", [{}, {"mode": "sin"}, {"w": 2.0}, {"w": jnp.asarray(2.0), "mode": "sin"}], ids=str)
 def test_gradients_equal_those_of_the_plain_code(count: Any, kwargs: Any) -> None:
@@ -937,6 +938,7 @@ def test_without_custom_vjp_jax_differentiates_run() -> None:
 ROWS, OTHER_ROWS = jnp.arange(12.0).reshape(4, 3) / 7 + 0.1, jnp.cos(jnp.arange(12.0)).reshape(4, 3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("axes", "args"),
     [
@@ -970,6 +972,7 @@ def test_vmap_and_vmap_of_grad(axes: Any, args: Any) -> None:
         assert_close(*sums)
 
 
+@pytest.mark.long
 def test_nested_vmap() -> None:
     kernel, left = Full(), jnp.stack([ROWS, ROWS + 1])
 
@@ -987,6 +990,7 @@ def test_nested_vmap() -> None:
     assert_close(jax.vmap(jax.jacrev(jax.grad(lambda x: Square()(x).sum())))(ROWS), jnp.stack([6 * jnp.eye(3)] * 4))
 
 
+@pytest.mark.long
 def test_grad_inside_and_around_vmap() -> None:
     """vmap around grad gives one gradient per element. vmap inside grad gives their sum."""
     kernel, left = Full(), jnp.stack([ROWS, ROWS + 1])

@@ -67,6 +67,7 @@ COMBINATIONS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kv_heads", "where", "bias"), COMBINATIONS)
 def test_values_and_gradients(call: Any, kv_heads: int, where: str, bias: str) -> None:
     arrays = inputs(kv_heads, bias)
@@ -84,6 +85,7 @@ def test_values_and_gradients(call: Any, kv_heads: int, where: str, bias: str) -
             assert {name: jax.typeof(gradient).sharding for name, gradient in gradients.items()} == shardings
 
 
+@pytest.mark.long
 def test_second_derivatives_and_forward_mode(call: Any) -> None:
     arrays = inputs(2, "of-heads")
 
@@ -104,6 +106,7 @@ def test_sharded_arrays_without_set_mesh(call: Any) -> None:
     close(jax.jit(jax.grad(loss(call)))(sharded), jax.grad(loss(call))(arrays))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("over", ["a", "b"])
 def test_shard_map_over_some_axes_of_a_mesh(call: Any, over: str) -> None:
     arrays = {name: array for name, array in inputs(2, "none").items() if name != "softmax_aux"}

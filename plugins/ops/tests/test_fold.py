@@ -105,6 +105,7 @@ def close(results: Any, expected: Any) -> None:
     jax.tree.map(lambda r, e: np.testing.assert_allclose(r, e, rtol=2e-5, atol=2e-5), results, expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("position", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_vmap_against_a_loop(name: str, position: int) -> None:
@@ -130,6 +131,7 @@ def test_vmap_against_a_loop(name: str, position: int) -> None:
     assert backward.shapes == [backward_shape]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mapped_bounds", [pytest.param(True, marks=pytest.mark.long), False])
 def test_packed_rows_become_one_long_row(mapped_bounds: bool) -> None:
     registry, forward, backward = registry_with_recorders()

@@ -4,4 +4,7 @@ from __future__ import annotations
 
 from ejkernel_testing import kernel_proofs
 
-globals().update(kernel_proofs("ejkernel-ops", quick=0.25, grid=False))
+#: Sinks, whose weights are 1 where there are no keys.
+WITHOUT_KEYS = {"no-keys-and-all-there-is-beside-them", "packed-without-keys"}
+
+globals().update(kernel_proofs("ejkernel-ops", quick=0.06, always=WITHOUT_KEYS, grid=False))

@@ -50,6 +50,7 @@ def close(result, expected, dtype):
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("axis", AXES, ids=str)
 @pytest.mark.parametrize("keepdims", [False, True])
 def test_log_sum_exp(axis, keepdims):
@@ -96,6 +97,7 @@ def test_nan_affects_its_row_only():
     np.testing.assert_allclose(gradient[1], [0.5, 0.5])
 
 
+@pytest.mark.long
 def test_second_derivatives_and_forward_mode():
     x = jnp.array([1e4, 1e4 - 1, -jnp.inf])
     weights = np.exp([0, -1, -np.inf]) / (1 + np.exp(-1))
@@ -113,6 +115,7 @@ def test_the_example_of_the_document():
     assert abs(float(result) - 1002.4076) < 1e-3
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint32, bool])
 @pytest.mark.parametrize("x64", [False, True])
 def test_integers_become_floats(dtype, x64):
@@ -139,6 +142,7 @@ def test_sums_without_numbers():
     assert jax.grad(lambda x: log_sum_exp(x, axis=0).sum())(jnp.zeros((0, 2))).shape == (0, 2)
 
 
+@pytest.mark.long
 def test_log_sum_exp_under_vmap_and_checkpoint():
     x = jax.random.normal(jax.random.key(0), (4, 3))
     np.testing.assert_allclose(jax.vmap(log_sum_exp)(x), log_sum_exp(x, axis=1), rtol=1e-6)

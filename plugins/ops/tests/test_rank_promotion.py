@@ -35,6 +35,7 @@ def program(example: Example, backend: str) -> str:
     return gradients.lower({name: arguments[name] for name in example.wrt}).as_text()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_no_rank_is_promoted(example: Example, backend: str) -> None:
@@ -43,6 +44,7 @@ def test_no_rank_is_promoted(example: Example, backend: str) -> None:
         assert program(example, backend) == expected
 
 
+@pytest.mark.long
 def test_no_rank_is_promoted_under_vmap() -> None:
     query, key, value = (jax.random.normal(jax.random.key(i), (3, 2, 5, 4, 8)) for i in range(3))
 

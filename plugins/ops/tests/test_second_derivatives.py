@@ -58,6 +58,7 @@ def loss(primals: Any, bias: Any = None, sinks: bool = False, **options: Any) ->
     return weighted(out, jnp.where(lse == -jnp.inf, 0, lse))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CALLS)
 def test_second_derivatives_are_those_of_the_gradients(name: str) -> None:
     point, unravel = ravel_pytree(arrays())
@@ -68,6 +69,7 @@ def test_second_derivatives_are_those_of_the_gradients(name: str) -> None:
     np.testing.assert_allclose(jax.jacfwd(gradient)(point), expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [-1e9, -1e30, float(np.finfo(np.float64).min)])
 def test_second_derivatives_of_rows_that_a_finite_bias_hides(number: float) -> None:
     hidden = np.where(np.array([[1, 1, 1], [0, 0, 0], [1, 0, 1], [1, 1, 1]]), number, 0.0)

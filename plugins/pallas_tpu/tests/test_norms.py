@@ -111,6 +111,7 @@ def invocation(op: str, *sizes: Any, device_kind: str = "TPU v5e", **changes: An
     return attrs.evolve(inv, platform="tpu", device_kind=device_kind)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("op", MODULES)
 @pytest.mark.parametrize("device_kind", ["TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x"])
 def test_every_configuration_lowers(op, device_kind):
@@ -186,6 +187,7 @@ def test_plain_jax_is_preferred_except_for_scales_of_128_entries():
 # -- results ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 def test_every_configuration_has_the_same_results(op):
     """Only the order of the sum over rows differs."""

@@ -290,6 +290,7 @@ def check(kernel: str, name: str, example: str, dtype: str | None = None) -> Non
         getattr(testing, check_name)(*arguments)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("kernel", "name", "example"), FAULTS, ids=None)
 def test_the_check_of_a_fault_finds_it(kernel: str, name: str, example: str) -> None:
     prefix = name if name.startswith("transforms") else name.split()[0]
@@ -297,11 +298,13 @@ def test_the_check_of_a_fault_finds_it(kernel: str, name: str, example: str) -> 
         check(kernel, name, example)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kernel", "name", "example"), PASSES, ids=None)
 def test_a_kernel_passes_where_its_fault_has_no_effect(kernel: str, name: str, example: str) -> None:
     check(kernel, name, example)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("kernel", "name", "example"), FAULTS_IN_16_BITS, ids=None)
 def test_the_check_of_a_fault_finds_it_in_16_bits(kernel: str, name: str, example: str, dtype: str) -> None:
@@ -311,6 +314,7 @@ def test_the_check_of_a_fault_finds_it_in_16_bits(kernel: str, name: str, exampl
     check("right", name, example, dtype)
 
 
+@pytest.mark.long
 def test_sums_that_cancel_may_have_the_error_that_rounded_results_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     original = next(example for name, example in EXAMPLES.items() if name.startswith("grid03-float32-63x63-d64"))
     absent = {"bias", "attention_mask", "dropout_prob", "dropout_seed"}
@@ -334,6 +338,7 @@ class TestRightKernel(testing.KernelProofs):
 
     kernel = "flash_attention.right"
     registry = REGISTRY
+    quick = 0.25
 
     def examples(self) -> Sequence[Example]:
         return [

@@ -182,6 +182,7 @@ def test_a_scalar_may_be_a_number_of_numpy():
 # -- the environment ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_environment_is_not_changed():
     code = "import os\nfrom ejkernel_triton.launch import _jax_triton\n{}\nprint(os.environ.get('TRITON_CACHE_DIR'))"
     import_alone = "with _jax_triton._SubstituteNames():\n    import jax_triton"
@@ -193,6 +194,7 @@ def test_the_environment_is_not_changed():
 # -- corrections for single versions -----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.skipif(NEW, reason="jax-triton 0.4 imports anywhere")
 def test_0_3_imports_without_a_cuda_plugin():
     from jaxlib import gpu_triton

@@ -70,6 +70,7 @@ def torch(tmp_path):
     return package.parent
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_cached_launch_imports_no_compiler_and_nothing_imports_torch(backend, tmp_path, torch):
     if is_refused(backend):
@@ -80,6 +81,7 @@ def test_a_cached_launch_imports_no_compiler_and_nothing_imports_torch(backend, 
     assert attention(backend, tmp_path / "cache", [torch]) == (program, [])
 
 
+@pytest.mark.long
 def test_changes_that_invalidate_a_cached_launch(tmp_path):
     cache, compiled = tmp_path / "cache", ["jax_triton", "triton"]
     program, imported = attention("triton", cache)
@@ -99,6 +101,7 @@ def test_changes_that_invalidate_a_cached_launch(tmp_path):
     assert attention("triton", "/proc/no/folder") == (program, compiled)
 
 
+@pytest.mark.long
 def test_a_kernel_is_not_compiled_again_for_another_length(tmp_path):
     code = ATTENTION.replace(
         "import ejkernel_core",

@@ -75,6 +75,7 @@ def close(actual: Any, expected: Any) -> None:
         np.testing.assert_allclose(own, reference, rtol=3e-5, atol=3e-5)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize(("dim", "cfg"), [(dim, cfg) for dim, configs in FORWARD.items() for cfg in configs], ids=str)
 def test_every_kind_of_configuration_normalizes(registry: Any, op: str, dim: int, cfg: Any) -> None:
@@ -83,6 +84,7 @@ def test_every_kind_of_configuration_normalizes(registry: Any, op: str, dim: int
     close(registry.call(op, **arguments, backend="triton", cfg=cfg), expected)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize(("dim", "cfg"), [(dim, cfg) for dim, configs in BACKWARD.items() for cfg in configs], ids=str)
 def test_every_kind_of_configuration_differentiates(registry: Any, op: str, dim: int, cfg: Any) -> None:
@@ -95,6 +97,7 @@ def test_every_kind_of_configuration_differentiates(registry: Any, op: str, dim:
         np.testing.assert_array_equal(own, second)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("op", NORMS)
 def test_programs_take_one_tile_after_the_other(registry: Any, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_launch, "multiprocessors", lambda inv: 1)
@@ -136,6 +139,7 @@ def test_cotangents_that_are_absent_are_zeros(registry: Any, op: str, absent: tu
     close(registry.call(f"{op}_bwd", **arguments, backend="triton"), expected)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize("quantize", FORMATS)
 @pytest.mark.parametrize(("dim", "cfg"), [(dim, cfg) for dim, configs in FORWARD.items() for cfg in configs], ids=str)
@@ -216,6 +220,7 @@ def check(op: str, card: str, arguments: Mapping[str, Any], cfg: Any) -> None:
             assert cfg.programs * registers <= 65536, f"{case}: its programs do not run at the same time"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize("dim", QUICK)
 def test_the_heuristics_configurations_spill_nothing(op: str, dim: int) -> None:

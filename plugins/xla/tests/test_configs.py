@@ -47,6 +47,7 @@ def arguments(options: dict[str, Any]) -> dict[str, Any]:
     return call
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "blocks",
     [(32, 24), *(pytest.param(blocks, marks=pytest.mark.long) for blocks in ((16, 16), (8, 32), (61, 75)))],

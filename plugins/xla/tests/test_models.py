@@ -95,6 +95,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("form", "remat"), VARIANTS)
 def test_lora_on_queries_and_values_of_a_frozen_transformer(form: str, remat: str) -> None:
     """The keys of the first layer depend on frozen embeddings only; those of the others on trained weights."""
@@ -115,6 +116,7 @@ def test_lora_on_queries_and_values_of_a_frozen_transformer(form: str, remat: st
     check_close(jax.jit(jax.grad(loss), static_argnums=1)(LORA, None), expected)
 
 
+@pytest.mark.long
 def test_a_decoder_on_a_frozen_encoder() -> None:
     decoder = {"self": projections(200), "cross": projections(210), "last": projections(220)}
 
