@@ -1,7 +1,6 @@
 """Which tiles: how many rows and columns a program holds, by how many warps, and whether rows are read once or twice.
 
-The numbers are estimates from the registers that a tile takes and the bytes that have to be on their way to fill the
-memory of an H200 (docs/performance.md): they are to be measured.
+The numbers follow from measurements on an H100 (docs/performance.md), and from the registers that a tile takes.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ LEAST_COLUMNS = 16
 #: The entries of a tile that a thread may have: with more, the compiler would work for minutes, and spill registers.
 MOST_ENTRIES = 64
 REGISTERS, MOST_REGISTERS, THREADS = 65536, 224, 32
-#: Calls of fewer entries are left to XLA: a kernel takes 2 microseconds however little it does, and XLA may have none,
-#: where it joins the normalization with its neighbours. An estimate: to be measured.
+#: Calls of so many entries or fewer are left to XLA: a kernel takes 2 microseconds however little it does, and XLA may
+#: have none, where it joins the normalization with its neighbours. The number is an estimate.
 FEW_ENTRIES = 1 << 16
-#: And so are few long rows, each of which one multiprocessor has to read. In the forward, fewer than these of more than
-#: LONGEST entries; in the backward, by entries, fewer than these for each multiprocessor.
+#: Fewer rows of more than LONGEST entries are left to XLA, too: one multiprocessor has to read each.
 FEW_ROWS = 8
+#: The same for the backward. Of rows of more entries than a key, fewer than these for each multiprocessor are left.
 FEW_ROWS_BACKWARD = {4096: 1, 8192: 3}
 
 
