@@ -211,7 +211,9 @@ def check(op: str, card: str, arguments: Mapping[str, Any], cfg: Any) -> None:
         case = f"{op} {arguments['x'].shape} {arguments['x'].dtype} on {card}, {cfg}: {kernel}"
         # Only Triton 3.6 spills, two registers at most.
         is_exception = op.endswith("_quantized") and card == A100 and str(arguments["x"].dtype) == "float32"
-        assert kernel.spilled <= 8 * is_exception, case
+        # Three registers at most: the times with them are in docs/performance.md.
+        is_wide = kernel.name == "differentiate_wide" and arguments["x"].shape[-1] > 8192
+        assert kernel.spilled <= (12 if is_wide else 8 * is_exception), case
         assert ".local" not in kernel.ptx, case  # no array in local memory
         assert kernel.shared_memory <= 64 * 1024, case
         is_persistent = cfg.programs and kernel.name in ("normalize", "differentiate", "differentiate_wide")

@@ -271,9 +271,12 @@ def _fits(inv: Invocation, entries: int, warps: int) -> bool:
 
 
 def _backward_registers(inv: Invocation, entries: int, warps: int) -> int:
-    """An estimate of a thread's registers: two arrays at work and on their way, the weight, and two sums at most."""
+    """An estimate of a thread's registers: two arrays at work and on their way, the weight, the gradient of the sum,
+    and two sums at most.
+    """
     arrays = 2 + (1 if _is_narrow(inv) else 2) + (inv["weight"] is not None)
     arrays += sum(name in inv["wrt"] for name in ("weight", "bias"))
+    arrays += inv.get("d_sum") is not None
     return _registers(math.ceil(entries / (warps * THREADS)), arrays)
 
 
