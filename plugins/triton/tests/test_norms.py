@@ -132,6 +132,19 @@ def test_only_the_requested_gradients_are_computed(registry: Any, op: str, wrt: 
 
 
 @pytest.mark.parametrize("op", NORMS)
+@pytest.mark.parametrize(("dim", "is_held"), [(9001, True), (20000, False)])
+def test_gradients_of_long_rows_alone(registry: Any, op: str, dim: int, is_held: bool) -> None:
+    arguments = backward_arguments(op, dim, rows=3, wrt=("x",))
+    card = invocation(f"{op}_bwd", H200, **arguments)
+    heuristic = KERNELS[f"{op}_bwd"].heuristic_cfg(card)
+    assert (heuristic.columns == 0) == is_held
+    for cfg in KERNELS[f"{op}_bwd"].config_space(card):
+        KERNELS[f"{op}_bwd"].check_cfg(card, cfg)
+    expected = ejkernel_core.call(f"{op}_bwd", **arguments, backend="reference")
+    close(registry.call(f"{op}_bwd", **arguments, backend="triton", cfg=heuristic), expected)
+
+
+@pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize("absent", [("d_out",), ("d_out", "d_sum"), ("d_sum",)], ids=str)
 def test_cotangents_that_are_absent_are_zeros(registry: Any, op: str, absent: tuple[str, ...]) -> None:
     arguments = backward_arguments(op, 200, **dict.fromkeys(absent))
@@ -297,7 +310,11 @@ def test_float8_is_refused_before_ada(op: str) -> None:
         ("rms_norm", Forward(1, 8, 2, 2048), "programs must be 0"),
         ("rms_norm_quantized", Forward(1, 8, 2), "programs must be 0"),
         ("layer_norm_bwd", Backward(1, 8, 1, 0, 256), "takes programs=1, and a block for the first one"),
-        ("layer_norm_bwd", Backward(4, 32, 1, 2048, 0), "holds 16384 sums over rows at most: take columns"),
+        (
+            "layer_norm_bwd",
+            Backward(4, 32, 1, 2048, 0),
+            "holds 16384 entries of rows or their sums at most: take columns",
+        ),
     ],
 )
 def test_configurations_that_cannot_run_are_refused(op: str, cfg: Any, message: str) -> None:

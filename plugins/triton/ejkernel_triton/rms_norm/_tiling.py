@@ -26,8 +26,8 @@ BLOCKS = (0, 1024, 2048, 4096, 8192, 16384)
 LONGEST = 16384
 #: The same for the backward, which holds several arrays.
 LONGEST_BACKWARD = 8192
-#: The sums over rows that a program of the backward holds where it holds nothing else.
-MOST_SUMS = 16384
+#: The entries that a program of the backward holds for a row that it reads twice.
+MOST_HELD = 16384
 #: Up to here, the tiles of the backward have 2,048 entries instead of 4,096.
 NARROW = 512
 #: The columns of the narrowest tile.
@@ -110,8 +110,8 @@ def check_config(inv: Invocation, cfg: Config | BackwardConfig) -> None:
         )
     if isinstance(cfg, BackwardConfig) and cfg.columns and (cfg.programs != 1 or not cfg.block):
         raise Unsupported("a second kernel for columns takes programs=1, and a block for the first one")
-    if isinstance(cfg, BackwardConfig) and cfg.block and not cfg.columns and cfg.rows * _sums(inv) > MOST_SUMS:
-        raise Unsupported(f"a program holds {MOST_SUMS} sums over rows at most: take columns")
+    if isinstance(cfg, BackwardConfig) and cfg.block and not cfg.columns and cfg.rows * _held(inv) > MOST_HELD:
+        raise Unsupported(f"a program holds {MOST_HELD} entries of rows or their sums at most: take columns")
     if isinstance(cfg, Config) and cfg.programs and (cfg.block or "quantize" in inv):
         raise Unsupported("only whole rows without quantize are taken one after the other: programs must be 0")
 
@@ -221,7 +221,7 @@ def backward(inv: Invocation) -> BackwardConfig:
                 # Each program has sums of its own, which have to be added up: with few tiles, one is better.
                 is_few = columns > NARROW and rows < 4 * tile * largest.programs * multiprocessors(inv)
                 return attrs.evolve(largest, programs=1) if is_few else largest
-    return BackwardConfig(1, 32, 1, columns) if _sums(inv) <= MOST_SUMS else BackwardConfig(1, 16, 1, 4096, 128)
+    return BackwardConfig(1, 32, 1, columns) if _held(inv) <= MOST_HELD else BackwardConfig(1, 16, 1, 4096, 128)
 
 
 def backward_space(inv: Invocation) -> Iterator[BackwardConfig]:
@@ -236,7 +236,7 @@ def backward_space(inv: Invocation) -> Iterator[BackwardConfig]:
                 yield largest
                 if largest.programs > 1:
                     yield attrs.evolve(largest, programs=(largest.programs + 1) // 2)
-    if held >= LONGEST_BACKWARD and _sums(inv) <= MOST_SUMS:
+    if held >= LONGEST_BACKWARD and _held(inv) <= MOST_HELD:
         yield from (BackwardConfig(1, 32, 1, block) for block in (4096, 8192, 16384))
     if held >= LONGEST_BACKWARD:
         yield from (BackwardConfig(1, 16, 1, block, columns) for block in (4096, 8192) for columns in (128, 256))
@@ -247,9 +247,9 @@ def _is_narrow(inv: Invocation) -> bool:
     return all(inv[name] is None or inv[name].dtype.itemsize < 4 for name in ("sum", "d_out"))
 
 
-def _sums(inv: Invocation) -> int:
-    """The entries of the gradients of weight and bias."""
-    return width(inv) * sum(name in inv["wrt"] for name in ("weight", "bias"))
+def _held(inv: Invocation) -> int:
+    """The entries that a program holds for a row that it reads twice: those of the sums, or without sums of the row."""
+    return width(inv) * max(1, sum(name in inv["wrt"] for name in ("weight", "bias")))
 
 
 def unique(first: C, others: Iterable[C]) -> list[C]:
