@@ -14,7 +14,7 @@ import pluggy
 from ._display import html_table, one_line
 from ._errors import NEVER_CAUGHT, RecordError, description
 from ._keys import Key, key_of
-from ._operation import Operation
+from ._operation import Operation, as_tuple
 from ._records import Record
 
 #: The most configurations that are read of a space, which may be infinite. It is more than any tuner measures.
@@ -231,8 +231,7 @@ class LoadedKernel:
 
     def run_backend(self, inv: Invocation, cfg: Any) -> tuple[Any, ...]:
         with self._name_in_faults("run_backend"):
-            results = self._hooks.run_backend(inv=inv, cfg=cfg)
-        return tuple(results) if isinstance(results, (tuple, list)) else (results,)
+            return as_tuple(self._hooks.run_backend(inv=inv, cfg=cfg))
 
 
 def _ignore(fault: str) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ._axes import Axes
 from ._display import brief, suggestion
+from ._errors import PluginError
 from ._example import Example
 
 Arguments = dict[str, Any]
@@ -177,10 +178,11 @@ class Operation:
 
     def gradients_by_jax(self, forward: Callable[[Mapping[str, Any]], Any], arguments: Mapping[str, Any]) -> Any:
         """The gradients of ``forward`` by JAX, for the arguments of the backward operation. ``forward`` computes this
-        operation's results in plain JAX. References of backward operations use it.
+        operation's results in plain JAX: an array if there is one, else a tuple. References of backward operations use
+        it.
         """
         primals = {name: arguments[name] for name in arguments["wrt"]}
-        results, vjp = jax.vjp(lambda arrays: tuple(forward({**arguments, **arrays})), primals)
+        results, vjp = jax.vjp(lambda arrays: self._checked_results(forward({**arguments, **arrays})), primals)
         cotangents = (arguments[f"d_{name}"] for name in self.results)
         full_cotangents = [
             jnp.zeros_like(result) if ct is None else ct.astype(result.dtype)
@@ -188,6 +190,16 @@ class Operation:
         ]
         (gradients,) = vjp(tuple(full_cotangents))
         return tuple(gradients[name] for name in arguments["wrt"])
+
+    def _checked_results(self, returned: Any) -> tuple[Any, ...]:
+        results = as_tuple(returned)
+        if len(results) != len(self.results):
+            types = ", ".join(str(jax.typeof(r)) if isinstance(r, jax.Array) else type(r).__name__ for r in results)
+            raise PluginError(
+                f"{self.name}: gradients_by_jax takes a function that returns ({', '.join(self.results)}); "
+                f"it returned ({types})"
+            )
+        return results
 
     def _checked_wrt(self, arguments: Arguments) -> tuple[str, ...]:
         wrt = arguments["wrt"]
@@ -223,6 +235,11 @@ class Operation:
     def _nearest(self, kwargs: Iterable[str]) -> str:
         unknown = (name for name in kwargs if name not in self.signature.parameters)
         return next(filter(None, (suggestion(name, self.signature.parameters) for name in unknown)), "")
+
+
+def as_tuple(results: Any) -> tuple[Any, ...]:
+    """What a kernel returned as a tuple: an operation with one result may return the array alone."""
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
 
 @attrs.frozen

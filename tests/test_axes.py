@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ejkernel_core import Axes, Cost, Operation, Registry, hookimpl
+from ejkernel_core import Axes, Cost, Operation, PluginError, Registry, hookimpl
 
 SIZE = 3
 
@@ -649,6 +649,43 @@ def test_the_derived_backward_checks_its_arguments(score_registry: Any) -> None:
     ):
         with pytest.raises(error, match=re.escape(message)):
             registry.call("scores_bwd", **{**arguments, "wrt": ("query",), **change})
+
+
+ELEMENTWISE = Axes({"gate": "...", "up": "..."}, {"out": "..."}, independent="...", vmap="...", counts="...")
+
+
+def swiglu(gate, up, *, limit=None): ...
+
+
+def swiglu_operation() -> Operation:
+    return Operation(name="swiglu", signature=swiglu, axes=ELEMENTWISE, backward="swiglu_bwd")
+
+
+def product(inv: Any) -> Any:
+    return jax.nn.silu(inv["gate"]) * inv["up"]
+
+
+@pytest.mark.parametrize("returned", [lambda out: out, lambda out: (out,), lambda out: [out]])
+def test_a_reference_with_one_result_returns_the_array_or_a_tuple(returned: Any) -> None:
+    forward, registry = swiglu_operation(), Registry(plugins="")
+    registry.register(forward)
+    registry.register(forward.gradients())
+    registry.register(kernel_and_shapes(lambda inv: returned(product(inv)))[0], "swiglu.reference")
+    registry.register(
+        kernel_and_shapes(lambda inv: forward.gradients_by_jax(lambda a: returned(product(a)), inv))[0],
+        "swiglu_bwd.reference",
+    )
+    gate, up = normal(0, 2, 5), normal(1, 2, 5)
+    assert_close(registry.call("swiglu", gate, up), jax.nn.silu(gate) * up)
+    gradients = jax.grad(lambda *arrays: registry.call("swiglu", *arrays).sum(), (0, 1))(gate, up)
+    assert_close(gradients, jax.grad(lambda gate, up: (jax.nn.silu(gate) * up).sum(), (0, 1))(gate, up))
+
+
+def test_gradients_by_jax_name_a_wrong_number_of_results() -> None:
+    arguments = {"gate": normal(0, 2, 5), "up": normal(1, 2, 5), "d_out": jnp.ones((2, 5)), "wrt": ("gate",)}
+    message = "swiglu: gradients_by_jax takes a function that returns (out); it returned (float32[2,5], NoneType)"
+    with pytest.raises(PluginError, match=re.escape(message)):
+        swiglu_operation().gradients_by_jax(lambda a: (product(a), None), arguments)
 
 
 def test_a_backward_operation_needs_a_name_and_axes() -> None:
