@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -16,9 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ._display import suggestion
 from ._layout import (
     LEADING,
-    Axis,
     Layout,
-    dimensions,
     fold_axis,
     layout,
     padded_shapes,
@@ -71,7 +69,8 @@ class Axes:
     whole: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
     #: The independent axis that an axis mapped by ``jax.vmap`` is merged into. Without it, a mapped call is a loop.
     vmap: str | None = attrs.field(default=None, kw_only=True)
-    #: The axes that only count things. A record may also be used for a call in which only their sizes differ.
+    #: The axes that only count things. A record may also be used for a call in which only their sizes differ. Of the
+    #: leading axes, only the product of their sizes matters then, whatever their number is.
     counts: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
     #: Those of them, by default all, that tuning rounds up to the next power of two.
     rounded: tuple[str, ...] = attrs.field(converter=_names, kw_only=True)
@@ -178,12 +177,25 @@ class Axes:
 
     # -- choosing, measuring ---------------------------------------------------------------------------------------
 
+    @property
+    def has_buckets(self) -> bool:
+        """Whether ``bucket`` is the same for calls that differ."""
+        return bool(self.rounded) or LEADING in self.counts
+
     def bucket(self, arguments: Mapping[str, Any]) -> Arguments:
-        """The arguments as tuning distinguishes them: the sizes of ``rounded`` axes are the next powers of two."""
-        rounded = {}
-        for name, pairs in dimensions(self.layouts(arguments), self.arrays_of(arguments)).items():
-            shape = [_power_of_two(size) if axis.name in self.rounded else size for axis, size in pairs]
-            rounded[name] = jax.ShapeDtypeStruct(shape, arguments[name].dtype)
+        """The arguments as tuning distinguishes them: the sizes of ``rounded`` axes are the next powers of two, and
+        leading axes that only count things are one axis.
+        """
+        layouts, rounded = self.layouts(arguments), {}
+        for name, array in self.arrays_of(arguments).items():
+            shape: list[int] = []
+            for axis, length in layouts[name].lengths(array.shape):
+                if axis.name == LEADING:
+                    lengths = (math.prod(length),) if LEADING in self.counts else length
+                else:
+                    lengths = (length,)
+                shape += map(_power_of_two, lengths) if axis.name in self.rounded else lengths
+            rounded[name] = jax.ShapeDtypeStruct(shape, array.dtype)
         return {**arguments, **rounded}
 
     def counted(self, arguments: Mapping[str, Any]) -> dict[str, tuple[str | None, ...]]:
@@ -192,22 +204,21 @@ class Axes:
         An axis that broadcasts counts nothing, because kernels may have special code for it.
         """
 
-        def counter(place: int, axis: Axis, size: Any) -> str | None:
-            if axis.name not in self.counts or (axis.is_broadcast and size == 1):
-                return None
-            return f"{LEADING}{place}" if axis.name == LEADING else axis.text.removeprefix("#")
+        def counters(array_layout: Layout, shape: tuple[Any, ...]) -> Iterator[str | None]:
+            for axis, length in array_layout.lengths(shape):
+                if axis.name == LEADING:
+                    names = [LEADING] if len(length) == 1 else [f"{LEADING}{place}" for place in range(len(length))]
+                    yield from names if LEADING in self.counts else [None] * len(length)
+                else:
+                    is_counted = axis.name in self.counts and not (axis.is_broadcast and length == 1)
+                    yield axis.text.removeprefix("#") if is_counted else None
 
         layouts = self.layouts(arguments)
         # A bucket may have something else in the place of an array.
-        arrays = {
-            name: array
+        return {
+            name: tuple(counters(layouts[name], array.shape))
             for name, array in self.arrays_of(arguments).items()
             if hasattr(array, "shape") and layouts[name].fits(len(array.shape))
-        }
-        pairs = dimensions(layouts, arrays)
-        return {
-            name: tuple(counter(place, *pair) for place, pair in enumerate(pairs_of_array))
-            for name, pairs_of_array in pairs.items()
         }
 
     def bytes(self, arguments: Mapping[str, Any]) -> int:

@@ -81,11 +81,6 @@ class Layout:
             dimension += count
         return pairs
 
-    def axes_of_dimensions(self, shape: tuple[Any, ...]) -> list[Axis]:
-        """The axis of each dimension of an array of this shape."""
-        pairs = self.lengths(shape)
-        return [axis for axis, length in pairs for _ in (length if axis.name == LEADING else (length,))]
-
     def dimension(self, name: str, rank: int) -> int | None:
         """The dimension of the axis of this name, in an array of this rank; for ``...``, the first one."""
         dimension = 0
@@ -107,14 +102,6 @@ class Layout:
 def padded_shapes(layouts: Mapping[str, Layout], arrays: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """The shapes of the arrays, with the leading axes that broadcasting adds."""
     return {name: layouts[name].padded_shape(array.shape) for name, array in arrays.items()}
-
-
-def dimensions(layouts: Mapping[str, Layout], arrays: Mapping[str, Any]) -> dict[str, list[tuple[Axis, Any]]]:
-    """Every dimension of each array: its axis and its size."""
-    return {
-        name: list(zip(layouts[name].axes_of_dimensions(array.shape), array.shape, strict=True))
-        for name, array in arrays.items()
-    }
 
 
 def result_shapes(

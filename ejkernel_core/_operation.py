@@ -106,7 +106,7 @@ class Operation:
 
     @tuning_key.default
     def _tuning_key(self) -> Callable[[Mapping[str, Any]], Any] | None:
-        return self.axes.bucket if self.axes is not None and self.axes.rounded else None
+        return self.axes.bucket if self.axes is not None and self.axes.has_buckets else None
 
     @fold.default
     def _fold(self) -> Callable[[Mapping[str, Any], frozenset[str], int], tuple[Arguments, Restore] | None] | None:

@@ -310,6 +310,8 @@ def _nearest(
 
 
 def _axis_in_words(name: str) -> str:
+    if name == LEADING:
+        return "leading axes:"
     return f"leading axis {name.removeprefix(LEADING)}:" if name.startswith(LEADING) else name
 
 

@@ -306,8 +306,21 @@ def test_a_bucket_rounds_the_axes_that_count() -> None:
         "causal": True,
     }
     assert SCORES.bucket(arguments) == bucket
-    assert NORM.bucket({"x": struct(5, 9, 48), "weight": struct(48)}) == {"x": struct(8, 16, 48), "weight": struct(48)}
     assert NORM.bucket({"x": struct(0, 48), "weight": None}) == {"x": struct(1, 48), "weight": None}
+
+
+def test_a_bucket_has_one_axis_for_all_leading_axes_that_count() -> None:
+    for shape in ((5, 9), (45,), (3, 3, 5), (64,)):
+        call = {"x": struct(*shape, 48), "weight": struct(48), "rstd": struct(*shape)}
+        assert NORM.backward().bucket(call) == {"x": struct(64, 48), "weight": struct(48), "rstd": struct(64)}
+    assert NORM.bucket({"x": struct(48), "weight": None})["x"] == struct(1, 48)
+    exact = attrs.evolve(NORM, rounded="")
+    assert exact.bucket({"x": struct(5, 9, 48)})["x"] == struct(45, 48)
+    assert operation(axes=exact).tuning_key is not None
+    batched = Axes({"x": "batch ... dim"}, {"out": "batch ... dim"}, whole="... batch dim", counts="batch ...")
+    assert batched.bucket({"x": struct(3, 5, 9, 48)})["x"] == struct(4, 64, 48)
+    separate = attrs.evolve(batched, counts="batch", rounded="batch")
+    assert separate.bucket({"x": struct(3, 5, 9, 48)})["x"] == struct(4, 5, 9, 48)
 
 
 def test_without_axes_that_count_there_is_no_tuning_key() -> None:
@@ -324,11 +337,15 @@ def test_axes_that_count() -> None:
         "bias": (None, "q_len", None),  # the ones of a broadcast axis
         "ends": ("batch+1",),
     }
-    norm = attrs.evolve(NORM, counts="...")
-    assert norm.counted({"x": struct(5, 9, 48), "weight": struct(48)}) == {
+    assert NORM.counted({"x": struct(5, 9, 48), "weight": struct(48)}) == {
         "x": ("...0", "...1", None),
         "weight": (None,),
     }
+    assert NORM.counted({"x": struct(64, 48), "weight": None}) == {"x": ("...", None)}  # as in a bucket
+    assert NORM.counted({"x": struct(48), "weight": None}) == {"x": (None,)}
+    assert attrs.evolve(NORM, counts="dim", rounded="").counted({"x": struct(5, 9, 48)}) == {"x": (None, None, "dim")}
+    batched = Axes({"x": "batch ..."}, {"out": "batch ..."}, whole="batch ...", counts="...")
+    assert batched.counted({"x": struct(3, 5, 9)}) == {"x": (None, "...0", "...1")}
 
 
 def test_bytes_of_a_call() -> None:
@@ -426,7 +443,7 @@ def norm(x, weight=None, *, epsilon=1e-6): ...
 
 
 def operation(**fields: Any) -> Operation:
-    return Operation(name="norm", signature=norm, axes=NORM, **fields)
+    return Operation(**{"name": "norm", "signature": norm, "axes": NORM, **fields})
 
 
 def normalise(x: Any, weight: Any, epsilon: float) -> tuple[Any, Any]:

@@ -107,6 +107,25 @@ def test_the_nearest_record_comes_before_the_heuristic(registry: Registry) -> No
     assert registry.plan("scaled", struct(15)).choice.distance == 0  # 15 and 16 have one bucket
 
 
+LEADING_AXES = Axes({"x": "... dim", "weight": "dim"}, {"out": "... dim"}, independent="...", whole="dim", counts="...")
+
+
+def test_a_record_answers_for_any_leading_axes(registry: Registry) -> None:
+    registry.register(Operation(name="scaled", signature=scaled, axes=LEADING_AXES))
+    remember(registry, 512, 4)
+
+    def choice(*shape: int) -> Any:
+        choice = registry.plan("scaled", jax.ShapeDtypeStruct(shape, "float32")).choice
+        return choice.cfg.block, choice.distance, choice.note
+
+    for shape in ((512, 8), (300, 8), (4, 128, 8), (3, 10, 17, 8)):
+        assert choice(*shape) == (4, 0, "")
+    assert choice(2, 500, 8) == (4, 1.0, "the nearest that is remembered: leading axes: 512 for 1024")
+    assert choice(8) == (1, 0, "")  # one row: 512 times fewer is too far
+    remember(registry, 2, 5)
+    assert choice(8) == (5, 1.0, "the nearest that is remembered: leading axes: 2 for 1")
+
+
 def test_only_axes_that_count_things_may_differ(registry: Registry) -> None:
     remember(registry, 64, 4)
     assert used_block(registry, 128) == (4, "memory")

@@ -110,21 +110,14 @@ def _number(name: str, value: Any) -> float:
 
 
 def bucket(op_axes: Axes, arguments: Mapping[str, Any]) -> Arguments:
-    """The key that calls with the same tuning records share: their leading axes are merged into rows, whose number is
-    rounded up to a power of two.
+    """The key that calls with the same tuning records share: the number of rows is rounded up to a power of two, and
+    of the options only whether there is an offset matters.
 
     >>> x = jax.ShapeDtypeStruct((3, 1000, 64), "float32")
     >>> bucket(axes("rstd"), {"x": x, "epsilon": 1e-6, "weight_offset": 1.0})
     {'x': ShapeDtypeStruct(shape=(4096, 64), dtype=float32), 'weight_offset': True}
     """
-    layouts = op_axes.layouts(arguments)
-    leading = len(arguments["x"].shape) - 1
-    flat = {
-        name: jax.ShapeDtypeStruct((math.prod(array.shape[:leading]), *array.shape[leading:]), array.dtype)
-        for name, array in op_axes.arrays_of(arguments).items()
-        if layouts[name].has_leading
-    }
-    rounded = op_axes.bucket({**arguments, **flat})
+    rounded = op_axes.bucket(arguments)
     relevant = {name: value for name, value in rounded.items() if name != "epsilon"}
     return {**relevant, "weight_offset": bool(arguments["weight_offset"])}
 
