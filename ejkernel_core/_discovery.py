@@ -63,6 +63,11 @@ class Entry:
         return f"{self.name!r} of {self.provider} ({self.value})"
 
     @property
+    def is_standard(self) -> bool:
+        """Whether the plugin is of a distribution that an extra of the core installs."""
+        return any(normalized(self.distribution) in names for names in extras().values())
+
+    @property
     def is_local(self) -> bool:
         """Whether the plugin was registered at run time."""
         return self._point is None

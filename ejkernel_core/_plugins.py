@@ -266,6 +266,17 @@ class Plugins:
         """Both sentences."""
         return "; ".join(filter(None, (self.install_hint(), self.listing_hint())))
 
+    def no_other_kernel(self, op: str) -> str:
+        """The sentences that say that an operation has no kernel but its reference, and where others could come from.
+
+        The standard plugins have kernels of their own operations only.
+        """
+        entry = self._state.entries[OPERATIONS, op][0]
+        if entry.is_standard:
+            return f"no other kernel of it is installed. {self.hints()}"
+        owner = "" if entry.is_local else f", and its distribution, {entry.provider}, provides none"
+        return f"no other kernel of it is installed{owner}. {self.listing_hint()}"
+
     def _absent(self) -> dict[str, list[str]]:
         """By the core's extras: the distributions that each would add."""
         installed = {

@@ -28,7 +28,8 @@ REFERENCE = KERNEL + "\n    PLATFORMS = {'cpu': 0, 'gpu': 0, 'tpu': 0}\n"
 @pytest.fixture(autouse=True)
 def no_earlier_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_fallback, "_warned_operations", {})
-    monkeypatch.setattr(metadata, "requires", lambda name: ['ejkernel-sun; extra == "cpu"'])
+    requires = ['ejkernel-ops; extra == "cpu"', 'ejkernel-sun; extra == "cpu"']
+    monkeypatch.setattr(metadata, "requires", lambda name: requires)
 
 
 @pytest.fixture
@@ -65,11 +66,29 @@ def test_a_reference_without_other_kernels_warns_once(reference: None) -> None:
     registry = Registry(plugins="meaning-dist")
     (warning,) = warnings_of(registry)
     assert warning == (
-        START + "no other kernel of it is installed. 'pip install \"ejkernel-core[cpu]\"' brings the standard ones; "
+        START + "no other kernel of it is installed, and its distribution, meaning-dist 1.0, provides none. "
         "'python -m ejkernel_core' lists what is installed (this registry has plugins='meaning-dist'). Or pass "
         "backend='reference', and nothing is said"
     )
     assert warnings_of(registry) == warnings_of(Registry(plugins="meaning-dist")) == []
+
+
+def test_an_operation_registered_at_run_time_has_no_distribution(reference: None) -> None:
+    registry = Registry(plugins="meaning-dist")
+    registry.register(Operation(name="double", signature=lambda x: None, outputs=lambda a: (a["x"],)))
+    (warning,) = warnings_of(registry)
+    assert warning.startswith(START + "no other kernel of it is installed. 'python -m ejkernel_core' lists")
+
+
+def test_the_standard_plugins_are_suggested_for_a_standard_operation() -> None:
+    registry = Registry(plugins="ejkernel-ops")
+    query = np.ones((1, 4, 2, 8), np.float32)
+    (warning,) = warnings_of(registry, lambda: registry.call("flash_attention", query, query, query))
+    assert (
+        "no other kernel of it is installed. 'pip install \"ejkernel-core[cpu]\"' brings the standard ones; "
+        "'python -m ejkernel_core' lists what is installed (this registry has plugins='ejkernel-ops'). Or pass "
+        "backend='reference', and nothing is said"
+    ) in warning
 
 
 def test_plan_and_explain_do_not_warn(reference: None, monkeypatch: pytest.MonkeyPatch) -> None:
