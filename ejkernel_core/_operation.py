@@ -59,6 +59,7 @@ class Operation:
     #: The names of what a kernel returns, in order.
     results: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
     #: From arguments to a pair: the checked canonical arguments, and a function from the results to what callers get.
+    #: That function always gets a tuple, also of one result.
     prepare: Callable[[Arguments], tuple[Arguments, Restore]] = _unprepared
     #: For ``validate=True``: raises a ValueError, with the place, for the first value of an array for which the results
     #: are undefined. It takes the arguments of ``prepare``, after ``prepare`` has checked them, and all have values.
@@ -145,7 +146,11 @@ class Operation:
 
     def prepared(self, arguments: Arguments) -> tuple[Arguments, Restore]:
         """The checked canonical arguments, and the function that turns the results into what the caller gets."""
-        canonical, restore = self.prepare(arguments)
+        try:
+            canonical, restore = self.prepare(arguments)
+        except Exception as fault:
+            fault.add_note(f"in prepare of {self.name}")
+            raise
         return (canonical if self.axes is None else self.axes.canonical(canonical)), restore
 
     def gradients(self, **fields: Any) -> Operation:

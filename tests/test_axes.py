@@ -713,6 +713,34 @@ def test_a_backward_operation_needs_a_name_and_axes() -> None:
             incomplete.gradients()
 
 
+@pytest.mark.parametrize("fault", [TypeError("'>' not supported"), ValueError("limit: too large"), KeyError("limit")])
+def test_an_exception_of_prepare_has_a_note_with_the_operation(fault: Exception) -> None:
+    def prepare(arguments: Any) -> Any:
+        raise fault
+
+    registry = Registry(plugins="")
+    registry.register(operation(prepare=prepare))
+    with pytest.raises(type(fault)) as caught:
+        registry.plan("norm", struct(2, 8))
+    assert caught.value is fault
+    assert fault.__notes__[0] == "in prepare of norm"
+
+
+@pytest.mark.parametrize(("results", "count"), [({"out": "..."}, 1), ({"out": "...", "rest": "..."}, 2)])
+def test_the_function_that_prepare_returns_gets_a_tuple(results: dict[str, str], count: int) -> None:
+    def prepare(arguments: Any) -> Any:
+        return arguments, lambda results: {"results": results}
+
+    axes = Axes({"x": "..."}, results, independent="...")
+    registry = Registry(plugins="")
+    registry.register(Operation(name="copies", signature=lambda x: None, axes=axes, prepare=prepare))
+    copies = kernel_and_shapes(lambda inv: inv["x"] if count == 1 else (inv["x"],) * count)[0]
+    registry.register(copies, "copies.reference")
+    returned = registry.call("copies", jnp.ones(3))
+    assert isinstance(returned["results"], tuple)
+    assert len(returned["results"]) == count
+
+
 def test_fields_of_an_operation_override_what_its_axes_imply() -> None:
     norm = operation(tuning_key=lambda a: "mine", fold=None, cost=lambda a: Cost(1.0, 2.0), results=("y", "r"))
     assert norm.tuning_key({}) == "mine"
