@@ -59,6 +59,19 @@ def test_the_operation_of_the_page_prints_what_the_page_shows(folder: Path) -> N
     assert run_python(folder, "use_my_norm.py", warning=warning) == expected
 
 
+def test_the_operation_of_the_page_refuses_integers(folder: Path) -> None:
+    source = """
+import jax.numpy as jnp
+from my_norm import my_rms_norm
+try:
+    my_rms_norm(jnp.ones((2, 8), "int32"), jnp.ones(8))
+except TypeError as error:
+    print(error, *error.__notes__, sep="\\n")
+"""
+    lines = run_python(folder, "-c", source).splitlines()
+    assert lines[:2] == ["x: takes floating-point numbers; got int32", "in prepare of my_rms_norm"]
+
+
 @pytest.mark.long
 def test_the_kernels_of_the_page_pass_their_proofs(folder: Path) -> None:
     output = run_python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", "test_my_norm.py",
