@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._display import suggestion
+from ._display import most_similar, suggestion
 from ._layout import (
     LEADING,
     Layout,
@@ -304,7 +304,10 @@ class Axes:
 def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
     declared_names = {*axes.independent, *axes.whole}
     all_layouts = [(name, array_layout) for group in layouts for name, array_layout in group.items()]
+    names_in_arrays = {n for name, array_layout in all_layouts if name in axes.arrays for n in array_layout.names}
     for name, array_layout in all_layouts:
+        for word in array_layout.names - declared_names:
+            _check_other_word(axes, name, word, names_in_arrays)
         _check_names(f"axes of {name}", array_layout.names, declared_names, "neither independent nor whole")
         if duplicates := {
             a.name for a in array_layout.axes if [b.name for b in array_layout.axes].count(a.name) > 1
@@ -316,7 +319,6 @@ def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
         raise ValueError(f"axes: {', '.join(sorted(duplicates))} cannot be an array and a result")
     if uncounted := [name for name in axes.rounded if name not in axes.counts]:
         raise ValueError(f"axes, rounded: takes axes that counts has; got {uncounted[0]!r}")
-    names_in_arrays = {n for name, array_layout in all_layouts if name in axes.arrays for n in array_layout.names}
     for name, array_layout in all_layouts:
         if name not in axes.arrays:
             _check_names(f"axes of {name}", array_layout.names, names_in_arrays, "an axis of no array")
@@ -342,6 +344,17 @@ def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
         _check_names(f"axes, {field}", names, axes.results, "no result")
     for texts in axes.when.values():
         _check_names("axes, when", texts, {*axes.arrays, *axes.results}, "no array or result")
+
+
+def _check_other_word(axes: Axes, array: str, word: str, names_in_arrays: Iterable[str]) -> None:
+    """Raise where an undeclared word resembles one that is declared and in no array: either may be mistyped."""
+    match = most_similar(word, (*axes.independent, *axes.whole))
+    if match is not None and match not in names_in_arrays:
+        field = "independent" if match in axes.independent else "whole"
+        raise ValueError(
+            f"axes of {array}: {word!r} is neither independent nor whole, and {match!r} in {field} is an axis of no "
+            "array; one of the two is mistyped"
+        )
 
 
 def _check_names(where: str, names: Iterable[str], valid_names: Iterable[str], otherwise: str) -> None:

@@ -45,8 +45,17 @@ def suggestion(name: str, names: Iterable[str]) -> str:
     >>> suggestion("casual", ["query", "causal"]), suggestion("x", ["causal"])
     ("; did you mean 'causal'?", '')
     """
-    matches = difflib.get_close_matches(name, list(names), 1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    match = most_similar(name, names)
+    return f"; did you mean {match!r}?" if match else ""
+
+
+def most_similar(name: str, names: Iterable[str]) -> str | None:
+    """The most similar of ``names``; None where none is similar.
+
+    >>> most_similar("casual", ["query", "causal"])
+    'causal'
+    """
+    return next(iter(difflib.get_close_matches(name, list(names), 1)), None)
 
 
 def html_table(title: str, rows: Iterable[Sequence[Any]]) -> str:

@@ -75,6 +75,15 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"arrays": {"x": "bacth dim", "y": "batch"}},
         "axes of x: 'bacth' is neither independent nor whole; did you mean 'batch'?",
     ),
+    "a word of independent": (
+        {"independent": "batch dmi", "whole": ""},
+        "axes of x: 'dim' is neither independent nor whole, and 'dmi' in independent is an axis of no array; one of the "
+        "two is mistyped",
+    ),
+    "a word of whole or of an array": (
+        {"arrays": {"x": "batch dum"}},
+        "axes of x: 'dum' is neither independent nor whole, and 'dim' in whole is an axis of no array; one of the two",
+    ),
     "an independent axis twice": (
         {"arrays": {"x": "batch batch dim"}},
         "axes of x: batch is independent, and stands there twice",
