@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel_core import NoKernel, NotDifferentiable, Operation, Registry, Unsupported, gradient_signature, hookimpl
@@ -425,3 +425,16 @@ def test_a_reference_is_not_differentiated_in_an_array_without_gradient():
             transform(jax.grad(scaled, argnums=(0, 1)))(3.0, 5.0)
         with pytest.raises(NotDifferentiable, match="'scaled' has no gradient for scale"):
             jax.grad(transform(scaled), argnums=1)(3.0, 5.0)
+
+
+def test_gradients_have_the_shardings_of_their_arrays_on_explicit_axes() -> None:
+    """The results of an operation without axes are replicated; a gradient is nevertheless sharded as its array is."""
+    registry = make_registry(backward=True)
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Explicit,))
+    gradient = jax.grad(loss(lambda *args, **kwargs: registry.call("scaled", *args, **kwargs)))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("rows")))
+        for transform in (lambda f: f, jax.jit):
+            result = transform(gradient)(x, W, COUNTS)
+            assert_close(result, jax.grad(loss(scaled))(X, W, COUNTS))
+            assert jax.typeof(result).sharding == jax.typeof(x).sharding
