@@ -38,9 +38,11 @@ def rounded(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
         return array
     info = jnp.finfo(dtype)
     numbers = jax.lax.reduce_precision(array, info.nexp, info.nmant)
-    if info.nexp < jnp.finfo(array.dtype).nexp:  # subnormal numbers, which reduce_precision would set to zero
-        unit = 1.5 * 2.0 ** jnp.finfo(array.dtype).nmant * float(info.smallest_subnormal)
-        numbers = jnp.where(jnp.abs(array) < info.smallest_normal, (array + unit) - unit, numbers)
+    if info.nexp < jnp.finfo(array.dtype).nexp:
+        # reduce_precision would set subnormal numbers to zero. They are the multiples of the smallest one, and near
+        # this constant the numbers of the array's dtype are these multiples: adding it rounds to the nearest.
+        constant = 1.5 * 2.0 ** jnp.finfo(array.dtype).nmant * float(info.smallest_subnormal)
+        numbers = jnp.where(jnp.abs(array) < info.smallest_normal, (array + constant) - constant, numbers)
     return numbers.astype(dtype)
 
 

@@ -66,18 +66,20 @@ def _load_rows(total, d_out, mean, rstd, first, rows, CENTERED: tl.constexpr, DI
     rows_left = rows - first
     x = load_tile(total + base, 0, rows_left, DIM, ROWS, WIDTH, "")
     d = load_tile(d_out + base, 0, rows_left, DIM, ROWS, WIDTH, "")
-    means, rstds = _load_statistics(mean, rstd, first, rows_left, CENTERED, ROWS)
+    means, rstds = _load_row_numbers(mean, rstd, first, rows_left, CENTERED, ROWS)
     return x, d, means, rstds
 
 
 @triton.jit
-def _load_statistics(mean, rstd, first, rows, CENTERED: tl.constexpr, ROWS: tl.constexpr):
-    """The mean, 0 unless it is subtracted, and the reciprocal root mean square of ``rows`` rows; 0 after these rows."""
+def _load_row_numbers(centered, other, first, rows, CENTERED: tl.constexpr, ROWS: tl.constexpr):
+    """Two numbers of each of ``rows`` rows, the first of which is 0 unless the mean is subtracted: the mean and the
+    reciprocal root mean square, or the two terms of ``reduce_rows``. Both are 0 after these rows.
+    """
     row = tl.arange(0, ROWS)
-    means = tl.zeros([ROWS], tl.float32)
+    numbers = tl.zeros([ROWS], tl.float32)
     if CENTERED:
-        means = tl.load(mean + first + row, mask=row < rows, other=0.0)
-    return means, tl.load(rstd + first + row, mask=row < rows, other=0.0)
+        numbers = tl.load(centered + first + row, mask=row < rows, other=0.0)
+    return numbers, tl.load(other + first + row, mask=row < rows, other=0.0)
 
 
 @triton.jit
@@ -144,7 +146,7 @@ def differentiate_wide(
     weight_sums, bias_sums = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
     part = tl.program_id(0)
     for first in range(part * ROWS, rows, tl.num_programs(0) * ROWS):
-        means, rstds = _load_statistics(mean, rstd, first, rows - first, CENTERED, ROWS)
+        means, rstds = _load_row_numbers(mean, rstd, first, rows - first, CENTERED, ROWS)
         unit_factor, constant = _terms_of_long_rows(
             total, d_out, d_mean, d_rstd, weight, means, rstds, first, rows, D_MEAN, D_RSTD, WEIGHT, OFFSET, CENTERED,
             DIM, ROWS, BLOCK,
@@ -196,7 +198,7 @@ def reduce_rows(
 ):  # fmt: skip
     """Store the terms of `_statistics_terms` for rows of any length, for ``differentiate_columns``."""
     first = tl.program_id(0) * ROWS
-    means, rstds = _load_statistics(mean, rstd, first, rows - first, CENTERED, ROWS)
+    means, rstds = _load_row_numbers(mean, rstd, first, rows - first, CENTERED, ROWS)
     unit_factor, constant = _terms_of_long_rows(
         total, d_out, d_mean, d_rstd, weight, means, rstds, first, rows, D_MEAN, D_RSTD, WEIGHT, OFFSET, CENTERED,
         DIM, ROWS, WIDTH,
@@ -246,7 +248,7 @@ def differentiate_columns(
         first = (tiles - 1 - tile) * ROWS
         base = first.to(tl.int64) * DIM
         rows_left = rows - first
-        means, rstds = _load_statistics(mean, rstd, first, rows_left, CENTERED, ROWS)
+        means, rstds = _load_row_numbers(mean, rstd, first, rows_left, CENTERED, ROWS)
         d_unit = load_tile(d_out + base, start, rows_left, DIM, ROWS, WIDTH, "").to(tl.float32)
         if D_ROWS or D_WEIGHT:
             unit = load_tile(total + base, start, rows_left, DIM, ROWS, WIDTH, "").to(tl.float32)
@@ -258,7 +260,7 @@ def differentiate_columns(
         if D_ROWS:
             if WEIGHT:
                 d_unit *= w.to(tl.float32) + OFFSET
-            constant, unit_factor = _load_statistics(constants, unit_factors, first, rows_left, CENTERED, ROWS)
+            constant, unit_factor = _load_row_numbers(constants, unit_factors, first, rows_left, CENTERED, ROWS)
             gradient = _gradient(unit, d_unit, unit_factor, constant, rstds)
             gradient += _load_d_sum(d_sum, first, start, rows, D_SUM, DIM, ROWS, WIDTH).to(tl.float32)
             _store_gradient(d_rows, d_rows_2, gradient, first, start, rows, SECOND_DTYPE, DIM, ROWS, WIDTH)

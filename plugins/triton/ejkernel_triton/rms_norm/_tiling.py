@@ -28,8 +28,9 @@ LONGEST = 16384
 LONGEST_BACKWARD = 8192
 #: The entries that a program of the backward holds for a row that it reads twice.
 MOST_HELD = 16384
-#: Up to here, the tiles of the backward have 2,048 entries instead of 4,096.
-NARROW = 512
+#: The tiles of the backward have 2,048 entries for rows up to the first length, 4,096 up to the second, with more
+#: entries a thread there; and 8,192 from the third on, where there are many rows.
+NARROW, MIDDLE, WIDE = 512, 1024, 4096
 #: The columns of the narrowest tile.
 LEAST_COLUMNS = 16
 #: The entries of a tile that a thread may have: with more, the compiler would work for minutes, and spill registers.
@@ -208,9 +209,9 @@ def backward(inv: Invocation) -> BackwardConfig:
     """Without measuring: as many entries on their way as a multiprocessor's registers have room for."""
     rows, columns = count_rows(inv), width(inv)
     choices: tuple[tuple[int, tuple[int, ...]], ...] = ((4096, (16, 32, 8)),)
-    if columns <= 1024:
+    if columns <= MIDDLE:
         choices = ((2048 if columns <= NARROW else 4096, (32, 16, 8)),)
-    elif columns >= 4096 and rows >= 8 * multiprocessors(inv):
+    elif columns >= WIDE and rows >= 8 * multiprocessors(inv):
         choices = ((8192, (32,)), *choices)
     for entries, entries_per_thread in choices if columns <= LONGEST_BACKWARD else ():
         tile = _rows(entries // columns, rows, multiprocessors(inv))
