@@ -361,6 +361,17 @@ def test_a_second_hanging_configuration_names_the_first() -> None:
     assert second.endswith("left behind in a thread, probably blocked by kinds Config(kind='hangs while running')")
 
 
+def test_times_of_the_device_and_of_the_clock_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no profile ever has times, there are none; where they stop, measuring does."""
+    profiles = iter([[], [2.0, 2.0], []])
+    monkeypatch.setattr(_timing, "_profile", lambda fn, args, calls: next(profiles))
+    monkeypatch.setattr(_timing, "_has_device_times", threading.Event())
+    assert _timing.on_device(jnp.sin, [1.0], 2) == []
+    assert _timing.on_device(jnp.sin, [1.0], 2) == [2.0, 2.0]
+    with pytest.raises(RuntimeError, match="has no times any more"):
+        _timing.on_device(jnp.sin, [1.0], 2)
+
+
 def test_samples_before_the_end_of_the_budget_count() -> None:
     tuned = run_tuner(make_registry("fast", heuristic="takes its time"), budget_s=4.0)
     slow_entry = entry(tuned, "takes its time")

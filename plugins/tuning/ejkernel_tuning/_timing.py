@@ -23,6 +23,8 @@ NARROW_INTERVAL = 0.02
 
 #: JAX has one profiler for the process.
 _profiler_lock = threading.Lock()
+#: Set once a profile has had times of the device.
+_has_device_times = threading.Event()
 
 
 class Timing(float):
@@ -113,13 +115,21 @@ def _is_narrow(samples: Sequence[float]) -> bool:
 
 
 def on_device(fn: Callable[..., Any], args: Sequence[Any], calls: int, until: float = math.inf) -> list[float]:
-    """Samples of one call in milliseconds, from the profile of the device; none where it has no times."""
+    """Samples of one call in milliseconds, from the profile of the device; none where it never has times.
+
+    Where earlier ones had, it raises: a time by the clock, which includes Python's, cannot be compared with them.
+    """
     # Short runs first: a profile cannot be stopped early, and one long run would measure more than is needed.
     samples: list[float] = []
     while len(samples) < calls and not _is_enough(samples, until):
         new_samples = _profile(fn, args, min(max(MIN_SAMPLES, len(samples)), calls - len(samples)))
         if not new_samples:
+            if _has_device_times.is_set():
+                raise RuntimeError(
+                    "the device's profile has no times any more: another profiler runs, or it has failed"
+                )
             return []
+        _has_device_times.set()
         samples += new_samples
     return samples
 
