@@ -38,6 +38,9 @@ REFUSED = {
         "causal": True,
         **{name: jax.ShapeDtypeStruct((2, 99, 4, 16), jnp.bfloat16) for name in ("key", "value")},
     },
+    "no single query with a single key": {
+        name: jax.ShapeDtypeStruct((2, 1, 4, 16), jnp.bfloat16) for name in ("query", "key", "value")
+    },
     "a positive softmax_scale": {"softmax_scale": -1.0},
     "packed sequences": {
         **{name: jax.ShapeDtypeStruct((64, 4, 16), jnp.bfloat16) for name in ("query", "key", "value")},

@@ -67,6 +67,8 @@ def _unsupported(arguments: Mapping[str, Any]) -> str | None:
         return "cuDNN draws another dropout mask than the other backends do"
     if 0 in query.shape or 0 in value.shape:
         return "cuDNN attention takes no empty arrays"
+    if query.shape[1] == arguments["key"].shape[1] == 1:
+        return "cuDNN attention takes no single query with a single key"
     if query.shape[-1] != value.shape[-1]:
         return f"cuDNN attention is used with one head dim, not with {query.shape[-1]} and {value.shape[-1]}"
     if query.shape[-1] % 8:
