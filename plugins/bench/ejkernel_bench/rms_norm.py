@@ -32,7 +32,7 @@ SMALL = ((1, 64), (64, 256))
 #: Of the sweep, a quick run has the large calls and one of so many others.
 QUICK = 3
 #: (rows, dim, columns) of a product, a normalization and a product.
-PRODUCTS = ((16, 4096, 4096), (4096, 4096, 4096), (16384, 4096, 4096), (8192, 8192, 8192))
+PRODUCTS = ((16, 4096, 4096), (256, 2048, 2048), (4096, 4096, 4096), (16384, 4096, 4096), (8192, 8192, 8192))
 SMALL_PRODUCTS = ((8, 64, 32),)
 #: Nowhere more than 5 % slower than XLA.
 SWEEP = 1 / 1.05

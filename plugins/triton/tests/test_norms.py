@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -186,7 +186,7 @@ def test_without_a_residual_the_sum_is_x_itself(op: str) -> None:
 
 # -- resources -------------------------------------------------------------------------------------------------------
 
-DIMS = (64, 1000, 1024, 2560, 4096, 5120, 8192, 16384, 65536)
+DIMS = (64, 1000, 1024, 2560, 4096, 5120, 8192, 16384, 32768, 65536)
 FEW_DIMS = (64, 4096, 5120, 65536)
 QUICK = (64, 4096)
 
@@ -226,7 +226,9 @@ def check(op: str, card: str, arguments: Mapping[str, Any], cfg: Any) -> None:
         is_exception = op.endswith("_quantized") and card == A100 and str(arguments["x"].dtype) == "float32"
         # Three registers at most: the times with them are in docs/performance.md.
         is_wide = kernel.name == "differentiate_wide" and arguments["x"].shape[-1] > 8192
-        assert kernel.spilled <= (12 if is_wide else 8 * is_exception), case
+        # One program of 1,024 threads on a multiprocessor: measured as well, and the fastest also where it spills.
+        is_alone = cfg.num_warps == 32 and arguments["x"].shape[-1] > 16384 and not op.endswith("_bwd")
+        assert kernel.spilled <= (272 if is_alone else 12 if is_wide else 8 * is_exception), case
         assert ".local" not in kernel.ptx, case  # no array in local memory
         assert kernel.shared_memory <= 64 * 1024, case
         is_persistent = cfg.programs and kernel.name in ("normalize", "differentiate", "differentiate_wide")
@@ -331,21 +333,35 @@ def test_every_offered_configuration_is_accepted(op: str) -> None:
                 KERNELS[op].check_cfg(inv, cfg)
 
 
+def ranks_of(op: str, sizes: Iterable[tuple[int, int]]) -> list[int]:
+    rank = KERNELS[op].PLATFORMS["gpu"]
+    return [rank(invocation(op, H200, **call_of(op, dim, rows=rows))) for rows, dim in sizes]
+
+
 def test_few_entries_are_left_to_xla() -> None:
-    ranks = [
-        rms_norm.PLATFORMS["gpu"](invocation("rms_norm", H200, **call_of("rms_norm", dim, rows=rows)))
-        for rows, dim in ((1, 4096), (64, 1024), (1, 65536), (64, 4096), (16384, 64), (8, 65536), (1, 16384))
-    ]
-    assert ranks == [5, 5, 5, 50, 50, 50, 5]
+    sizes = [(1, 4096), (256, 2048), (16384, 64), (7, 131072), (257, 2048), (16384, 256), (8, 131072)]
+    assert ranks_of("rms_norm", sizes) == [5, 5, 50, 5, 50, 50, 50]
+    assert ranks_of("rms_norm_quantized", sizes) == [50, 50, 50, 5, 50, 50, 50]
 
 
 def test_gradients_of_few_long_rows_are_left_to_xla() -> None:
     """One multiprocessor reads a row, and there are 132."""
-    ranks = [
-        rms_norm_bwd.PLATFORMS["gpu"](invocation("rms_norm_bwd", H200, **call_of("rms_norm_bwd", dim, rows=rows)))
-        for rows, dim in ((131, 8192), (132, 8192), (395, 16384), (396, 16384), (64, 4096))
+    sizes = [(131, 8192), (132, 8192), (395, 16384), (396, 16384), (64, 4096), (16, 2048), (17, 2048)]
+    assert ranks_of("rms_norm_bwd", sizes) == [5, 50, 5, 50, 50, 5, 50]
+
+
+def test_long_rows_are_held_or_read_twice_by_one_program_on_each_multiprocessor() -> None:
+    def heuristic(dim: int, dtype: str) -> tuple[int, int]:
+        cfg = rms_norm.heuristic_cfg(invocation("rms_norm", H200, **call_of("rms_norm", dim, dtype)))
+        return cfg.num_warps, cfg.block
+
+    assert [heuristic(dim, "bfloat16") for dim in (16384, 20000, 32768, 32769)] == [
+        (16, 0),
+        (32, 0),
+        (32, 0),
+        (32, 16384),
     ]
-    assert ranks == [5, 50, 5, 50, 50]
+    assert [heuristic(dim, "float32") for dim in (32768, 65536)] == [(16, 8192), (16, 8192)]
 
 
 def test_multiprocessors_follow_from_the_name_of_the_card() -> None:

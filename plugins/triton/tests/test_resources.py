@@ -59,6 +59,8 @@ SPILLED: dict[tuple[str | None, str, str, int, tuple[int, int, int, int]], int] 
 SPILLED_BY_NORMALIZATIONS = {
     # One register, with 64 in use and 128 available.
     (A100, "layer_norm_bwd.triton", "1, 16, 1, 0, 0"): 4,
+    # Two registers, with 40 in use: the compiler keeps to the number of programs that run at the same time.
+    (GB200, "rms_norm.triton", "2, 16, 1, 0"): 8,
 }
 
 

@@ -8,13 +8,13 @@ import jax
 
 from ejkernel_core import Invocation, hookimpl
 from ejkernel_triton.rms_norm import _launch, _tiling
-from ejkernel_triton.rms_norm._tiling import Config, rank
+from ejkernel_triton.rms_norm._tiling import Config, quantized_rank
 
 __all__ = ["COMPILERS", "PLATFORMS", "VERSION", "Config"]
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
-PLATFORMS = {"gpu": rank}
+PLATFORMS = {"gpu": quantized_rank}
 COMPILERS = ("triton", "jax-triton")
 
 

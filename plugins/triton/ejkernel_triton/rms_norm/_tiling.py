@@ -22,8 +22,10 @@ from ejkernel_triton.launch._requirements import require_card
 DTYPES = ("float16", "bfloat16", "float32")
 WARPS = (1, 2, 4, 8, 16, 32)
 BLOCKS = (0, 1024, 2048, 4096, 8192, 16384)
-#: The longest rows that the forward holds in registers: 32 entries a thread, of 512 threads.
-LONGEST = 16384
+#: The longest rows that the forward holds in registers, 32 entries a thread, of 512 threads; and of 1,024, with one
+#: program on a multiprocessor. Of longer rows there is one on each, too: then they stay in the L2 cache until they are
+#: read the second time.
+LONGEST, LONGEST_ALONE = 16384, 32768
 #: The same for the backward, which holds several arrays.
 LONGEST_BACKWARD = 8192
 #: The entries that a program of the backward holds for a row that it reads twice.
@@ -36,9 +38,9 @@ LEAST_COLUMNS = 16
 #: The entries of a tile that a thread may have: with more, the compiler would work for minutes, and spill registers.
 MOST_ENTRIES = 64
 REGISTERS, MOST_REGISTERS, THREADS = 65536, 224, 32
-#: Calls of so many entries or fewer are left to XLA: a kernel takes 2 microseconds however little it does, and XLA may
-#: have none, where it joins the normalization with its neighbours. The number is an estimate.
-FEW_ENTRIES = 1 << 16
+#: Calls of so many entries or fewer are left to XLA. After a product of this size, whose sums it divides among several
+#: programs, XLA normalizes in the kernels that add them up.
+FEW_ENTRIES, FEW_ENTRIES_BACKWARD = 1 << 19, 1 << 15
 #: Fewer rows of more than LONGEST entries are left to XLA, too: one multiprocessor has to read each.
 FEW_ROWS = 8
 #: The same for the backward. Of rows of more entries than a key, fewer than these for each multiprocessor are left.
@@ -119,23 +121,34 @@ def check_config(inv: Invocation, cfg: Config | BackwardConfig) -> None:
 
 def rank(inv: Invocation) -> int:
     """Before XLA where a launch brings more than it costs."""
-    return _rank(inv, lambda rows, dim: rows < FEW_ROWS and dim > LONGEST)
+    return _rank(inv, FEW_ENTRIES, _are_few)
+
+
+def quantized_rank(inv: Invocation) -> int:
+    """The same for results in 8 bits, for which XLA needs several kernels also where it joins them with others."""
+    return _rank(inv, 0, _are_few)
 
 
 def backward_rank(inv: Invocation) -> int:
     """The same for the gradients."""
-    limits = FEW_ROWS_BACKWARD.items()
-    return _rank(
-        inv, lambda rows, dim: any(dim > least and rows < count * multiprocessors(inv) for least, count in limits)
-    )
+
+    def are_few(rows: int, dim: int) -> bool:
+        limits = FEW_ROWS_BACKWARD.items()
+        return any(dim > least and rows < count * multiprocessors(inv) for least, count in limits)
+
+    return _rank(inv, FEW_ENTRIES_BACKWARD, are_few)
 
 
-def _rank(inv: Invocation, are_few: Callable[[int, int], bool]) -> int:
+def _are_few(rows: int, dim: int) -> bool:
+    return rows < FEW_ROWS and dim > LONGEST
+
+
+def _rank(inv: Invocation, few_entries: int, are_few: Callable[[int, int], bool]) -> int:
     shape = inv["x"].shape
     if not all(isinstance(size, int) for size in shape):
         return 50  # refused, with a reason
     rows, dim = math.prod(shape[:-1]), shape[-1]
-    return 5 if rows * dim <= FEW_ENTRIES or are_few(rows, dim) else 50
+    return 5 if rows * dim <= few_entries or are_few(rows, dim) else 50
 
 
 # -- tiles -----------------------------------------------------------------------------------------------------------
@@ -175,8 +188,11 @@ def forward(inv: Invocation) -> Config:
     rows, columns, wanted = count_rows(inv), width(inv), 4 * multiprocessors(inv)
     tile = max(_rows(4096 // columns, rows, wanted), _rows(2048 // columns, rows, 1))
     warps = _warps(tile * columns, 32 if rows >= tile * wanted else 16, 16)
-    is_held = columns <= LONGEST and _resident(inv, tile * columns, warps, is_persistent=False)
-    return Config(tile, warps) if is_held else Config(1, 16, 0, 8192)
+    if columns <= LONGEST and _resident(inv, tile * columns, warps, is_persistent=False):
+        return Config(tile, warps)
+    if not _are_narrow(inv, "x", "residual"):
+        return Config(1, 16, 0, 8192)
+    return Config(1, 32) if columns <= LONGEST_ALONE else Config(1, 32, 0, 16384)
 
 
 def forward_space(inv: Invocation) -> Iterator[Config]:
@@ -191,8 +207,10 @@ def forward_space(inv: Invocation) -> Iterator[Config]:
             programs = _resident(inv, tile * columns, warps, is_persistent=True)
             if programs and "quantize" not in inv and rows >= 2 * programs * multiprocessors(inv) * tile:
                 yield Config(tile, warps, programs)
+    if LONGEST <= columns <= LONGEST_ALONE and _are_narrow(inv, "x", "residual"):
+        yield Config(1, 32)
     if columns >= LONGEST // 2:
-        yield from (Config(1, warps, 0, block) for block, warps in ((4096, 8), (8192, 16), (4096, 4), (8192, 8)))
+        yield from (Config(1, warps, 0, block) for block, warps in ((8192, 16), (16384, 32), (8192, 32)))
 
 
 def _resident(inv: Invocation, entries: int, warps: int, is_persistent: bool) -> int:
@@ -243,9 +261,9 @@ def backward_space(inv: Invocation) -> Iterator[BackwardConfig]:
         yield from (BackwardConfig(1, 16, 1, block, columns) for block in (4096, 8192) for columns in (128, 256))
 
 
-def _is_narrow(inv: Invocation) -> bool:
-    """Whether the backward reads 16-bit rows."""
-    return all(inv[name] is None or inv[name].dtype.itemsize < 4 for name in ("sum", "d_out"))
+def _are_narrow(inv: Invocation, *names: str) -> bool:
+    """Whether these arrays have 16 bits, where the call has them."""
+    return all(inv[name] is None or inv[name].dtype.itemsize < 4 for name in names)
 
 
 def _held(inv: Invocation) -> int:
@@ -275,7 +293,7 @@ def _backward_registers(inv: Invocation, entries: int, warps: int) -> int:
     """An estimate of a thread's registers: two arrays at work and on their way, the weight, the gradient of the sum,
     and two sums at most.
     """
-    arrays = 2 + (1 if _is_narrow(inv) else 2) + (inv["weight"] is not None)
+    arrays = 2 + (1 if _are_narrow(inv, "sum", "d_out") else 2) + (inv["weight"] is not None)
     arrays += sum(name in inv["wrt"] for name in ("weight", "bias"))
     arrays += inv.get("d_sum") is not None
     return _registers(math.ceil(entries / (warps * THREADS)), arrays)
