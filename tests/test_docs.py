@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from ejkernel_core import _errors, _hooks
+from ejkernel_tuning import clear_invocations
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")])
@@ -78,6 +79,7 @@ LONG_PAGES = {"docs/moving-from-ejkernel.md", "docs/tuning.md", "docs/operations
 )
 def test_examples_run(page):
     assert any(language == "python" for _, language, _ in blocks(ROOT / page))
+    clear_invocations()  # of tests before
     run(ROOT / page)
 
 
