@@ -221,6 +221,20 @@ class Axes:
             if hasattr(array, "shape") and layouts[name].fits(len(array.shape))
         }
 
+    def with_sizes(self, arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of the bucket with these sizes of axes that only count things, by the names of ``counted``."""
+        bucket = self.bucket(arguments)
+        return {
+            name: jax.ShapeDtypeStruct(
+                [
+                    length if counter is None else sizes.get(counter, length)
+                    for counter, length in zip(counters, bucket[name].shape, strict=True)
+                ],
+                bucket[name].dtype,
+            )
+            for name, counters in self.counted(bucket).items()
+        }
+
     def bytes(self, arguments: Mapping[str, Any]) -> int:
         """The least memory traffic of the call: every array and every result once."""
         arrays = (*self.arrays_of(arguments).values(), *self.outputs(arguments))

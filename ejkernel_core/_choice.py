@@ -7,7 +7,6 @@ policy is to measure; the record of the nearest call; and last the heuristic.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,8 +22,6 @@ from ._scopes import Scope
 #: How many configurations of a space an explanation checks. Faults mostly show in the first ones, and a space may be
 #: infinite.
 SPACE_SAMPLE = 16
-#: The rank of a kernel without ``PLATFORMS``. It is high: someone installed the kernel to use it.
-DEFAULT_RANK = 50
 #: The origin of a choice that the caller made.
 EXPLICIT = "explicit cfg"
 
@@ -78,12 +75,12 @@ def candidates_for(
 
 def _ask_kernel(kernel: LoadedKernel, inv: Invocation, backend: str | None, cfg: Any) -> tuple[int, Any, Verdict]:
     """The rank of the kernel for the invocation, its heuristic's configuration, and the verdict on it."""
-    rank = DEFAULT_RANK if kernel.platforms is None else kernel.platforms.get(inv.platform)
+    rank = kernel.rank_on(inv.platform)
     heuristic, verdict = _verdict(kernel, rank is not None, inv, backend, cfg)
     if rank is None or (callable(rank) and verdict.status != "able"):
         return 0, heuristic, verdict
     try:
-        return operator.index(rank(inv)) if callable(rank) else rank, heuristic, verdict
+        return kernel.rank(inv), heuristic, verdict
     except NEVER_CAUGHT:
         raise
     except BaseException as fault:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from ._records import Record
 
 #: The most configurations that are read of a space, which may be infinite. It is more than any tuner measures.
 MAX_CONFIGURATIONS = 10_000
+#: The rank of a kernel without ``PLATFORMS``. It is high: someone installed the kernel to use it.
+DEFAULT_RANK = 50
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -91,6 +94,11 @@ class Invocation(Mapping[str, Any]):
     def with_arrays(self, arrays: Mapping[str, Any]) -> Invocation:
         """The same invocation on these arrays."""
         return attrs.evolve(self, arguments={**self.arguments, **arrays})
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> Invocation:
+        """The invocation of its bucket with other sizes of the axes that count things, by name as in a key."""
+        axes = self.operation.axes if self.operation else None
+        return self if axes is None else self.with_arrays(axes.with_sizes(self.arguments, sizes))
 
 
 def _argument_texts(arguments: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -188,6 +196,15 @@ class LoadedKernel:
             return f"a value of type {type(cfg).__qualname__}, not its Config"
         reason = why_mutable(cfg)
         return None if reason is None else f"what can be changed: {reason}"
+
+    def rank_on(self, platform: str) -> int | Callable[[Invocation], int] | None:
+        """What it declares as its rank on a platform; None where it does not run there."""
+        return DEFAULT_RANK if self.platforms is None else self.platforms.get(platform)
+
+    def rank(self, inv: Invocation) -> int:
+        """Its rank for the invocation; 0 where it does not run."""
+        rank = self.rank_on(inv.platform)
+        return operator.index(rank(inv)) if callable(rank) else rank or 0
 
     def heuristic_cfg(self, inv: Invocation) -> Any:
         with self._name_in_faults("heuristic_cfg"):

@@ -294,6 +294,8 @@ def _nearest(
     for key in sorted(distances, key=lambda key: (distances[key], key.digest)):
         if not 0 < distances[key] <= math.log2(MAX_RATIO):
             continue
+        if not _is_same_order(inv, candidates, key.sizes):
+            continue
         matches = _matching_records(key, candidates, find, False, other_versions, [])
         # The fastest configuration of that call has to be possible for this one.
         matches = [(candidate, record) for candidate, record in matches if candidate.kernel.offers(inv, record.cfg)]
@@ -307,6 +309,18 @@ def _nearest(
             note = f"the nearest that is remembered: {others}"
             return Choice(candidate.backend, best.cfg, origin, key, best, distance=distances[key], note=note)
     return None
+
+
+def _is_same_order(inv: Invocation, candidates: Sequence[Candidate], sizes: Mapping[str, int]) -> bool:
+    """Whether the candidates, whose order is that of their ranks, have the same order for a call of these sizes.
+
+    If not, a kernel knows that one of the two calls is not for it.
+    """
+    if not any(callable(candidate.kernel.rank_on(inv.platform)) for candidate in candidates):
+        return True
+    other = inv.with_sizes(sizes)
+    ranks = [candidate.kernel.rank(other) for candidate in candidates]
+    return ranks == sorted(ranks, reverse=True)
 
 
 def _axis_in_words(name: str) -> str:

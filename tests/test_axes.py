@@ -357,6 +357,15 @@ def test_axes_that_count() -> None:
     assert batched.counted({"x": struct(3, 5, 9)}) == {"x": (None, "...0", "...1")}
 
 
+def test_a_bucket_with_other_sizes() -> None:
+    arguments = {"query": QUERY, "key": KEY, "bias": struct(1, 5, 1), "ends": struct(3)}
+    shapes = {name: array.shape for name, array in SCORES.bucket(arguments).items()}
+    resized = SCORES.with_sizes(arguments, {"batch": 7, "q_len": 11, "batch+1": 8, "other": 5})
+    expected = {**shapes, "query": (11, 7, *shapes["query"][2:]), "key": (7, *shapes["key"][1:]), "ends": (8,)}
+    assert {name: array.shape for name, array in resized.items()} == {**expected, "bias": (1, 11, 1)}
+    assert NORM.with_sizes({"x": struct(5, 9, 48), "weight": None}, {"...": 6}) == {"x": struct(6, 48)}
+
+
 def test_bytes_of_a_call() -> None:
     arguments = {"x": struct(4, 8, dtype="bfloat16"), "weight": struct(8), "epsilon": 1e-6}
     assert NORM.bytes(arguments) == 4 * 8 * 2 + 8 * 4 + 4 * 8 * 2 + 4 * 4

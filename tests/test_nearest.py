@@ -150,6 +150,20 @@ def test_the_nearest_configuration_must_be_in_the_space_of_the_call(registry: Re
     assert used_block(registry, 32) == (3, "memory")
 
 
+def test_the_nearest_record_is_of_a_call_for_which_the_kernels_have_the_same_order(registry: Registry) -> None:
+    """A kernel whose rank falls for small calls leaves them to others, whatever is the fastest for large ones."""
+    large = kernel()
+    large.PLATFORMS = {"cpu": lambda inv: 60 if inv["x"].shape[0] > 100 else 5}
+    registry.register(large, "scaled.large")
+    registry.register(kernel(heuristic=3), "scaled.one")
+    remember(registry, 256, 4, backend="large")
+    assert used_block(registry, 128) == (4, "memory")
+    assert used_block(registry, 101) == (4, "memory")
+    assert used_block(registry, 100) == (3, "heuristic")
+    remember(registry, 64, 2)
+    assert used_block(registry, 100) == (2, "memory")
+
+
 def test_a_nearest_record_needs_all_backends_to_be_measured(registry: Registry) -> None:
     remember(registry, 64, 4)
     registry.register(kernel(heuristic=2), "scaled.two")
