@@ -1,0 +1,95 @@
+"""Every record can be read, has a provenance, and is chosen for the call that was measured."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+import ejkernel_core
+import ejkernel_tuned_h100
+from ejkernel_bench._calls import benchmark_examples
+from ejkernel_bench.records import calls_of
+from ejkernel_core import Example, Invocation
+from ejkernel_core._choice import candidates_for
+from ejkernel_cudnn.flash_attention import library
+from ejkernel_ops.flash_attention.sizes import self_attention
+from ejkernel_triton.launch import _jax_triton
+
+CARD = "NVIDIA H100 80GB HBM3"
+FILES = sorted(Path(ejkernel_tuned_h100.__file__).parent.rglob("*.jsonl"))
+RECORDS: list[dict[str, Any]] = [json.loads(line) for file in FILES for line in file.read_text().splitlines()]
+NORMALIZATIONS = [
+    example
+    for op in ("rms_norm", "layer_norm")
+    for example in benchmark_examples(op)
+    if example.name.startswith(("16384 x 4096", "65536 x 4096", "16384 x 8192", "8192 x 8192", "1024 x 65536"))
+]
+
+
+@pytest.fixture(autouse=True)
+def all_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compilers with which the records were measured, whatever is installed here."""
+    monkeypatch.setattr(_jax_triton, "version", lambda: (0, 4, 1))
+    monkeypatch.setattr(_jax_triton, "no_descriptors_reason", lambda: None)
+    monkeypatch.setattr(library, "_library", lambda: (None, None))
+    monkeypatch.setattr(library, "_too_wide", lambda *arguments: None)
+
+
+def backends(example: Example, card: str = CARD) -> list[str | None]:
+    """What the records choose for the passes of an example."""
+    choices = []
+    for inv in calls_of(example):
+        on_card: Invocation = attrs.evolve(inv, platform="gpu", device_kind=card, compute_capability=(9, 0))
+        candidates, _ = candidates_for(on_card, ejkernel_core.registry.kernels(inv.op)[0], None, None)
+        choices.append(ejkernel_tuned_h100.records.select_config(on_card, candidates))
+    return [choice and choice.backend for choice in choices]
+
+
+def test_the_records_are_an_installed_policy() -> None:
+    (entry_point,) = entry_points(group="ejkernel.policies", name="tuned_h100")
+    assert entry_point.load() is ejkernel_tuned_h100.records
+
+
+def test_every_record_was_measured_on_the_device() -> None:
+    assert {file.parent.name for file in FILES} == {"NVIDIA%20H100%2080GB%20HBM3"}
+    assert len(RECORDS) >= 70
+    for record in RECORDS:
+        provenance = record["provenance"]
+        assert record["problem"]["device"] == ["gpu", CARD]
+        assert provenance["device"].startswith(f"{CARD} (cuda ")
+        assert {"triton", "xla"} <= {*provenance["backends"]}
+        times = [time for _, time in provenance["tried"] if isinstance(time, float)]
+        # A profile has whole nanoseconds, and a clock divides by the number of calls.
+        assert all(time * 1e6 == pytest.approx(round(time * 1e6), abs=1e-3) for time in times)
+        assert provenance["milliseconds"] <= 1.02 * min(times)
+
+
+def test_no_two_records_apply_to_the_same_call() -> None:
+    calls = Counter(json.dumps(record["problem"], sort_keys=True) for record in RECORDS)
+    assert [call for call, count in calls.items() if count > 1] == []
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("example", NORMALIZATIONS, ids=lambda example: f"{example.op}, {example.name}")
+def test_large_normalizations_are_tritons(example: Example) -> None:
+    assert backends(example) == ["triton", "triton"]
+    assert backends(example, "NVIDIA H200") == [None, None]
+
+
+def test_gluon_has_the_forward_of_attention_and_cudnn_the_backward() -> None:
+    for length in (4096, 8192, 16384):
+        assert backends(self_attention(1, length, 16, 256, "bfloat16")) == ["gluon_sm90", "cudnn"]
+
+
+def test_a_forward_that_is_left_to_xla_has_no_record() -> None:
+    """Between two products XLA has it for nothing. A record would be of the kernel alone."""
+    for example in benchmark_examples("rms_norm"):
+        rows, dim = map(int, example.name.split(" bfloat16")[0].split(" x "))
+        if rows * dim <= 1 << 19:
+            assert backends(example)[0] is None
