@@ -748,6 +748,8 @@ def test_autotune_measures_and_remembers_both_directions(attention: Any) -> None
     assert (explanation.plan.cfg, explanation.backward.plan.cfg) == (forward.best.cfg, backward.best.cfg)
     assert {e.backend for e in forward.entries} == {"xla", "reference"}
     assert backward.notes == ("checked against flash_attention_bwd.reference",)
+    # With residuals of another forward, correct kernels would differ from the reference.
+    assert [entry.reason for entry in backward.entries if entry.reason.startswith("wrong")] == []
     with pytest.raises(LookupError, match="there are 2 results"):
         _ = result.cfg
 
