@@ -201,6 +201,15 @@ def test_gradients_are_those_of_the_results_that_the_caller_gets() -> None:
         testing.gradients(registry, "square.mine", example("both", both=True))
 
 
+def test_a_backward_gets_the_results_of_its_forward() -> None:
+    """With any other results, this backward would be wrong."""
+
+    def from_results(a: Mapping[str, Any]) -> tuple[Any, ...]:
+        return (2 * a["out"] / a["x"] * a["d_out"] + (a["total"] - a["x"].sum()),)
+
+    testing.gradients(new_registry(bwd=from_results), "square.mine", example(), backward="square_bwd.mine")
+
+
 # -- messages -------------------------------------------------------------------------------------------------------
 
 
