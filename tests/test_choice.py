@@ -367,6 +367,16 @@ def test_a_compiled_call_uses_a_record_that_is_remembered_later(registry: Regist
     assert used_factor(registry) == 9
 
 
+def test_a_call_uses_a_record_that_is_stored_while_the_call_before_it_is_compiled(registry: Registry) -> None:
+    @hookimpl
+    def run_backend(inv, cfg):  # runs while the call is compiled, after the choice
+        registry.remember(inv.key, Config(9))
+        return inv["x"] * cfg.factor
+
+    registry.register(SimpleNamespace(**{**vars(kernel()), "run_backend": run_backend}), "scale.two")
+    assert [float(registry.call("scale", X)[0]) for _ in range(3)] == [2, 9, 9]
+
+
 def test_a_compiled_call_follows_changes_of_the_memory(registry: Registry) -> None:
     key = registry.invocation("scale", X).key
     assert used_factor(registry) == 2
