@@ -181,6 +181,23 @@ def test_the_backward_pass_has_the_scope_of_its_forward() -> None:
     assert ("flash_attention_bwd", 0) not in calls
 
 
+def test_the_derivative_of_a_reference_has_the_scope_of_the_call(recorder: TraceRecorder) -> None:
+    @hookimpl
+    def heuristic_cfg(inv):
+        return Config()
+
+    @hookimpl
+    def run_backend(inv, cfg):
+        return inv["x"] * cfg.factor
+
+    hooks = {"heuristic_cfg": heuristic_cfg, "run_backend": run_backend}
+    recorder.registry.register(SimpleNamespace(Config=Config, PLATFORMS={"cpu": 0}, **hooks), "scale.reference")
+    with recorder.overlay(5):
+        _, vjp = jax.vjp(recorder, X)
+    (gradient,) = vjp(X)  # outside of the scope
+    np.testing.assert_allclose(gradient, X * 5)
+
+
 def test_an_overlay_with_the_backward_key_of_explain_applies_to_the_backward() -> None:
     arrays = [jax.random.normal(k, (1, 24, 2, 8)) for k in jax.random.split(jax.random.key(0), 3)]
 
