@@ -65,6 +65,11 @@ def test_a_large_soft_cap_is_as_precise(cap: float) -> None:
     assert max(errors(given | {"query": 3 * given["query"], "logits_soft_cap": cap})) < 2e-5
 
 
+def test_the_series_of_a_large_soft_cap_is_as_precise_up_to_a_tenth_of_it() -> None:
+    given = qkv(30, 20)
+    assert max(errors(given | {"query": 9 * given["query"], "logits_soft_cap": 101.0})) < 2e-5
+
+
 def test_the_lowest_finite_bias_hides_a_key_beside_others() -> None:
     bias = normal(3, 1, 4, 40, 50).at[..., 3].set(np.finfo(np.float32).min)
     assert max(errors(qkv(40, 50) | {"bias": bias})) < 2e-5

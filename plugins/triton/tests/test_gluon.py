@@ -400,6 +400,16 @@ def test_weights_with_a_soft_cap_are_right_for_logits_of_any_size(scale: float) 
     np.testing.assert_allclose(np.log2(weights), 40 * np.tanh(logits), rtol=3e-4, atol=1e-5)
 
 
+def test_a_large_soft_cap_is_a_tanh_near_zero_and_far_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _jax_triton.import_lock():
+        from ejkernel_triton.flash_attention_sm90 import _shared
+    monkeypatch.setattr(_shared, "gl", SimpleNamespace(where=np.where, exp2=np.exp2))
+    monkeypatch.setattr(_shared, "LOG2E", _shared.LOG2E.value)
+    logits = np.linspace(-5, 5, 2001, dtype=np.float32)
+    capped = _shared.apply_soft_cap.fn(SimpleNamespace(CAP=200.0, SCALE=0.5), logits * np.float32(400))
+    np.testing.assert_allclose(capped, np.tanh(logits), rtol=2e-6)
+
+
 # -- the gradient of queries ----------------------------------------------------------------------------------------
 
 
