@@ -314,7 +314,6 @@ def _add_queries(
 def sum_into_bias(
     query, key, value, d_out, lse, delta, bias, mask, q_ids, k_ids, row_start, row_end, seed,
     q_length, k_length, bias_b, bias_h, bias_q, mask_b, mask_h, mask_q, batches, batch_step, head_step, q_step, k_step,
-    d_bias_b, d_bias_h, d_bias_q,
     d_bias,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
@@ -344,16 +343,18 @@ def sum_into_bias(
                         HEADS, GROUP, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS,
                         BIAS_UNIT, MASK, MASK_UNIT, DROPOUT, THRESHOLD, PRECISION, Q_BLOCK, K_BLOCK,
                     )  # fmt: skip
-    base = d_bias + batch_start.to(tl.int64) * d_bias_b + head_start.to(tl.int64) * d_bias_h
+    # The gradient is contiguous. Its larger strides are no arguments: jax-triton takes none of more than 31 bits.
+    stride = k_length if BIAS_UNIT > 0 else 1
+    base = d_bias + row.to(tl.int64) * (q_length if BIAS_Q else 1) * stride
     queries = q_start * Q_BLOCK + tl.arange(0, Q_BLOCK)
     keys = k_start * K_BLOCK + tl.arange(0, K_BLOCK)
     if BIAS_Q and BIAS_UNIT > 0:
-        pointers = base + queries.to(tl.int64)[:, None] * d_bias_q + keys[None, :]
+        pointers = base + queries.to(tl.int64)[:, None] * stride + keys[None, :]
         tl.store(pointers, sums, mask=(queries < q_length)[:, None] & (keys < k_length)[None, :])
     elif BIAS_UNIT > 0:
         tl.store(base + keys, tl.sum(sums, 0), mask=keys < k_length)
     elif BIAS_Q:
-        tl.store(base + queries.to(tl.int64) * d_bias_q, tl.sum(sums, 1), mask=queries < q_length)
+        tl.store(base + queries, tl.sum(sums, 1), mask=queries < q_length)
     else:
         tl.store(base, tl.sum(tl.sum(sums, 1), 0))
 

@@ -246,11 +246,7 @@ def _bias(inv: Invocation, rows: BackwardRows, shape: Pass) -> jax.Array:
         f"{KERNELS}:sum_into_bias",
         _problem.operands(inv, arrays),
         (jax.ShapeDtypeStruct((b, h, q, k), jnp.float32),),
-        scalars=(
-            *_problem.scalars(inv),
-            *(batch, b, h, q_blocks if has_q else 1, k_blocks if has_k else 1),
-            *(h * q * k, q * k, k),
-        ),
+        scalars=(*_problem.scalars(inv), *(batch, b, h, q_blocks if has_q else 1, k_blocks if has_k else 1)),
         grid=((q_blocks if has_q else 1) * (k_blocks if has_k else 1) * b * h,),
         constants={**constants, "BIAS_Q": has_q, "Q_BLOCK": shape.q_block, "K_BLOCK": shape.k_block},
         num_warps=shape.num_warps,
