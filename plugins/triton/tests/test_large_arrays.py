@@ -1,0 +1,142 @@
+"""Kernels address arrays of more than 2 ** 31 elements, whose offsets take 64 bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_triton import flash_attention, rms_norm
+from ejkernel_triton.flash_attention import backward as flash_attention_bwd
+from ejkernel_triton.interpreter import _launch, _lowering, interpreted, interpreted_registry
+from ejkernel_triton.rms_norm import backward as rms_norm_bwd
+from ejkernel_triton.rms_norm import quantized as rms_norm_quantized
+
+REGISTRY = interpreted_registry(
+    {
+        "flash_attention.triton": flash_attention,
+        "flash_attention_bwd.triton": flash_attention_bwd,
+        "rms_norm.triton": rms_norm,
+        "rms_norm_bwd.triton": rms_norm_bwd,
+        "rms_norm_quantized.triton": rms_norm_quantized,
+    }
+)
+Shape = tuple[int, ...]
+#: At the end of an input, in its last row.
+ONES = 256
+
+
+@pytest.fixture(name="launches")
+def lowered_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The launches that a test lowers, with the shapes of their inputs. Memory that no program uses takes no room."""
+    launches: list[Any] = []
+    launch_of = _lowering.launch_of
+
+    def recorded(params: Any, inputs: Any, outputs: Any) -> Any:
+        launches.append((launch_of(params, inputs, outputs), inputs))
+        return launches[-1][0]
+
+    monkeypatch.setattr(_lowering, "launch_of", recorded)
+    monkeypatch.setattr(_launch, "poison", np.zeros)
+    with interpreted():
+        yield launches
+
+
+def lower(op: str, shapes: Mapping[str, Shape], dtypes: Mapping[str, Any], **options: Any) -> None:
+    arrays = {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.bfloat16)) for name, shape in shapes.items()}
+    jax.jit(lambda **arrays: REGISTRY.call(op, **arrays, **options)).lower(**arrays)
+
+
+def last_elements(launch: Any, inputs: Any, places: Collection[int], rows: int = 1) -> list[float]:
+    """The last elements of the outputs. The inputs at these places end with ones, and all else is 0.
+
+    The programs of the last elements run: the first and the last one of the last of ``rows`` parts of the grid.
+    """
+    arrays = [np.zeros(array.shape, array.dtype) for array in inputs]
+    for place in places:
+        arrays[place].reshape(-1)[-min(ONES, inputs[place].shape[-1]) :] = 1
+    count = math.prod(launch.grid)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_launch, "_ordered", lambda *_: (count - count // rows, count - 1))
+        outputs = launch.run(arrays, _launch.Settings(races=False))
+    return [float(output.flat[-1]) for output in outputs]
+
+
+# -- attention -------------------------------------------------------------------------------------------------------
+
+#: By the offsets that are large: the shape of queries, keys and values, and that of a bias and a mask.
+ATTENTION: dict[str, tuple[Shape, Shape | None]] = {
+    "tokens": ((1, 2**19 + 64, 32, 128), None),
+    "batches": ((3, 2**18 + 64, 32, 128), None),
+    "heads of a bias": ((1, 8192, 33, 16), (1, 33, 8192, 8192)),
+    "tokens of a bias": ((1, 46400, 1, 16), (1, 1, 46400, 46400)),
+}
+#: By kernel: the inputs that are not zero, and the last elements of the results, for a head dim.
+RESULTS: dict[str, tuple[tuple[int, ...], Callable[[int], list[float]]]] = {
+    "attend": ((2, 4), lambda dim: [1 / 32, math.log(32)]),  # value and mask
+    "exact_lse": ((2, 4), lambda dim: [math.log2(math.e), 1]),  # lse and mask
+    "sum_over_keys": ((1, 2, 3, 7), lambda dim: [math.sqrt(dim)]),  # key, value, d_out and mask
+    "sum_over_queries": ((0, 2, 3, 7), lambda dim: [math.sqrt(dim), 1, 0]),  # query, value, d_out and mask
+    "sum_into_bias": ((2, 3, 7), lambda dim: [dim]),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(launches: list[Any], name: str) -> None:
+    shape, bias = ATTENTION[name]
+    shapes = dict.fromkeys(("query", "key", "value"), shape) | ({} if bias is None else {"bias": bias})
+    wrt, dtypes = tuple(shapes), {"attention_mask": jnp.bool_, "lse": jnp.float32}
+    options = {"sliding_window": (31, 0), "backend": "triton"}
+    shapes |= {} if bias is None else {"attention_mask": bias}
+    lower("flash_attention", shapes, dtypes, **options)
+    shapes |= {"out": shape, "d_out": shape, "lse": (shape[0], shape[2], shape[1])}
+    lower("flash_attention_bwd", shapes, dtypes, wrt=wrt, **options)
+    assert len(launches) == (3 if bias is None else 5)
+    for launch, inputs in launches:
+        kernel = launch.kernel.fn.__name__
+        places, expected = RESULTS[kernel]
+        rows = 1 if kernel == "sum_into_bias" else shape[0] * shape[2]
+        assert last_elements(launch, inputs, places, rows) == pytest.approx(expected(shape[3]), rel=4e-3), kernel
+
+
+# -- normalizations --------------------------------------------------------------------------------------------------
+
+ROWS = (2**15 + 8, 2**16)
+Forward, Backward = rms_norm.Config, rms_norm_bwd.Config
+
+
+@pytest.mark.parametrize("cfg", [Forward(1, 16), Forward(1, 4, 0, 4096)])
+def test_normalization(launches: list[Any], cfg: Any) -> None:
+    lower("rms_norm", {"x": ROWS, "residual": ROWS}, {}, cfg=cfg)
+    ((launch, inputs),) = launches
+    out, total, _, rstd = last_elements(launch, inputs, [0])
+    assert (out, total, rstd) == pytest.approx((16, 1, 16), rel=1e-3)
+
+
+@pytest.mark.parametrize("cfg", [Forward(1, 16), Forward(1, 4, 0, 4096)])
+def test_quantized_normalization(launches: list[Any], cfg: Any) -> None:
+    lower("rms_norm_quantized", {"x": ROWS}, {}, quantize="int8_row", cfg=cfg)
+    ((launch, inputs),) = launches
+    value, scale, _ = last_elements(launch, inputs, [0])
+    assert (value, scale) == pytest.approx((127, 16 / 127), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "wrt", "cfg"),
+    [
+        (ROWS, ("x", "weight"), Backward(1, 16, 1024)),
+        (ROWS, ("x", "weight"), Backward(1, 16, 1024, 4096)),
+        ((17, 2**27), ("weight",), Backward(1, 4, 1, 4096, 256)),
+    ],
+)
+def test_gradients_of_a_normalization(launches: list[Any], shape: Shape, wrt: tuple[str, ...], cfg: Any) -> None:
+    shapes = dict.fromkeys(("x", "out", "sum", "d_out", "d_sum"), shape) | {"weight": shape[1:], "rstd": shape[:1]}
+    lower("rms_norm_bwd", shapes, {"rstd": jnp.float32}, wrt=wrt, cfg=cfg)
+    ((launch, inputs),) = launches
+    d_x, _, d_weight, _ = last_elements(launch, inputs, [0, 1, 2, 5 if "x" in wrt else 3, 7 if "x" in wrt else 5])
+    assert (d_x, d_weight) == pytest.approx((2 if "x" in wrt else 0, 1), rel=4e-3)
