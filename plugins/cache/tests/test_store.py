@@ -245,6 +245,40 @@ def test_the_folder_may_be_deleted_at_any_time(folder, monkeypatch, step):
         assert cache.items() == [(key(), (Record(Block(2)),))]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("step", ["mkdir", "open", "fsync", "replace"])
+def test_another_process_may_write_at_any_time(folder, monkeypatch, step, moment):
+    cache, other, original, moments = PersistentCache(folder), PersistentCache(folder), getattr(os, step), []
+
+    def step_of_writer(*args, **kwargs):
+        if len(moments) % 2:  # of the other writer
+            return original(*args, **kwargs)
+        write_meanwhile("before")
+        result = original(*args, **kwargs)
+        write_meanwhile("after")
+        return result
+
+    def write_meanwhile(now):
+        if now == moment:
+            moments.append("begin")
+            assert other.read(key(), "one", Block) in (None, Record(Block(1), "one"), Record(Block(2), "one"))
+            for backend, number in (("two", 0), ("one", 1), ("one", 0)):
+                other.put(key(number=number), Record(Block(2), backend))
+            moments.append("end")
+
+    monkeypatch.setattr(os, step, step_of_writer)
+    cache.put(key(), Record(Block(1), "one"))
+    monkeypatch.undo()
+    assert moments
+    third = PersistentCache(folder)
+    # Of two records in one place, either stays.
+    assert third.read(key(), "one", Block).cfg in (Block(1), Block(2))
+    assert third.read(key(), "two", Block).cfg == Block(2)
+    assert third.read(key(number=1), "one", Block).cfg == Block(2)
+    assert os.listdir(folder / ".tmp") == []
+
+
 def test_a_jax_array_is_refused(folder):
     with pytest.raises(RecordError):
         PersistentCache(folder).put(key(), Block(jnp.ones(3)))
