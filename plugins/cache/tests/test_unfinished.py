@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -212,6 +213,22 @@ def test_a_lock_is_taken_once_and_released() -> None:
     second.take(key())
     assert path.exists()
     second.release(key())
+
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_a_lock_of_a_file_that_its_last_owner_removes_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_made_again: bool
+) -> None:
+    path, flock = tmp_path / "lock", fcntl.flock
+
+    def remove_and_lock(descriptor: int, operation: int) -> None:
+        path.unlink()
+        if is_made_again:
+            path.touch()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_and_lock)
+    assert _try_lock(path) is None
 
 
 def test_an_old_lock_of_a_live_process_stays_valid() -> None:
