@@ -199,7 +199,7 @@ def test_a_backward_kernel_that_refuses_is_reported_with_its_reason() -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("backend", ["reference", None])
+@pytest.mark.parametrize("backend", [None, pytest.param("reference", marks=pytest.mark.long)])  # JAX's own derivative
 def test_forward_mode_differentiates_the_reference(backend: str | None, backward: bool) -> None:
     registry = make_registry(backward=backward, scaled__fast=kernel(compute, {"cpu": 50}))
 
@@ -215,6 +215,7 @@ def test_forward_mode_differentiates_the_reference(backend: str | None, backward
         lambda f: jax.jvp(f, (X, W), (X * 2, W + 1)),
         lambda f: jax.jvp(lambda x: f(x, W), (X,), (X,)),
         lambda f: jax.jacfwd(f, (0, 1))(X, W),
+        lambda f: jax.grad(lambda x: jax.jvp(f, (x, W), (X, W))[1][0])(X),
         lambda f: jax.hessian(f, (0, 1))(X, W),
         lambda f: jax.jacrev(jax.jacfwd(f, (0, 1)), 1)(X, W),
         lambda f: jax.linear_transpose(jax.linearize(f, X, W)[1], X, W)(reference(X, W)),
