@@ -175,6 +175,7 @@ def test_a_sweep_that_passed_is_recorded_and_not_run_again(sweeps: ModuleType, r
     assert "60 passed" in sweep("--all")[1]
 
 
+@pytest.mark.long
 def test_a_sweep_that_failed_is_not_recorded(root: Path, sweep: Sweep) -> None:
     break_test(root, 3)
     assert sweep()[0] == 1
@@ -217,6 +218,7 @@ def test_a_wrong_record_is_found_by_the_tenth(
     assert (root / "tests/long-sweeps.json").read_text() == before
 
 
+@pytest.mark.long
 def test_an_unrecorded_sweep_runs_whole_and_the_others_by_a_tenth(sweeps: ModuleType, root: Path, sweep: Sweep) -> None:
     versions = sweeps.versions()
     sweeps.record(root, sweeps.environment(versions), hashes(sweeps, root, versions))
