@@ -136,6 +136,7 @@ def test_an_interrupt_at_ten_moments(tmp_path: Path, folder: Path) -> None:
     check_moments(tmp_path, folder, 10)
 
 
+@pytest.mark.long
 def test_a_hanging_configuration_does_not_keep_the_process_alive(tmp_path: Path, folder: Path) -> None:
     code, out, err = interrupt(start(tmp_path, HANGS="35"), 0.5, after="hanging")
     assert code == -signal.SIGINT, err

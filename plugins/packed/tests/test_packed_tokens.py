@@ -77,6 +77,7 @@ def test_tokens(lengths, dtype):
             check(jitted(name, total_length=TOTAL)(bounds), select(padded_pairs), dtype)
 
 
+@pytest.mark.long
 @SETTINGS
 @given(LENGTHS, st.sampled_from([1, 3]), DTYPES)
 @example([], 3, np.int32)

@@ -148,6 +148,7 @@ def test_causality_makes_a_triangle():
     assert [(int(outer_block(w)), int(inner_block(w))) for w in steps.table[:4]] == [(0, 0), (1, 0), (1, 1), (2, 0)]
 
 
+@pytest.mark.long
 def test_steps_that_are_not_visible_repeat_the_last_block():
     a = CASES["segments"]
     for steps in (pairs(a, problem(a, 128, 128)).query_steps(), pairs(a, problem(a, 128, 128)).key_steps()):

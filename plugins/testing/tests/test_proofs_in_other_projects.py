@@ -154,6 +154,7 @@ def test_a_distribution_without_kernels_to_prove_is_refused() -> None:
         testing.kernel_proofs("ejkernel-xla", elsewhere={"xla"})
 
 
+@pytest.mark.long
 def test_a_share_of_the_proofs_stays_quick(tmp_path: Path) -> None:
     """Other kernels draw others, each at least one of every test, and none is lost. Some can be quick whatever is drawn."""
     (tmp_path / "test_shares.py").write_text(

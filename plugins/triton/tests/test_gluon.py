@@ -286,6 +286,7 @@ def test_packed_heads_that_share_keys_run_together() -> None:
     assert {*(table[:, 1] // 128)} == {*range(16)}
 
 
+@pytest.mark.long
 def test_steps_of_packed_tiles_are_the_blocks_that_they_see() -> None:
     call = random_call(np.random.default_rng(1), "packed")
     for ranges, steps in (key_ranges(call, 64, 64), query_ranges(call, 64, 64)):

@@ -95,7 +95,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("form", "remat"), VARIANTS)
 def test_lora_on_queries_and_values_of_a_frozen_transformer(form: str, remat: str) -> None:
     """The keys of the first layer depend on frozen embeddings only; those of the others on trained weights."""
