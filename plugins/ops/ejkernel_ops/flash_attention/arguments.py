@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel_ops.options import brief, finite, number, type_and_value
 from ejkernel_ops.symbolic import is_symbolic
 
 from .axes import AXES
@@ -104,55 +104,37 @@ def _check_symbolic(a: Arguments) -> None:
 def _options(a: Arguments) -> Arguments:
     for name in ("causal", "return_lse"):
         if not isinstance(a[name], (bool, np.bool_)):
-            raise TypeError(f"{name}: takes True or False; got {_type_and_value(a[name])}")
+            raise TypeError(f"{name}: takes True or False; got {type_and_value(a[name])}")
     return {
         "causal": bool(a["causal"]),
         "return_lse": bool(a["return_lse"]),
-        "softmax_scale": _finite("softmax_scale", a["softmax_scale"], a["query"].dtype),
+        "softmax_scale": _scale(a["softmax_scale"], a["query"].dtype),
         "logits_soft_cap": _soft_cap(a["logits_soft_cap"], a["query"].dtype),
         "sliding_window": _window(a["sliding_window"]),
         "dropout_prob": _probability(a["dropout_prob"]),
     }
 
 
-def _number(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: takes a number, known while tracing; got {_type_and_value(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        raise ValueError(f"{name}: takes a number that a float holds; got {_brief(value)}") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{name}: takes a finite number; got {value}")
-    return number
-
-
-def _finite(name: str, value: Any, dtype: Any) -> float | None:
-    """The number, if in the dtype of logits it is finite and not rounded to 0."""
-    number = _number(name, value)
-    limits = np.finfo(np.promote_types(dtype, np.float32))
-    smallest = math.ldexp(1.0, int(limits.minexp) - int(limits.nmant))  # with subnormals
-    if number is not None and (abs(number) > float(limits.max) or 0 < abs(number) < smallest):
-        raise ValueError(f"{name}: takes a number that {limits.dtype} holds; got {_brief(value)}")
-    return number
+def _scale(value: Any, dtype: Any) -> float | None:
+    return None if value is None else finite("softmax_scale", value, dtype)
 
 
 def _soft_cap(value: Any, dtype: Any) -> float | None:
-    cap = _finite("logits_soft_cap", value, dtype)
-    if cap is not None and cap <= 0:
-        raise ValueError(f"logits_soft_cap: takes a number above 0, or None; got {_brief(value)}")
+    if value is None:
+        return None
+    cap = finite("logits_soft_cap", value, dtype)
+    if cap <= 0:
+        raise ValueError(f"logits_soft_cap: takes a number above 0, or None; got {brief(value)}")
     limits = np.finfo(np.promote_types(dtype, np.float32))
-    if cap is not None and cap < float(limits.tiny):  # logits are divided by it, and it would be 0
-        raise ValueError(f"logits_soft_cap: takes a number that {limits.dtype} holds; got {_brief(value)}")
+    if cap < float(limits.tiny):  # logits are divided by it, and it would be 0
+        raise ValueError(f"logits_soft_cap: takes a number that {limits.dtype} holds; got {brief(value)}")
     return cap
 
 
 def _probability(value: Any) -> float:
-    probability = _number("dropout_prob", value)
-    if probability is None or not 0 <= probability < 1:
-        raise ValueError(f"dropout_prob: takes a probability in [0, 1); got {_brief(value)}")
+    probability = number("dropout_prob", value)
+    if not 0 <= probability < 1:
+        raise ValueError(f"dropout_prob: takes a probability in [0, 1); got {brief(value)}")
     return probability
 
 
@@ -167,11 +149,11 @@ def _window(value: Any) -> tuple[int, int] | None:
     if len(sides) != 2 or any(isinstance(s, (bool, np.bool_)) or not isinstance(s, numbers.Integral) for s in sides):
         raise TypeError(
             "sliding_window: takes an int, a pair (left, right) of ints, or None; got "
-            f"{_type_and_value(value)}{_OPEN_SIDE}"
+            f"{type_and_value(value)}{_OPEN_SIDE}"
         )
     left, right = (int(side) for side in sides)
     if left < 0 or right < 0:
-        raise ValueError(f"sliding_window: takes sizes of at least 0; got {_brief(value)}{_OPEN_SIDE}")
+        raise ValueError(f"sliding_window: takes sizes of at least 0; got {brief(value)}{_OPEN_SIDE}")
     return left, right
 
 
@@ -201,15 +183,3 @@ def _seed(a: Arguments, probability: float) -> Any:
 def _check_integers(name: str, value: Any) -> None:
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{name}: takes integers; got {value.dtype}")
-
-
-def _type_and_value(value: Any) -> str:
-    return f"{type(value).__name__} {_brief(value)}"
-
-
-def _brief(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # Python refuses to print an int with thousands of digits
-        return f"{type(value).__name__} of thousands of digits"
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,54 @@
+"""Checks of options that are numbers."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import numpy as np
+
+
+def number(name: str, value: Any) -> float:
+    """The value as a float. Raises unless it is a finite number, known while tracing."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: takes a number, known while tracing; got {type_and_value(value)}")
+    try:
+        result = float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: takes a number that a float holds; got {brief(value)}") from None
+    if not math.isfinite(result):
+        raise ValueError(f"{name}: takes a finite number; got {value}")
+    return result
+
+
+def finite(name: str, value: Any, dtype: Any) -> float:
+    """The number, if it is finite and not rounded to 0 in the dtype of arithmetic on arrays of ``dtype``."""
+    result = number(name, value)
+    limits = np.finfo(np.promote_types(dtype, np.float32))
+    smallest = math.ldexp(1.0, int(limits.minexp) - int(limits.nmant))  # with subnormals
+    if abs(result) > float(limits.max) or 0 < abs(result) < smallest:
+        raise ValueError(f"{name}: takes a number that {limits.dtype} holds; got {brief(value)}")
+    return result
+
+
+def type_and_value(value: Any) -> str:
+    """For messages.
+
+    >>> type_and_value("abc")
+    "str 'abc'"
+    """
+    return f"{type(value).__name__} {brief(value)}"
+
+
+def brief(value: Any) -> str:
+    """The ``repr`` of a value, truncated.
+
+    >>> brief(1.5)
+    '1.5'
+    """
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print an int with thousands of digits
+        return f"{type(value).__name__} of thousands of digits"
+    return text if len(text) <= 60 else text[:57] + "..."
