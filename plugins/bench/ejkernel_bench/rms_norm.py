@@ -146,14 +146,15 @@ def _calls(operation: str, rows: int, dim: int, place: int) -> Iterator[Example]
 def _gradients(forward: Example) -> Example:
     """The gradients alone, from the sum and the statistics that the forward has saved."""
     is_centered = forward.op == "layer_norm"
+    names = ("mean", "rstd") if is_centered else ("rstd",)
 
     def arguments(draw: int) -> dict[str, Any]:
         call, others = forward.arguments(draw), forward.arguments(draw + 1)
-        total = definition.total({"residual": None, **call})
-        names = ("mean", "rstd") if is_centered else ("rstd",)
-        statistics = dict(zip(names, definition.statistics(total, 1e-6, is_centered), strict=True))
+        options = {"residual": None, "bias": None, "epsilon": 1e-6, "weight_offset": 0.0}
+        out, total, *statistics = definition.forward({**options, **call}, is_centered)
+        saved = {"out": out, "sum": total, **dict(zip(names, statistics, strict=True))}
         cotangents = {"d_out": others["x"], **({"d_sum": others["residual"]} if "residual" in others else {})}
-        return {**call, **statistics, **cotangents, "out": call["x"], "sum": total, "wrt": forward.wrt}
+        return {**call, **saved, **cotangents, "wrt": forward.wrt}
 
     return attrs.evolve(forward, op=f"{forward.op}_bwd", arguments=arguments, wrt=())
 

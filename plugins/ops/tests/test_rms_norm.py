@@ -54,7 +54,47 @@ def test_a_sum_is_rounded_as_by_a_conversion(dtype: str) -> None:
     numbers = RNG.standard_normal(20000) * 10.0 ** RNG.integers(-9, 6, 20000)
     limits = [0.0, 1e30, np.inf, 65504, 65519, 65520, 2.0**-14, 2.0**-24, 2.0**-25, 1.5 * 2.0**-25]
     array = jnp.asarray([*numbers, *limits, *(-limit for limit in limits)], jnp.float32)
-    np.testing.assert_array_equal(definition.rounded(array, jnp.dtype(dtype)), array.astype(dtype))
+    np.testing.assert_array_equal(definition.rounded(array, jnp.dtype(dtype)), array.astype(dtype).astype(array.dtype))
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_cotangents_of_a_rounded_sum_are_not_rounded(name: str, dtype: str, backend: str) -> None:
+    """The sum has the dtype of the residual. The gradient of x has more bits, and so do second derivatives."""
+    x, weights = jnp.asarray(X, jnp.float32), jnp.asarray(RNG.standard_normal(X.shape), jnp.float32)
+    residual = jnp.asarray(RESIDUAL, dtype)
+
+    def actual(x: Any) -> Any:
+        out, _ = NORMS[name](x, residual=residual, backend=backend)
+        return (out * weights).sum()
+
+    def desired(x: Any) -> Any:
+        rounding = (x + residual.astype(x.dtype)).astype(dtype).astype(x.dtype) - x
+        rows = x + jax.lax.stop_gradient(rounding)
+        rest = rows - rows.mean(-1, keepdims=True) if name == "layer_norm" else rows
+        return (rest / jnp.sqrt((rest**2).mean(-1, keepdims=True) + 1e-6) * weights).sum()
+
+    close(jax.grad(actual)(x), jax.grad(desired)(x))
+    close(
+        jax.grad(lambda x: jnp.sin(jax.grad(actual)(x)).sum())(x),
+        jax.grad(lambda x: jnp.sin(jax.grad(desired)(x)).sum())(x),
+    )
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_rows_of_a_narrower_residual_have_the_precision_of_x(name: str, backend: str) -> None:
+    with jax.enable_x64(True):
+        x, residual = jnp.asarray(X), jnp.asarray(RESIDUAL, jnp.float32)
+
+        def loss(x: Any) -> Any:
+            return (NORMS[name](x, residual=residual, backend=backend)[0] * WEIGHT).sum()
+
+        rows = np.asarray(jnp.asarray(X + residual, jnp.float32), np.float64)
+        out, total = NORMS[name](x, residual=residual, backend=backend)
+        np.testing.assert_array_equal(total, rows)
+        np.testing.assert_allclose(out, expected(name, rows), rtol=1e-13, atol=1e-13)
+        exact = jax.grad(lambda x: (NORMS[name](x, backend="reference") * WEIGHT).sum())(jnp.asarray(rows))
+        np.testing.assert_allclose(jax.grad(loss)(x), exact, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,17 +21,27 @@ def upcast(array: jax.Array) -> jax.Array:
 
 
 def total(arguments: Arguments) -> jax.Array:
-    """The rows that are normalized: the sum of x and the residual, rounded to the dtype of the residual."""
-    x: jax.Array = arguments["x"]
+    """The rows that are normalized, in the dtype of the arithmetic: the sum of x and the residual, rounded to numbers
+    of the dtype of the residual. Its cotangents are not rounded.
+    """
+    x = upcast(arguments["x"])
     residual: jax.Array | None = arguments["residual"]
     if residual is None:
         return x
-    dtype = jnp.promote_types(upcast(x).dtype, residual.dtype)
+    dtype = jnp.promote_types(x.dtype, residual.dtype)
     return rounded(x.astype(dtype) + residual.astype(dtype), residual.dtype)
 
 
+def total_result(rows: jax.Array, arguments: Arguments) -> jax.Array:
+    """The result ``sum``: x itself, or the rows in the dtype of the residual, which holds them exactly."""
+    x, residual = arguments["x"], arguments["residual"]
+    result: jax.Array = x if residual is None else rows.astype(residual.dtype)
+    return result
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
 def rounded(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The array in a dtype of fewer bits, also where it is used in float32 again.
+    """The array rounded to numbers of a dtype of fewer bits, in its own dtype.
 
     XLA would remove two conversions, and the statistics would be those of other numbers than the sum that is returned.
     """
@@ -43,7 +54,14 @@ def rounded(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
         # this constant the numbers of the array's dtype are these multiples: adding it rounds to the nearest.
         constant = 1.5 * 2.0 ** jnp.finfo(array.dtype).nmant * float(info.smallest_subnormal)
         numbers = jnp.where(jnp.abs(array) < info.smallest_normal, (array + constant) - constant, numbers)
-    return numbers.astype(dtype)
+    return numbers
+
+
+@rounded.defjvp
+def _rounded_jvp(
+    dtype: jnp.dtype, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return rounded(*primals, dtype), *tangents
 
 
 def statistics(rows: jax.Array, epsilon: float, centered: bool) -> Results:
@@ -74,7 +92,8 @@ def forward(arguments: Arguments, centered: bool) -> Results:
     row_statistics = statistics(rows, arguments["epsilon"], centered)
     out = weighted(normalized(rows, row_statistics), arguments)
     dtype = jnp.promote_types(arguments["x"].dtype, jnp.float32)
-    return out.astype(arguments["x"].dtype), rows, *(array.astype(dtype) for array in row_statistics)
+    total_of_rows = total_result(rows, arguments)
+    return out.astype(arguments["x"].dtype), total_of_rows, *(array.astype(dtype) for array in row_statistics)
 
 
 def quantized(arguments: Arguments, centered: bool) -> Results:
@@ -90,12 +109,12 @@ def quantized(arguments: Arguments, centered: bool) -> Results:
     scales = jnp.where(magnitude == 0, 1, magnitude / largest).astype(jnp.float32)
     ratios = blocks / scales
     values = (jnp.rint(ratios) if dtype == jnp.int8 else ratios).astype(dtype)
-    return values.reshape(padded.shape)[..., :dim], scales[..., 0], rows
+    return values.reshape(padded.shape)[..., :dim], scales[..., 0], total_result(rows, arguments)
 
 
 def gradients(arguments: Arguments, centered: bool) -> Results:
     """The gradients of the arrays that ``wrt`` names, from the sum and the statistics that the forward saved."""
-    rows = arguments["sum"]
+    rows = arguments["sum"].astype(jnp.promote_types(upcast(arguments["x"]).dtype, arguments["sum"].dtype))
     row_statistics = (*((arguments["mean"],) if centered else ()), arguments["rstd"])
     unit = normalized(rows, row_statistics)
     by_name: dict[str, jax.Array] = {}

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from ejkernel_core import Axes, Cost, Example, Operation
 
+from . import definition
 from .axes import FORMATS, QUANTIZED, QUANTIZED_SIGNATURE, SIGNATURE, axes
-from .definition import statistics, total
 
 Arguments = dict[str, Any]
 Restore = Callable[[tuple[Any, ...]], Any]
@@ -38,8 +38,8 @@ def operations(name: str, centered: bool) -> tuple[Operation, Operation, Operati
         """The derived samples, with the sum and the statistics that the forward has for them."""
         values = backward_axes.samples(arguments, key)
         if isinstance(arguments["sum"], jax.ShapeDtypeStruct):
-            values["sum"] = total(values)
-            values.update(zip(statistics_names, statistics(values["sum"], values["epsilon"], centered), strict=True))
+            _, values["sum"], *statistics = definition.forward(values, centered)
+            values.update(zip(statistics_names, statistics, strict=True))
         return values
 
     forward = Operation(
