@@ -157,8 +157,10 @@ def test_a_quantized_result_has_no_gradient(name: str) -> None:
 REFUSED = {
     "quantize: takes one of fp8_row, int8_row, fp8_block128; got 'int4'": {"quantize": "int4"},
     "epsilon: must be at least 0; got -1.0": {"epsilon": -1},
-    "epsilon: takes a finite number that is not traced; got None": {"epsilon": None},
-    "weight_offset: takes a finite number": {"weight_offset": float("inf")},
+    "epsilon: takes a number, known while tracing; got NoneType None": {"epsilon": None},
+    "epsilon: takes a number that float32 holds; got 1e+300": {"epsilon": 1e300},
+    "epsilon: takes a number that a float holds; got 1000": {"epsilon": 10**400},
+    "weight_offset: takes a finite number; got inf": {"weight_offset": float("inf")},
     "weight_offset: needs a weight, which the call does not have": {"weight_offset": 1.0},
     "weight: dim must be 8, as in x; got 7": {"weight": np.ones(7, np.float32)},
     "residual: leading axes must be (2,), as in x; got (3,)": {"residual": np.ones((3, 8), np.float32)},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_core import Axes, Cost, Example, Operation
+from ejkernel_ops.options import finite
 
 from . import definition
 from .axes import FORMATS, QUANTIZED, QUANTIZED_SIGNATURE, SIGNATURE, axes
@@ -78,7 +78,8 @@ def prepare(arguments: Arguments) -> tuple[Arguments, Restore]:
         array = arguments[name]
         if array is not None and array.dtype not in DTYPES:
             raise TypeError(f"{name}: takes {', '.join(map(str, DTYPES))}; got {array.dtype}")
-    options = {name: _number(name, arguments[name]) for name in ("epsilon", "weight_offset")}
+    dtype = arguments["x"].dtype
+    options = {name: finite(name, arguments[name], dtype) for name in ("epsilon", "weight_offset")}
     if options["epsilon"] < 0:
         raise ValueError(f"epsilon: must be at least 0; got {options['epsilon']}")
     if options["weight_offset"] and arguments["weight"] is None:
@@ -98,12 +99,6 @@ def prepare_quantized(arguments: Arguments) -> tuple[Arguments, Restore]:
 
 def accept(arguments: Mapping[str, Any]) -> None:
     """All values are valid."""
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise TypeError(f"{name}: takes a finite number that is not traced; got {value!r}")
-    return float(value)
 
 
 # -- tuning and cost -------------------------------------------------------------------------------------------------
