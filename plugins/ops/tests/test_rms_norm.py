@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -147,6 +148,18 @@ def test_rows_of_zeros_have_a_scale_of_one() -> None:
     values, scales = call("rms_norm", np.zeros((2, 8)), quantize="int8_row")
     np.testing.assert_array_equal(values, 0)
     np.testing.assert_array_equal(scales, 1)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_blocks_of_a_symbolic_size_have_a_scale_each(name: str, backend: str) -> None:
+    def scaled(x: Any) -> Any:
+        return NORMS[name](x, quantize="fp8_block128", backend=backend)
+
+    x = jnp.asarray(RNG.standard_normal((3, 300)), jnp.float32)
+    symbolic = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, d"), jnp.float32)
+    exported = jax.export.export(jax.jit(scaled))(symbolic)
+    for actual, desired in zip(exported.call(x), scaled(x), strict=True):
+        np.testing.assert_array_equal(actual, desired)
 
 
 def test_a_quantized_result_has_no_gradient(name: str) -> None:

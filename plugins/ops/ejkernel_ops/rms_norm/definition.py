@@ -103,8 +103,9 @@ def quantized(arguments: Arguments, centered: bool) -> Results:
     dtype, largest, block = FORMATS[arguments["quantize"]]
     dim = out.shape[-1]
     block = dim if block is None else block
-    padded = jnp.pad(out, [(0, 0)] * (out.ndim - 1) + [(0, -dim % block)])
-    blocks = padded.reshape(*out.shape[:-1], padded.shape[-1] // block, block)
+    count = -(-dim // block)  # as the operation's axes have it, where the size is symbolic
+    padded = jnp.pad(out, [(0, 0)] * (out.ndim - 1) + [(0, count * block - dim)])
+    blocks = padded.reshape(*out.shape[:-1], count, block)
     magnitude = jnp.abs(blocks).max(-1, keepdims=True)
     scales = jnp.where(magnitude == 0, 1, magnitude / largest).astype(jnp.float32)
     ratios = blocks / scales
