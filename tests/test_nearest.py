@@ -164,6 +164,17 @@ def test_the_nearest_record_is_of_a_call_for_which_the_kernels_have_the_same_ord
     assert used_block(registry, 100) == (2, "memory")
 
 
+def test_a_record_of_the_reference_is_for_its_own_size_alone(registry: Registry) -> None:
+    """It wins where all kernels take as long as a launch, and is not known to be fast for larger calls."""
+    registry.register(kernel(heuristic=3), "scaled.reference")
+    remember(registry, 8, 4, backend="reference")
+    assert used_block(registry, 8) == (4, "memory")
+    assert used_block(registry, 64) == (1, "heuristic")
+    assert used_block(registry, 64, backend="reference")[0] == 4  # there is nothing else to compare it with
+    remember(registry, 256, 2)
+    assert used_block(registry, 64) == (2, "memory")
+
+
 def test_a_nearest_record_needs_all_backends_to_be_measured(registry: Registry) -> None:
     remember(registry, 64, 4)
     registry.register(kernel(heuristic=2), "scaled.two")
