@@ -25,7 +25,7 @@ BLOCKS = (0, 1024, 2048, 4096, 8192, 16384)
 #: The longest rows that the forward holds in registers, 32 entries a thread, of 512 threads; and of 1,024, with one
 #: program on a multiprocessor. Of longer rows there is one on each, too: then they stay in the L2 cache until they are
 #: read the second time.
-LONGEST, LONGEST_ALONE = 16384, 32768
+LONGEST, LONGEST_OF_32_WARPS = 16384, 32768
 #: The same for the backward, which holds several arrays.
 LONGEST_BACKWARD = 8192
 #: The entries that a program of the backward holds for a row that it reads twice.
@@ -121,12 +121,12 @@ def check_config(inv: Invocation, cfg: Config | BackwardConfig) -> None:
 
 def rank(inv: Invocation) -> int:
     """Before XLA where a launch brings more than it costs."""
-    return _rank(inv, FEW_ENTRIES, _are_few)
+    return _rank(inv, FEW_ENTRIES, _are_few_long_rows)
 
 
 def quantized_rank(inv: Invocation) -> int:
     """The same for results in 8 bits, for which XLA needs several kernels also where it joins them with others."""
-    return _rank(inv, 0, _are_few)
+    return _rank(inv, 0, _are_few_long_rows)
 
 
 def backward_rank(inv: Invocation) -> int:
@@ -139,7 +139,7 @@ def backward_rank(inv: Invocation) -> int:
     return _rank(inv, FEW_ENTRIES_BACKWARD, are_few)
 
 
-def _are_few(rows: int, dim: int) -> bool:
+def _are_few_long_rows(rows: int, dim: int) -> bool:
     return rows < FEW_ROWS and dim > LONGEST
 
 
@@ -192,7 +192,7 @@ def forward(inv: Invocation) -> Config:
         return Config(tile, warps)
     if not _are_narrow(inv, "x", "residual"):
         return Config(1, 16, 0, 8192)
-    return Config(1, 32) if columns <= LONGEST_ALONE else Config(1, 32, 0, 16384)
+    return Config(1, 32) if columns <= LONGEST_OF_32_WARPS else Config(1, 32, 0, 16384)
 
 
 def forward_space(inv: Invocation) -> Iterator[Config]:
@@ -207,7 +207,7 @@ def forward_space(inv: Invocation) -> Iterator[Config]:
             programs = _resident(inv, tile * columns, warps, is_persistent=True)
             if programs and "quantize" not in inv and rows >= 2 * programs * multiprocessors(inv) * tile:
                 yield Config(tile, warps, programs)
-    if LONGEST <= columns <= LONGEST_ALONE and _are_narrow(inv, "x", "residual"):
+    if LONGEST <= columns <= LONGEST_OF_32_WARPS and _are_narrow(inv, "x", "residual"):
         yield Config(1, 32)
     if columns >= LONGEST // 2:
         yield from (Config(1, warps, 0, block) for block, warps in ((8192, 16), (16384, 32), (8192, 32)))
