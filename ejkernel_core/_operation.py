@@ -148,10 +148,10 @@ class Operation:
         """The checked canonical arguments, and the function that turns the results into what the caller gets."""
         try:
             canonical, restore = self.prepare(arguments)
+            return (canonical if self.axes is None else self.axes.canonical(canonical)), restore
         except Exception as fault:
             fault.add_note(f"in prepare of {self.name}")
             raise
-        return (canonical if self.axes is None else self.axes.canonical(canonical)), restore
 
     def gradients(self, **fields: Any) -> Operation:
         """The backward operation that follows from this operation's axes. ``fields`` replace what is derived."""

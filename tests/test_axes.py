@@ -744,6 +744,14 @@ def test_an_exception_of_prepare_has_a_note_with_the_operation(fault: Exception)
     assert fault.__notes__[0] == "in prepare of norm"
 
 
+def test_an_error_for_a_wrong_shape_has_a_note_with_the_operation() -> None:
+    registry = Registry(plugins="")
+    registry.register(operation())
+    with pytest.raises(ValueError, match="weight: dim must be 8, as in x; got 5") as caught:
+        registry.plan("norm", struct(2, 8), struct(5))
+    assert caught.value.__notes__[0] == "in prepare of norm"
+
+
 @pytest.mark.parametrize(("results", "count"), [({"out": "..."}, 1), ({"out": "...", "rest": "..."}, 2)])
 def test_the_function_that_prepare_returns_gets_a_tuple(results: dict[str, str], count: int) -> None:
     def prepare(arguments: Any) -> Any:
