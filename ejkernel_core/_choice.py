@@ -96,8 +96,11 @@ def _verdict(
 
     if backend is not None and kernel.backend != backend:
         return None, verdict("left out", f"backend={backend!r} was asked for")
-    if cfg is not None and (kernel.config_type is None or not isinstance(cfg, kernel.config_type)):
-        return None, verdict("left out", f"cfg is {_type_in_words(cfg)}, not its Config")
+    if cfg is not None:
+        if kernel.config_type is None:
+            return None, verdict("left out", f"cfg is {_type_in_words(cfg)}; the kernel has no Config")
+        if not isinstance(cfg, kernel.config_type):
+            return None, verdict("left out", f"cfg is {_type_in_words(cfg)}, not its Config ({kernel.config_name})")
     is_checked = cfg is not None and kernel.checks_cfg
     if not runs_here and not is_checked:
         return None, verdict("refused", f"it runs on {', '.join(kernel.platforms or ())}; this is {inv.platform}")

@@ -169,6 +169,8 @@ class LoadedKernel:
     #: highest is preferred. None for all platforms.
     platforms: Mapping[str, int | Callable[[Invocation], int]] | None
     config_type: type | None
+    #: Where that type is imported from, as in ``ejkernel_xla.flash_attention.Config``.
+    config_name: str | None
     #: The versions of the kernel, by its name, of JAX and of the compilers it names.
     software: Mapping[str, str] = attrs.field(repr=False)
     _hooks: pluggy.HookRelay = attrs.field(repr=False)

@@ -68,9 +68,19 @@ def load_kernel(entry: Entry, plugin: Any) -> LoadedKernel:
         entry.provider,
         getattr(plugin, "PLATFORMS", None),
         config_type,
+        _config_name(plugin, config_type),
         _software(entry, plugin),
         manager.hook,
     )
+
+
+def _config_name(plugin: Any, config_type: type | None) -> str | None:
+    """The name in the plugin's own module: the type may be defined in a private one."""
+    if config_type is None:
+        return None
+    if isinstance(plugin, ModuleType):
+        return f"{plugin.__name__}.Config"
+    return f"{config_type.__module__}.{config_type.__qualname__}"
 
 
 def _software(entry: Entry, plugin: Any) -> dict[str, str]:

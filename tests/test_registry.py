@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import attrs
 import jax
@@ -123,8 +124,23 @@ def test_an_explicit_cfg_is_used_once_and_not_remembered(registry: Registry) -> 
 
 
 def test_an_explicit_cfg_of_another_type_is_refused(registry: Registry) -> None:
-    with pytest.raises(NoKernel, match="cfg is of type int, not its Config"):
+    with pytest.raises(NoKernel, match=rf"cfg is of type int, not its Config \({__name__}\.Config\)"):
         registry.call("scale", X, cfg=3)
+
+
+def test_an_explicit_cfg_of_another_type_is_refused_with_the_module_of_the_kernel(registry: Registry) -> None:
+    """Not the module that defines the type, which may be a private one."""
+    module = ModuleType("fast_scale")
+    vars(module).update({name: getattr(kernel(), name) for name in ("heuristic_cfg", "run_backend", "Config")})
+    registry.register(module, "scale.two")
+    with pytest.raises(NoKernel, match=r"cfg is of type int, not its Config \(fast_scale\.Config\)"):
+        registry.call("scale", X, cfg=3)
+
+
+def test_an_explicit_cfg_is_refused_by_a_kernel_without_a_config(registry: Registry) -> None:
+    registry.register(SimpleNamespace(run_backend=kernel().run_backend), "scale.two")
+    with pytest.raises(NoKernel, match=r"scale\.two .*: left out, cfg is of type .*Config; the kernel has no Config"):
+        registry.call("scale", X, cfg=Config(3))
 
 
 def test_errors_for_unknown_names_suggest_a_similar_name_and_the_listing(registry: Registry) -> None:
