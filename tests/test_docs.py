@@ -13,8 +13,10 @@ import types
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import attrs
 import pytest
 
+import ejkernel_core
 from ejkernel_core import _errors, _hooks
 from ejkernel_tuning import clear_invocations
 
@@ -31,6 +33,8 @@ PAGES_WITH_EXAMPLES = [
     "docs/tuning.md",
     "docs/writing-a-plugin.md",
     "docs/operations/flash_attention.md",
+    "docs/operations/layer_norm.md",
+    "docs/operations/rms_norm.md",
 ]
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -140,6 +144,24 @@ def test_the_page_describes_every_parameter_of_flash_attention():
     text = (ROOT / "docs/operations/flash_attention.md").read_text()
     table = text.partition("## Arguments")[2].partition("## Definition")[0]
     assert [name for name in inspect.signature(flash_attention).parameters if f"`{name}`" not in table] == []
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The cells of each row of the tables, without those of headings."""
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line.startswith("| `")]
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "layer_norm", "rms_norm"])
+def test_the_page_has_the_fields_of_every_configuration(name):
+    """Kernels without a ``Config``, or with one that has no fields, are not in the table."""
+    expected = []
+    for op in (name, f"{name}_bwd", f"{name}_quantized"):
+        for kernel in (ejkernel_core.registry.kernel(op, backend) for backend in ejkernel_core.registry.backends(op)):
+            if kernel.config_type and attrs.fields(kernel.config_type):
+                fields = ", ".join(f"`{field.name}`" for field in attrs.fields(kernel.config_type))
+                expected.append([f"`{kernel.name}`", f"`{kernel.config_name.removesuffix('.Config')}`", fields])
+    text = (ROOT / f"docs/operations/{name}.md").read_text().partition("## Configurations")[2].partition("\n## ")[0]
+    assert sorted(table_rows(text)) == sorted(expected)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
