@@ -17,6 +17,7 @@ import attrs
 import pytest
 
 import ejkernel_core
+import ejkernel_ops
 from ejkernel_core import _errors, _hooks
 from ejkernel_tuning import clear_invocations
 
@@ -149,6 +150,14 @@ def test_the_page_describes_every_parameter_of_flash_attention():
 def table_rows(text: str) -> list[list[str]]:
     """The cells of each row of the tables, without those of headings."""
     return [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line.startswith("| `")]
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_the_page_has_the_default_of_every_parameter_of_a_norm(name):
+    parameters = inspect.signature(getattr(ejkernel_ops, name)).parameters.values()
+    expected = {f"`{p.name}`": "required" if p.default is p.empty else f"`{p.default!r}`" for p in parameters}
+    text = (ROOT / f"docs/operations/{name}.md").read_text().partition("## Definition")[0]
+    assert {row[0]: row[-1] for row in table_rows(text)} == expected
 
 
 @pytest.mark.parametrize("name", ["flash_attention", "layer_norm", "rms_norm"])
