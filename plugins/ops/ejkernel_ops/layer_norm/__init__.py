@@ -25,7 +25,7 @@ def layer_norm(
     """Layer normalization of the last axis, by the best installed kernel for the device at hand.
 
     ``(x - mean(x)) / sqrt(var(x) + epsilon) * (weight + weight_offset) + bias``. All arithmetic
-    is float32, whatever the dtypes of the arrays are, or float64 where ``x`` has it; the result is rounded once.
+    is float32, or float64 where ``x`` or the residual has it; the result is rounded once.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jax.random.normal(jax.random.key(0), (2, 100, 64), jnp.bfloat16)

@@ -32,7 +32,7 @@ def rms_norm(
     """Root mean square normalization of the last axis, by the best installed kernel for the device at hand.
 
     ``x / sqrt(mean(x ** 2) + epsilon) * (weight + weight_offset) + bias``. All arithmetic is float32,
-    whatever the dtypes of the arrays are, or float64 where ``x`` has it; the result is rounded once.
+    or float64 where ``x`` or the residual has it; the result is rounded once.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jax.random.normal(jax.random.key(0), (2, 100, 64), jnp.bfloat16)
