@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
+
 from . import registry
 from ._discovery import KERNELS, OPERATIONS, POLICIES
 from ._policies import BUILT_IN_NAMES
 
 HEADINGS = {OPERATIONS: "operations", KERNELS: "kernels", POLICIES: "policies"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m ejkernel_core", description="List the plugins, the distribution of each, and why some are broken."
+    )
+    parser.parse_args(arguments)
+    print(listing())
+    return 0
 
 
 def listing() -> str:
@@ -28,4 +42,4 @@ def listing() -> str:
 
 
 if __name__ == "__main__":
-    print(listing())
+    sys.exit(main())

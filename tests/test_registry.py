@@ -26,6 +26,7 @@ from ejkernel_core import (
     Unsupported,
     hookimpl,
 )
+from ejkernel_core.__main__ import main
 from ejkernel_core._policies import fault_of_choice
 from tests.conftest import KERNEL, MakeDistribution
 
@@ -376,18 +377,33 @@ def test_selection_by_ejkernel_plugins(
     assert distributions & {"good-dist", "other-dist"} == SELECTIONS[selection]
 
 
+def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ejkernel_core", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def test_the_command_has_help_and_refuses_arguments() -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    process = run_command("list")
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith("usage: python -m ejkernel_core [-h]\n")
+    assert process.stderr.endswith("error: unrecognized arguments: list\n")
+
+
 def test_the_listing_shows_providers_and_broken_plugins(distribution: MakeDistribution, double: None) -> None:
     folder = distribution(
         "bad-dist", {"bad": "1/0"}, version="0.3", kernels={"double.bad": "bad"}, policies={"bad": "bad"}
     )
     path = os.pathsep.join([str(folder), str(Path(folder).parent / "site1"), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.run(
-        [sys.executable, "-m", "ejkernel_core"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    process = run_command(PYTHONPATH=path)
+    assert process.returncode == 0
     lines = [" ".join(line.split()) for line in process.stdout.splitlines()]
     assert "double good-dist 1.0" in lines
     assert "double.good good-dist 1.0" in lines
