@@ -19,6 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "python -m ejkernel_core", description="List the plugins, the distribution of each, and why some are broken."
     )
     parser.parse_args(arguments)
+    if registry.selection_fault:
+        sys.exit(registry.selection_fault)
     print(listing())
     return 0
 

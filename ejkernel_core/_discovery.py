@@ -11,6 +11,8 @@ from typing import Any
 
 import attrs
 
+from ._display import suggestion
+
 KERNELS = "ejkernel.kernels"
 OPERATIONS = "ejkernel.operations"
 POLICIES = "ejkernel.policies"
@@ -90,14 +92,41 @@ def installed_entries(selection: str | None) -> tuple[Entry, ...]:
 
     Of a distribution that is on the path twice, the first one counts, as it does for imports.
     """
-    entry_points = metadata.entry_points()
-    entries = [Entry(p.group, p.name, p.value, p) for group in GROUPS for p in entry_points.select(group=group)]
+    entries = _all_entries()
     claims = Counter((entry.group, entry.name) for entry in entries)
     unique: dict[tuple[str, ...], Entry] = {}
     for entry in filter(lambda entry: _is_selected(entry, selection), entries):
         name = entry.group, entry.name
         unique.setdefault((*name, entry.value, entry.provider) if claims[name] > 1 else name, entry)
     return tuple(unique.values())
+
+
+def selection_fault(selection: str | None) -> str | None:
+    """The end of a sentence about the first name in ``selection`` that is no distribution's; None where there is none.
+
+    A distribution of this project may be left out where it is not installed.
+    """
+    for word in _words(selection or ""):
+        name = normalized(word.removeprefix("-"))
+        is_of_project = any(name in names for names in extras().values())
+        if not _is_installed(name) and not (is_of_project and word.startswith("-")):
+            distributions = {entry.distribution for entry in _all_entries()}
+            hint = f"; 'pip install {name}' installs it" if is_of_project else suggestion(name, distributions)
+            return f"takes names of installed distributions, with or without '-' in front; got {word!r}{hint}"
+    return None
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.distribution(distribution)
+    except (metadata.PackageNotFoundError, ValueError):  # ValueError for an empty name
+        return False
+    return True
+
+
+def _all_entries() -> list[Entry]:
+    entry_points = metadata.entry_points()
+    return [Entry(p.group, p.name, p.value, p) for group in GROUPS for p in entry_points.select(group=group)]
 
 
 def version_of(distribution: str) -> str:
@@ -134,12 +163,16 @@ def backend_of(distribution: str) -> str:
 def _is_selected(entry: Entry, selection: str | None) -> bool:
     if selection is None:
         return True
-    words = [word.strip() for word in selection.split(",") if word.strip()]
+    words = _words(selection)
     excluded = {normalized(word[1:]) for word in words if word.startswith("-")}
     included = {normalized(word) for word in words if not word.startswith("-")}
     name = normalized(entry.distribution)
     # "-a" alone selects all but a; an empty list selects none.
     return name not in excluded and (name in included or (bool(excluded) and not included))
+
+
+def _words(selection: str) -> list[str]:
+    return [word.strip() for word in selection.split(",") if word.strip()]
 
 
 def normalized(distribution: str) -> str:

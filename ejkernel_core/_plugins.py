@@ -50,6 +50,11 @@ class Plugins:
     def __init__(self, plugins: str | None = None, policies_of: Plugins | None = None) -> None:
         self._is_selected_by_environment = plugins is None
         self.plugins = os.environ.get("EJKERNEL_PLUGINS") if plugins is None else plugins
+        fault = None if policies_of else _discovery.selection_fault(self.plugins)
+        if fault and not self._is_selected_by_environment:
+            raise ValueError(f"plugins: {fault}")
+        #: The fault of EJKERNEL_PLUGINS, or "". It is raised at the first use, so that the core can be imported.
+        self.selection_fault = f"EJKERNEL_PLUGINS: {fault}" if fault else ""
         self._lock = threading.Lock()
         self._policies_of = policies_of
         self._state = _State({} if policies_of else _by_name(_discovery.installed_entries(self.plugins)))
@@ -166,6 +171,7 @@ class Plugins:
         """The policies in this scope."""
         if self._policies_of is not None:
             return self._policies_of.policies(scope)
+        self._check_selection()
         sources = self._state.entries, self.memory, scope.policies
         previous, policies = self._chain
         if not all(map(operator.is_, previous, sources)):
@@ -200,6 +206,7 @@ class Plugins:
 
     def operation(self, name: str) -> Operation:
         """The operation of this name."""
+        self._check_selection()
         if not isinstance(name, str):
             raise TypeError(
                 f"op: takes the name of an operation, as 'flash_attention'; got {type(name).__name__} {name!r:.60}"
@@ -240,6 +247,7 @@ class Plugins:
 
     def inspect(self) -> tuple[tuple[Entry, Broken | None], ...]:
         """Load all plugins: every entry, with ``Broken`` where it cannot be used."""
+        self._check_selection()
         rows = []
         for (group, name), entries in sorted(self._state.entries.items()):
             plugin = self._load(group, name)
@@ -288,6 +296,10 @@ class Plugins:
             return name not in installed and (is_hidden or _discovery.version_of(name) == "not installed")
 
         return {extra: [*filter(is_absent, names)] for extra, names in _discovery.extras().items()}
+
+    def _check_selection(self) -> None:
+        if self.selection_fault:
+            raise ValueError(self.selection_fault)
 
     # -- loading -------------------------------------------------------------------------------------------------
 

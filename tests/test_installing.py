@@ -105,6 +105,12 @@ def test_an_installed_package_is_not_suggested_for_installation(
     assert excluded.endswith("(this registry has plugins='good-dist')")
 
 
+def test_a_distribution_of_this_project_need_not_be_installed_to_be_left_out(extras: None, double: None) -> None:
+    assert Registry(plugins="-ejkernel_sun").plan("double", X).kernel.name == "double.good"
+    with pytest.raises(ValueError, match="got 'ejkernel_sun'; 'pip install ejkernel-sun' installs it$"):
+        Registry(plugins="ejkernel_sun")
+
+
 def test_no_package_is_suggested_for_an_unknown_operation(extras: None, double: None) -> None:
     text = message(UnknownOperation, Registry(plugins="good-dist"), "duoble")
     assert text == (

@@ -172,7 +172,7 @@ def test_a_policy_with_two_names_is_called_once(distribution: MakeDistribution, 
 def test_a_distribution_without_metadata_has_no_name(distribution: MakeDistribution, double: None) -> None:
     folder = distribution("gone-dist", {"gone": KERNEL, "gone_too": "1/0"}, kernels={"double.gone": "gone_too"})
     (folder / "gone_dist-1.0.dist-info" / "METADATA").unlink()
-    for plugins in (None, "-bad-dist"):
+    for plugins in (None, "-ejkernel-tuning"):
         registry = Registry(plugins=plugins)
         np.testing.assert_array_equal(registry.call("double", X), 2 * X)
         (verdict,) = (v for v in registry.plan("double", X).verdicts if v.name == "double.gone")

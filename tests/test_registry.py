@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -377,6 +378,37 @@ def test_selection_by_ejkernel_plugins(
     assert distributions & {"good-dist", "other-dist"} == SELECTIONS[selection]
 
 
+UNKNOWN_NAMES = {
+    "goood-dist": "got 'goood-dist'; did you mean 'good-dist'?",
+    "good-dist, -goood-dist": "got '-goood-dist'; did you mean 'good-dist'?",
+    "nobodys": "got 'nobodys'",
+    "good-dist,-": "got '-'",
+}
+
+
+@pytest.mark.parametrize("selection", UNKNOWN_NAMES)
+def test_a_selected_distribution_has_to_be_installed(
+    double: None, monkeypatch: pytest.MonkeyPatch, selection: str
+) -> None:
+    end = f": takes names of installed distributions, with or without '-' in front; {UNKNOWN_NAMES[selection]}"
+    with pytest.raises(ValueError, match=f"^{re.escape('plugins' + end)}$"):
+        Registry(plugins=selection)
+    monkeypatch.setenv("EJKERNEL_PLUGINS", selection)
+    registry = Registry()
+    local_registry = Registry(policies_of=registry)
+    local_registry.register(Operation(name="bare", signature=lambda x: None, outputs=lambda a: (a["x"],)))
+    local_registry.register(kernel(), "bare.good")
+    uses = (
+        lambda: registry.call("double", X),
+        lambda: registry.explain("double", X),
+        lambda: local_registry.plan("bare", X),
+        registry.inspect,
+    )
+    for use in uses:
+        with pytest.raises(ValueError, match=f"^{re.escape('EJKERNEL_PLUGINS' + end)}$"):
+            use()
+
+
 def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ejkernel_core", *arguments],
@@ -395,6 +427,13 @@ def test_the_command_has_help_and_refuses_arguments() -> None:
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr.startswith("usage: python -m ejkernel_core [-h]\n")
     assert process.stderr.endswith("error: unrecognized arguments: list\n")
+
+
+def test_the_list_refuses_an_unknown_distribution() -> None:
+    process = run_command(EJKERNEL_PLUGINS="-ejkernel-opps")
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr.startswith("EJKERNEL_PLUGINS: takes names of installed distributions")
+    assert process.stderr.endswith("got '-ejkernel-opps'; did you mean 'ejkernel-ops'?\n")
 
 
 def test_the_listing_shows_providers_and_broken_plugins(distribution: MakeDistribution, double: None) -> None:
