@@ -152,6 +152,7 @@ class Plugins:
         kernels, broken = self.kernels(inv.op)
         for listener in scope.listeners:
             listener(inv, self)
+        self._check_overlays(inv, scope)
         try:
             plan = choose(inv, kernels, broken, self.judge(inv), self.policies(scope), backend, cfg, scope)
         except NoKernel as refusal:
@@ -296,6 +297,18 @@ class Plugins:
             return name not in installed and (is_hidden or _discovery.version_of(name) == "not installed")
 
         return {extra: [*filter(is_absent, names)] for extra, names in _discovery.extras().items()}
+
+    def _check_overlays(self, inv: Invocation, scope: Scope) -> None:
+        """Raise for a configuration that was put into an overlay for a backend without a kernel."""
+        try:
+            keys = inv.tuning_keys if scope.overlays else ()
+        except TypeError:  # an option without content, so there is no key
+            return
+        records = [record for overlay in scope.overlays for key in keys for record in overlay.records.get(key, ())]
+        # A measured record may be of an installation with other backends.
+        for backend in (record.backend for record in records if record.provenance is None):
+            if backend is not None and backend not in self.backends(inv.op):
+                raise UnknownBackend(f"overlay_cache: {self._no_backend(inv.op, backend)}")
 
     def _check_selection(self) -> None:
         if self.selection_fault:

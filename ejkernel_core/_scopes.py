@@ -128,7 +128,9 @@ current = _current.get
 def overlay_cache(cache: Any) -> contextlib.AbstractContextManager[None]:
     """Prefer these configurations to all others: a ``ConfigCache``, any store, or a mapping from keys.
 
-    The overlay is a snapshot: later changes of the cache count when it is entered again.
+    The overlay is a snapshot: later changes of the cache count when it is entered again. A record without a provenance
+    for a backend that the operation does not have raises ``UnknownBackend`` in the call; a measured one is left out,
+    because it may be of another installation.
 
     >>> with overlay_cache({"some key": 128}):
     ...     [overlay.records["some key"][0].cfg for overlay in current().overlays]

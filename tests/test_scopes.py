@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,10 @@ from ejkernel_core import (
     AutotunePolicy,
     ConfigCache,
     Operation,
+    Provenance,
     Record,
     Registry,
+    UnknownBackend,
     Unsupported,
     _scopes,
     hookimpl,
@@ -145,6 +148,23 @@ def test_the_order_of_entries_does_not_matter(recorder: TraceRecorder) -> None:
         with overlay_cache(entries):
             digests.add(_scopes.current().digest)
     assert len(digests) == 1
+
+
+def test_an_overlay_for_an_unknown_backend_is_refused(recorder: TraceRecorder) -> None:
+    message = r"^overlay_cache: no backend 'tow' of 'scale' is installed; did you mean 'two'\? Known: two\. "
+    with overlay_cache({recorder.key(): Record(Config(3), "two")}), recorder.overlay(4):
+        np.testing.assert_allclose(recorder(X), X * 4)
+        with overlay_cache({recorder.key(): Record(Config(5), "tow")}):
+            for use in (recorder, jax.jit(recorder), partial(recorder.registry.plan, "scale")):
+                with pytest.raises(UnknownBackend, match=message):
+                    use(X)
+            np.testing.assert_allclose(recorder(jnp.ones(9)), jnp.full(9, 2.0))  # a call of another key
+
+
+def test_an_overlay_may_have_measured_records_of_backends_that_are_not_installed(recorder: TraceRecorder) -> None:
+    provenance = Provenance(when="", device="", milliseconds=1.0, backends=("triton", "two"))
+    with overlay_cache({recorder.key(): Record(Config(5), "triton", provenance)}):
+        np.testing.assert_allclose(recorder(X), X * 2)
 
 
 # -- where scopes apply ----------------------------------------------------------------------------------------------
