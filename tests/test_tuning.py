@@ -782,6 +782,19 @@ def test_autotune_refuses_invalid_options(attention: Any, options: Any, message:
         autotune("flash_attention", *attention, **options)
 
 
+UNKNOWN_NAMES = {"budget": "got 'budget'; did you mean 'budget_s'?", "causl": "got 'causl'; did you mean 'causal'?"}
+
+
+@pytest.mark.parametrize("name", UNKNOWN_NAMES)
+def test_autotune_names_its_own_options_for_a_misspelt_one(attention: Any, name: str) -> None:
+    message = (
+        "autotune: takes the arguments of flash_attention, and configs, num_warmup, num_iters, backend, direction, "
+        f"budget_s, remember; {UNKNOWN_NAMES[name]}"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        autotune("flash_attention", *attention, **{name: 5})
+
+
 def test_a_result_can_be_entered_repeatedly_as_an_overlay(attention: Any) -> None:
     default_cfg = ejkernel_core.plan("flash_attention", *attention).cfg
     result = autotune(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ import ejkernel_core
 from ejkernel_core import _scopes
 from ejkernel_core._call import AbstractCall, abstract_call
 from ejkernel_core._choice import candidates_for
+from ejkernel_core._display import suggestion
 from ejkernel_core._errors import NoKernel, Unsupported
 from ejkernel_core._kernel import Invocation, why_mutable
 from ejkernel_core._keys import abstractify
@@ -93,6 +95,17 @@ def autotune_recorded(
     return result
 
 
+def _check_names(op: str, parameters: Iterable[str], kwargs: Iterable[str]) -> None:
+    """Raise for an argument that is neither one of the operation nor one of ``autotune``."""
+    signature = inspect.signature(autotune).parameters.values()
+    options = [parameter.name for parameter in signature if parameter.kind is parameter.KEYWORD_ONLY]
+    names = [*options, *parameters]
+    for name in kwargs:
+        if name not in names:
+            hint = suggestion(name, names)
+            raise TypeError(f"autotune: takes the arguments of {op}, and {', '.join(options)}; got {name!r}{hint}")
+
+
 def _autotune_call(
     direction: str,
     configs: Any,
@@ -108,6 +121,7 @@ def _autotune_call(
 ) -> TuningResult:
     # Concrete arrays are prepared in a thread, because a trace around this call would turn them into tracers.
     has_tracers, cfg = _has_tracers(args, kwargs), kwargs.pop("cfg", None)
+    _check_names(op, registry.operation(op).signature.parameters, kwargs)
     prepare = functools.partial(abstract_call, registry, op, args, kwargs, backend, cfg, has_values=not has_tracers)
     call = prepare() if has_tracers else run_in_thread(prepare, None, Settings.current())
     if direction != "forward" and call.request.operation.backward is None:
