@@ -87,8 +87,9 @@ def _tangents(*operands: Any, request: Request, wrt: tuple[str, ...]) -> list[An
             "reference kernel, and it has none"
         )
     arrays, _, argument_tangents = _parts(request, wrt, operands)
-    function, primals = _by_reference(request, arrays, wrt)
-    _, tangents = jax.jvp(function, (primals,), (dict(zip(wrt, argument_tangents, strict=True)),))
+    with request.settings.in_effect():
+        function, primals = _by_reference(request, arrays, wrt)
+        _, tangents = jax.jvp(function, (primals,), (dict(zip(wrt, argument_tangents, strict=True)),))
     return [tangent for tangent in tangents if not _is_zero(tangent)]
 
 
@@ -121,7 +122,9 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, request: Request, wrt:
     )
     gradients: Mapping[str, Any] = {}
     if needed and any(ct is not None for ct in cts):
-        gradients = _gradients(request, arrays, results, cts, needed)
+        # A pullback may be called under other settings than those of its forward.
+        with request.settings.in_effect():
+            gradients = _gradients(request, arrays, results, cts, needed)
     primals = dict(zip(request.arrays, arrays, strict=True))
     resharded = {name: reshard_like(gradient, primals[name]) for name, gradient in gradients.items()}
     return [*(None for _ in (*arrays, *results)), *(resharded.get(name) for name in wrt)]

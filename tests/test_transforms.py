@@ -381,6 +381,29 @@ def test_a_kernel_is_traced_with_the_settings_of_its_call() -> None:
         assert "HIGHEST" not in traced.lower().as_text()
 
 
+@pytest.mark.parametrize("transform", [lambda function: function, jax.jit])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_derivative_is_computed_with_the_settings_of_its_call(
+    backward: bool, transform: Callable[[Any], Any]
+) -> None:
+    """A pullback may be called later, under other settings."""
+
+    def cast(results: Any) -> tuple[Any, ...]:
+        return tuple(result.astype(jnp.float64) for result in results)
+
+    kernels = {"scaled__reference": kernel(lambda a: cast(compute(a)))}
+    if backward:
+        kernels["scaled_bwd__reference"] = kernel(lambda a: cast(gradients(a)))
+    registry = make_registry(backward=backward, **kernels)
+    with jax.enable_x64(True):
+        x, w = jnp.asarray(X, jnp.float64) / 3, jnp.asarray(W, jnp.float64)
+        _, pullback = jax.vjp(lambda x: registry.call("scaled", x, w)[0], x)
+        _, tangent = jax.linearize(lambda x: registry.call("scaled", x, w)[0], x)
+    expected = np.cos(np.asarray(x)) * np.asarray(w) * np.asarray(x)
+    np.testing.assert_allclose(transform(pullback)(x)[0], expected, rtol=1e-14)
+    np.testing.assert_allclose(transform(tangent)(x), expected, rtol=1e-14)
+
+
 def test_a_kernel_may_call_back_to_the_host() -> None:
     def compute_on_host(a: Mapping[str, Any]) -> Any:
         results = outputs(a)
