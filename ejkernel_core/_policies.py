@@ -285,7 +285,8 @@ def _nearest(
     other_versions: bool,
 ) -> Choice | None:
     """The answer for the nearest call that differs only in the sizes of axes that count things."""
-    key_of_call = inv.tuning_keys[-1]
+    keys_of_call = inv.tuning_keys
+    key_of_call = keys_of_call[-1]
     distances = {
         key: _distance(key_of_call.sizes, key.sizes)
         for key in near(key_of_call)
@@ -310,7 +311,9 @@ def _nearest(
             for name in key_of_call.sizes
             if key.sizes[name] != key_of_call.sizes[name]
         )
-        note = f"the nearest that is remembered: {others}"
+        # The sizes are those of buckets, where calls have them: neither those of the call nor those of the record.
+        noun = "call" if len(keys_of_call) == 1 else "bucket"
+        note = f"the nearest {noun} that is remembered: {others}"
         return Choice(candidate.backend, best.cfg, origin, key, best, distance=distances[key], note=note)
     return None
 

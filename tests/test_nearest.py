@@ -100,11 +100,17 @@ def test_the_nearest_record_comes_before_the_heuristic(registry: Registry) -> No
     assert used_block(registry, 200) == (7, "memory")
     assert used_block(registry, 30) == (4, "memory")
     choice = registry.plan("scaled", struct(30)).choice
-    assert (choice.distance, choice.note) == (1.0, "the nearest that is remembered: rows 16 for 32")
+    assert (choice.distance, choice.note) == (1.0, "the nearest bucket that is remembered: rows 16 for 32")
     explanation = str(registry.explain("scaled", struct(30)))
-    assert "by memory (the nearest that is remembered: rows 16 for 32)" in explanation
+    assert "by memory (the nearest bucket that is remembered: rows 16 for 32)" in explanation
     assert registry.plan("scaled", struct(16)).choice.distance == 0
     assert registry.plan("scaled", struct(15)).choice.distance == 0  # 15 and 16 have one bucket
+
+
+def test_without_buckets_the_nearest_record_is_that_of_a_call(registry: Registry) -> None:
+    registry.register(Operation(name="scaled", signature=scaled, axes=AXES, tuning_key=None))
+    remember(registry, 16, 4)
+    assert registry.plan("scaled", struct(30)).choice.note == "the nearest call that is remembered: rows 16 for 30"
 
 
 LEADING_AXES = Axes({"x": "... dim", "weight": "dim"}, {"out": "... dim"}, independent="...", whole="dim", counts="...")
@@ -120,10 +126,10 @@ def test_a_record_answers_for_any_leading_axes(registry: Registry) -> None:
 
     for shape in ((512, 8), (300, 8), (4, 128, 8), (3, 10, 17, 8)):
         assert choice(*shape) == (4, 0, "")
-    assert choice(2, 500, 8) == (4, 1.0, "the nearest that is remembered: leading axes: 512 for 1024")
+    assert choice(2, 500, 8) == (4, 1.0, "the nearest bucket that is remembered: leading axes: 512 for 1024")
     assert choice(8) == (1, 0, "")  # one row: 512 times fewer is too far
     remember(registry, 2, 5)
-    assert choice(8) == (5, 1.0, "the nearest that is remembered: leading axes: 2 for 1")
+    assert choice(8) == (5, 1.0, "the nearest bucket that is remembered: leading axes: 2 for 1")
 
 
 def test_only_axes_that_count_things_may_differ(registry: Registry) -> None:
@@ -277,7 +283,9 @@ def test_a_nearest_record_of_these_versions_comes_before_one_of_others(registry:
     remember(registry, 128, 5)
     assert used_block(registry, 64) == (5, "memory")
     note = registry.plan("scaled", struct(64)).choice.note
-    assert note.startswith("the nearest that is remembered: rows 128 for 64; there is a record of other versions (jax")
+    assert note.startswith(
+        "the nearest bucket that is remembered: rows 128 for 64; there is a record of other versions (jax"
+    )
 
 
 def test_a_new_version_of_a_kernel_is_measured_again(registry: Registry) -> None:
