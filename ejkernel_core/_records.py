@@ -146,6 +146,7 @@ def from_json(text: str, kind: type[Any]) -> Any:
     _check_schema(data)
     if "fields" not in data:
         raise RecordError("$ lacks fields")
+    _check_names(data, ("schema", "fields"))
     return _config(data["fields"], kind, "$.fields")
 
 
@@ -183,9 +184,11 @@ def record_from_json(text: str, key: Key, kind: type[Any] | None) -> Record:
     """
     data = _parse(text)
     _check_schema(data)
-    missing = {"problem", "kernel", "config", "provenance"} - data.keys()
+    names = {"problem", "kernel", "config", "provenance"}
+    missing = names - data.keys()
     if missing:
         raise RecordError(f"$ lacks {', '.join(sorted(missing))}", damaged=True)
+    _check_names(data, ("schema", "type", *names))
     # As text: in Python, 1, 1.0 and True are equal.
     if canonical_json(data["problem"]) != key.problem:
         raise RecordError("$.problem is another one than that of the key")
@@ -362,6 +365,11 @@ def _no_number(name: str) -> Any:
 def _check_schema(data: Mapping[str, Any]) -> None:
     if data.get("schema") != SCHEMA or type(data["schema"]) is not int:
         raise RecordError(f"$.schema is {data.get('schema')!r}; this version reads {SCHEMA}")
+
+
+def _check_names(data: Mapping[str, Any], names: Iterable[str]) -> None:
+    for name in sorted(data.keys() - set(names)):
+        raise RecordError(f"$.{name} is unknown")
 
 
 def _brief(value: Any) -> str:

@@ -218,6 +218,10 @@ def test_a_missing_field_is_refused_even_with_a_default() -> None:
     )
 
 
+def test_an_extra_field_beside_the_fields_is_refused() -> None:
+    assert error_message(edited_json(Tile(), lambda data: data.update(kernel="op.a")), Tile) == "$.kernel is unknown"
+
+
 def test_an_extra_field_is_refused() -> None:
     assert (
         error_message(edited_json(Tile(), lambda d: d["fields"].update(depth=3)), Tile)
@@ -458,6 +462,7 @@ def record_with(part: str, value: Any) -> str:
         ("provenance", {}, "required field missing @ $.provenance.when"),
         ("provenance", 3, "$.provenance"),
         ("schema", 3, "$.schema is 3; this version reads 2"),
+        ("shortfall", None, "$.shortfall is unknown"),
     ],
 )
 def test_the_error_of_an_invalid_record_has_the_path(part: str, value: Any, message: str) -> None:
