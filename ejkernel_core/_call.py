@@ -97,7 +97,8 @@ class Registry(Plugins):
     def plan(self, op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any) -> Plan:
         """What ``call`` would run, and why. Arrays may be ``jax.ShapeDtypeStruct``. Raises the errors of the call.
 
-        Nothing is measured. Where a call would measure, the plan says so.
+        Nothing is measured. Where a call would measure, the plan says so. It is for the platform on which the call
+        would run here, also under an abstract mesh of another one, and its text names the device.
 
         >>> import ejkernel_core
         >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
@@ -111,6 +112,8 @@ class Registry(Plugins):
         self, op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any
     ) -> Explanation:
         """The plans of a call and of its gradients, and why each other kernel was not chosen. Print it to read it.
+
+        The plans are for the same device as that of ``plan``.
 
         >>> import ejkernel_core
         >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")

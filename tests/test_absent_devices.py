@@ -63,9 +63,13 @@ def test_a_kernel_sees_the_device_that_is_compiled_for(registry: Registry, name:
     with use_abstract_mesh(mesh(name)):
         (label,) = find_labels_in_lowered(lowered(registry))
         plan = registry.plan("flash_attention", X, X, X)
+        explanation = registry.explain("flash_attention", X, X, X)
     assert label.backend == "card"
     assert label.config == f"card={quote(name)},capability=None"
     assert plan.invocation.platform == "cpu"  # a call without jit would run here
+    for text in (str(plan), str(explanation), str(explanation.backward)):
+        assert f" on cpu ({device_name(jax.devices()[0])})\n" in text
+        assert name not in text
 
 
 def test_without_an_abstract_mesh_only_the_platform_is_known(registry: Registry) -> None:
