@@ -52,7 +52,7 @@ def unhashable(op: str, options: Mapping[str, Any]) -> TypeError:
             hash(value)
         except Exception:  # of any type: the class of an option may be a user's own
             return TypeError(
-                f"{op}: {name} is a static option and has to be hashable; "
+                f"{op}: {name} is a static option and takes a hashable value; "
                 f"got {type(value).__name__} {brief(value)}" + _advice(name, value)
             )
     return TypeError(f"{op}: an option is not hashable")
@@ -71,9 +71,7 @@ def check_values(operation: Operation, arguments: Arguments, validate: Any, chec
     if not validate:
         return
     if operation.validate is None:
-        raise TypeError(
-            f"{operation.name}: validate=True has nothing to check, for the operation says nothing of values"
-        )
+        raise TypeError(f"{operation.name}: validate=True has nothing to check, because the operation has no validate")
     for name in operation.arrays:
         if isinstance(arguments.get(name), (jax.core.Tracer, jax.ShapeDtypeStruct)):
             raise TypeError(

@@ -141,7 +141,7 @@ def test_each_value_has_its_own_hash(group: str) -> None:
 
 def test_an_unhashable_option_is_refused(registry: Registry) -> None:
     for value in ([1], {1}, {"a": 1}, ([1],), Config([1])):
-        with pytest.raises(TypeError, match="option is a static option and has to be hashable"):
+        with pytest.raises(TypeError, match="option is a static option and takes a hashable value"):
             registry.call("reveal", X, option=value, backend="option")
 
 

@@ -175,7 +175,7 @@ def test_an_option_whose_hash_fails_is_refused_by_name(registry: Registry) -> No
         def __hash__(self) -> int:
             raise ValueError("no hash today")
 
-    with pytest.raises(TypeError, match="loud is a static option and has to be hashable; got Broken") as error:
+    with pytest.raises(TypeError, match="loud is a static option and takes a hashable value; got Broken") as error:
         registry.call("scale", X, loud=Broken())
     assert "no hash today" in str(error.value.__cause__)
 

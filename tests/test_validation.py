@@ -192,7 +192,7 @@ def test_validate_is_refused_for_an_operation_without_a_check(counts: Counts) ->
     registry = registry_of(attrs.evolve(SUMS, validate=None), counts)
     np.testing.assert_array_equal(registry.call("sums", X, LENGTHS, validate=False), [1.0, 0.0, 14.0])
     with pytest.raises(
-        TypeError, match="sums: validate=True has nothing to check, for the operation says nothing of val"
+        TypeError, match="sums: validate=True has nothing to check, because the operation has no validate$"
     ):
         registry.call("sums", X, LENGTHS, validate=True)
 

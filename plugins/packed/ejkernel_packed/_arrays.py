@@ -40,7 +40,9 @@ def unchunk_array(arr: ArrayLike, original_length: int, axis: int = 0) -> jax.Ar
     axis = _normal_axis(axis, arr.ndim - 1)
     total = arr.shape[axis] * arr.shape[axis + 1]
     if original_length > total:
-        raise ValueError(f"original_length: is at most {total}, which is in the chunks; got {original_length}")
+        raise ValueError(
+            f"original_length: takes an integer of at most {total}, the length of the chunks; got {original_length}"
+        )
     flat = arr.reshape(*arr.shape[:axis], total, *arr.shape[axis + 2 :])
     return jax.lax.slice_in_dim(flat, 0, original_length, axis=axis)
 
@@ -48,5 +50,5 @@ def unchunk_array(arr: ArrayLike, original_length: int, axis: int = 0) -> jax.Ar
 def _normal_axis(axis: int, ndim: int) -> int:
     place = operator.index(axis)
     if not -ndim <= place < ndim:
-        raise ValueError(f"axis: is from {-ndim} to {ndim - 1} for {ndim} axes; got {axis}")
+        raise ValueError(f"axis: takes an integer from {-ndim} to {ndim - 1} for {ndim} axes; got {axis}")
     return place % ndim

@@ -46,11 +46,12 @@ def check_boundaries(cu_seqlens: ArrayLike) -> jax.Array:
     if concrete is None:
         return bounds
     if concrete[0] != 0:
-        raise ValueError(f"cu_seqlens: starts at 0; got {concrete[0]}")
+        raise ValueError(f"cu_seqlens: takes boundaries that start at 0; got {concrete[0]}")
     if (decreases := np.flatnonzero(concrete[1:] < concrete[:-1])).size:
         place = int(decreases[0])
         raise ValueError(
-            f"cu_seqlens: does not decrease; got {concrete[place]}, then {concrete[place + 1]} at {place + 1}"
+            "cu_seqlens: takes boundaries that do not decrease; "
+            f"got {concrete[place]}, then {concrete[place + 1]} at {place + 1}"
         )
     return bounds
 
@@ -65,11 +66,11 @@ def static_size(size: int | None, needed: int | None, name: str) -> int:
     """The static size of a result: ``size`` if it is large enough, or what is ``needed`` if ``size`` is None."""
     if size is None:
         if needed is None:
-            raise ValueError(f"{name}: has to be given, as a static int, where the values are traced (under jit)")
+            raise ValueError(f"{name}: takes a static int where the values are traced (under jit); got None")
         return check_countable(int(needed), name)
     size = int_at_least(size, 0, name)
     if needed is not None and size < needed:
-        raise ValueError(f"{name}: is at least {needed}, which are there; got {size}")
+        raise ValueError(f"{name}: takes an integer of at least {needed} for these values; got {size}")
     return size
 
 
@@ -82,7 +83,7 @@ def int_at_least(number: Any, least: int, name: str) -> int:
     if isinstance(number, bool):
         raise TypeError(f"{name}: takes a static int; got a bool")
     if value < least:
-        raise ValueError(f"{name}: is at least {least}; got {value}")
+        raise ValueError(f"{name}: takes an integer of at least {least}; got {value}")
     return check_countable(value, name)
 
 

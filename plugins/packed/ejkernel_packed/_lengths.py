@@ -26,7 +26,7 @@ def cdiv(a: Any, b: Any) -> Any:
         if not jnp.issubdtype(jnp.result_type(number), jnp.integer):
             raise TypeError(f"{name}: takes integers; got {jnp.result_type(number)}")
     if (concrete := values(b)) is not None and (concrete < 1).any():
-        raise ValueError(f"b: is at least 1; got {concrete.min()}")
+        raise ValueError(f"b: takes integers of at least 1; got {concrete.min()}")
     if not isinstance(a, int) or not isinstance(b, int):
         a, b = _check_number(a, "a"), _check_number(b, "b")
     return a // b + (a % b > 0)

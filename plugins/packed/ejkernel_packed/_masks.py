@@ -33,7 +33,9 @@ def segment_ids_to_mask(
         raise ValueError(f"segment_ids: takes an array, or a tuple of two; got {len(pair)}")
     queries, keys = (as_integers(ids, "segment_ids") for ids in pair)
     if queries.ndim < 1 or keys.ndim < 1 or queries.shape[:-1] != keys.shape[:-1]:
-        raise ValueError(f"segment_ids: differ in the last axis alone; got {queries.shape} and {keys.shape}")
+        raise ValueError(
+            f"segment_ids: takes shapes that differ in the last axis alone; got {queries.shape} and {keys.shape}"
+        )
     mask = (queries[..., :, None] == keys[..., None, :]) & (queries > 0)[..., :, None]
     if not return_separate_masks:
         return mask.astype(dtype)

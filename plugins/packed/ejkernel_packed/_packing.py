@@ -31,7 +31,7 @@ def pack(padded: ArrayLike, lengths: ArrayLike, *, total_length: int | None = No
     batch, length = padded.shape[:2]
     concrete = values(lengths)
     if concrete is not None and concrete.size and not (concrete.min() >= 0 and concrete.max() <= length):
-        raise ValueError(f"lengths: are from 0 to {length}; got {concrete.min()} to {concrete.max()}")
+        raise ValueError(f"lengths: takes integers from 0 to {length}; got {concrete.min()} to {concrete.max()}")
     check_countable(batch * length, "padded", lens.dtype)
     lens = jnp.clip(lens, 0, length)
     bounds = boundaries_of(lens)
@@ -60,7 +60,7 @@ def unpack(packed: ArrayLike, cu_seqlens: ArrayLike, *, max_length: int | None =
         raise ValueError("packed: takes (total, ...); got a scalar")
     total, concrete = packed.shape[0], values(cu_seqlens)
     if concrete is not None and concrete[-1] > total:
-        raise ValueError(f"cu_seqlens: ends at most at {total}, the length of packed; got {concrete[-1]}")
+        raise ValueError(f"cu_seqlens: takes boundaries of at most {total}, the length of packed; got {concrete[-1]}")
     longest_length = None if concrete is None else (concrete[1:] - concrete[:-1]).max(initial=0)
     length = static_size(max_length, longest_length, "max_length")
     check_countable(total + (bounds.size - 1) * length, "max_length", bounds.dtype)

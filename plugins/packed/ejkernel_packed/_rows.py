@@ -80,7 +80,7 @@ def _lengths(lengths: ArrayLike, row_length: int) -> NDArray[np.int64]:
     if lens.size and not np.issubdtype(lens.dtype, np.integer):
         raise TypeError(f"lengths: takes integers; got {lens.dtype}")
     if lens.size and not (lens.min() >= 0 and lens.max() <= row_length):
-        raise ValueError(f"lengths: are from 0 to row_length={row_length}; got {lens.min()} to {lens.max()}")
+        raise ValueError(f"lengths: takes integers from 0 to row_length={row_length}; got {lens.min()} to {lens.max()}")
     return lens.astype(np.int64)
 
 

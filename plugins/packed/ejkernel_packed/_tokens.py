@@ -82,7 +82,7 @@ def cu_seqlens_from_segment_ids(segment_ids: ArrayLike, *, num_sequences: int | 
     if (concrete := values(segment_ids)) is not None:
         token_ids = concrete[concrete > 0].astype(np.int64)
         if (concrete[: token_ids.size] <= 0).any() or (np.diff(token_ids) < 0).any():
-            raise ValueError("segment_ids: do not decrease, and padding comes last; these do not")
+            raise ValueError("segment_ids: takes ids that do not decrease, and padding last")
     greatest = None if concrete is None else concrete.max(initial=0)
     count = static_size(num_sequences, greatest, "num_sequences")
     counts = jnp.zeros(count + 1, ids.dtype).at[jnp.maximum(ids, 0)].add(1, mode="drop")

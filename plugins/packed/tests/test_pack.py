@@ -111,18 +111,18 @@ def test_booleans_and_integers_are_packed():
 
 
 INVALID_CALLS = {
-    "no total under jit": (lambda: jax.jit(pack)(np.ones((2, 3)), np.array([1, 2])), ValueError, "total_length: has to be given"),
-    "no length under jit": (lambda: jax.jit(unpack)(np.ones(3), np.array([0, 2])), ValueError, "max_length: has to be given"),
-    "a total too small": (lambda: pack(np.ones((2, 3)), [1, 2], total_length=2), ValueError, "total_length: is at least 3"),
-    "rows too short": (lambda: unpack(np.ones(3), [0, 2], max_length=1), ValueError, "max_length: is at least 2"),
-    "lengths too great": (lambda: pack(np.ones((2, 3)), [1, 4]), ValueError, "lengths: are from 0 to 3; got 1 to 4"),
-    "a length below 0": (lambda: pack(np.ones((2, 3)), [1, -1]), ValueError, "lengths: are from 0"),
+    "no total under jit": (lambda: jax.jit(pack)(np.ones((2, 3)), np.array([1, 2])), ValueError, "total_length: takes a static int where the values are traced"),
+    "no length under jit": (lambda: jax.jit(unpack)(np.ones(3), np.array([0, 2])), ValueError, "max_length: takes a static int where the values are traced"),
+    "a total too small": (lambda: pack(np.ones((2, 3)), [1, 2], total_length=2), ValueError, "total_length: takes an integer of at least 3 for these values; got 2"),
+    "rows too short": (lambda: unpack(np.ones(3), [0, 2], max_length=1), ValueError, "max_length: takes an integer of at least 2"),
+    "lengths too great": (lambda: pack(np.ones((2, 3)), [1, 4]), ValueError, "lengths: takes integers from 0 to 3; got 1 to 4"),
+    "a length below 0": (lambda: pack(np.ones((2, 3)), [1, -1]), ValueError, "lengths: takes integers from 0"),
     "float lengths": (lambda: pack(np.ones((2, 3)), [1.0, 2.0]), TypeError, "lengths: takes integers"),
     "other lengths": (lambda: pack(np.ones((2, 3)), [1]), ValueError, "padded, lengths: take"),
     "no batch": (lambda: pack(np.ones(2), [1, 1]), ValueError, "padded, lengths: take"),
     "a scalar": (lambda: unpack(np.ones(()), [0]), ValueError, "packed: takes"),
-    "too few tokens": (lambda: unpack(np.ones(3), [0, 4]), ValueError, "cu_seqlens: ends at most at 3"),
-    "boundaries not from 0": (lambda: unpack(np.ones(3), [1, 2]), ValueError, "cu_seqlens: starts at 0"),
+    "too few tokens": (lambda: unpack(np.ones(3), [0, 4]), ValueError, "cu_seqlens: takes boundaries of at most 3"),
+    "boundaries not from 0": (lambda: unpack(np.ones(3), [1, 2]), ValueError, "cu_seqlens: takes boundaries that start at 0"),
 }  # fmt: skip
 
 

@@ -70,14 +70,26 @@ def test_chunks_have_gradients():
 
 
 INVALID_CALLS = {
-    "size 0": (lambda: chunk_array(np.ones(3), 0), ValueError, "chunk_size: is at least 1; got 0"),
+    "size 0": (lambda: chunk_array(np.ones(3), 0), ValueError, "chunk_size: takes an integer of at least 1; got 0"),
     "size 1.5": (lambda: chunk_array(np.ones(3), 1.5), TypeError, "chunk_size: takes a static int"),
-    "an axis too far": (lambda: chunk_array(np.ones(3), 2, axis=1), ValueError, "axis: is from -1 to 0"),
+    "an axis too far": (lambda: chunk_array(np.ones(3), 2, axis=1), ValueError, "axis: takes an integer from -1 to 0"),
     "a scalar": (lambda: chunk_array(np.ones(()), 2), ValueError, "axis: "),
     "no chunks": (lambda: unchunk_array(np.ones(3), 2), ValueError, "arr: takes two axes"),
-    "too long": (lambda: unchunk_array(np.ones((2, 2)), 5), ValueError, "original_length: is at most 4"),
-    "below 0": (lambda: unchunk_array(np.ones((2, 2)), -1), ValueError, "original_length: is at least 0"),
-    "an axis of the chunks": (lambda: unchunk_array(np.ones((2, 2)), 4, axis=1), ValueError, "axis: is from -1 to 0"),
+    "too long": (
+        lambda: unchunk_array(np.ones((2, 2)), 5),
+        ValueError,
+        "original_length: takes an integer of at most 4",
+    ),
+    "below 0": (
+        lambda: unchunk_array(np.ones((2, 2)), -1),
+        ValueError,
+        "original_length: takes an integer of at least 0",
+    ),
+    "an axis of the chunks": (
+        lambda: unchunk_array(np.ones((2, 2)), 4, axis=1),
+        ValueError,
+        "axis: takes an integer from -1 to 0",
+    ),
     "a dtype that rounds nothing": (
         lambda: identity_dtype_convert(jnp.int32),
         TypeError,
@@ -93,12 +105,12 @@ INVALID_CALLS = {
     "an example that is too long": (
         lambda: pack_rows([3, 5], 4),
         ValueError,
-        "lengths: are from 0 to row_length=4; got 3 to 5",
+        "lengths: takes integers from 0 to row_length=4; got 3 to 5",
     ),
-    "a length below 0": (lambda: pack_rows([-1], 4), ValueError, "lengths: are from 0"),
+    "a length below 0": (lambda: pack_rows([-1], 4), ValueError, "lengths: takes integers from 0"),
     "lengths of rank 2": (lambda: pack_rows([[1]], 4), ValueError, "lengths: takes rank 1"),
     "lengths that are floats": (lambda: pack_rows([1.0], 4), TypeError, "lengths: takes integers"),
-    "rows of nothing": (lambda: pack_rows([1], 0), ValueError, "row_length: is at least 1"),
+    "rows of nothing": (lambda: pack_rows([1], 0), ValueError, "row_length: takes an integer of at least 1"),
     "examples that were not packed": (lambda: pack_rows([1], 2).fill([]), ValueError, "examples: 1 were packed; got 0"),
     "an example of another length": (
         lambda: pack_rows([2], 2).fill([[1]]),

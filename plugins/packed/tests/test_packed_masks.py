@@ -170,7 +170,7 @@ INVALID_CALLS = {
         ValueError,
         "last axis alone",
     ),
-    "a scalar": (lambda: segment_ids_to_mask(np.array(1)), ValueError, "segment_ids: differ"),
+    "a scalar": (lambda: segment_ids_to_mask(np.array(1)), ValueError, "segment_ids: takes shapes that differ"),
 }
 
 

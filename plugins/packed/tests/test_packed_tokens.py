@@ -202,9 +202,9 @@ STATIC_SIZES = {
 @pytest.mark.parametrize(
     ("bounds", "error", "message"),
     [
-        (np.array([1, 2]), ValueError, "starts at 0; got 1"),
-        (np.array([0, 3, 2]), ValueError, "does not decrease; got 3, then 2 at 2"),
-        (np.array([0, 3, 2], np.uint8), ValueError, "does not decrease"),
+        (np.array([1, 2]), ValueError, "takes boundaries that start at 0; got 1"),
+        (np.array([0, 3, 2]), ValueError, "takes boundaries that do not decrease; got 3, then 2 at 2"),
+        (np.array([0, 3, 2], np.uint8), ValueError, "takes boundaries that do not decrease"),
         (np.array([[0, 3]]), ValueError, "rank 1"),
         (np.array(0), ValueError, "rank 1"),
         (np.array([], int), ValueError, "at least one boundary"),
@@ -225,17 +225,17 @@ def test_an_invalid_chunk_size_is_refused(name, size, error):
 
 
 INVALID_CALLS = {
-    "a total that is too small": (lambda: packed.prepare_position_ids([0, 3], total_length=2), ValueError, "total_length: is at least 3"),
+    "a total that is too small": (lambda: packed.prepare_position_ids([0, 3], total_length=2), ValueError, "total_length: takes an integer of at least 3 for these values; got 2"),
     "a total that is no int": (lambda: packed.prepare_position_ids([0, 3], total_length=2.5), TypeError, "total_length: takes a static int"),
-    "a total below 0": (lambda: packed.prepare_position_ids([0], total_length=-1), ValueError, "total_length: is at least 0"),
-    "too few chunks": (lambda: packed.prepare_chunk_indices([0, 3], 2, total_chunks=1), ValueError, "total_chunks: is at least 2"),
-    "no total under jit": (lambda: jax.jit(packed.prepare_position_ids)(jnp.array([0])), ValueError, "total_length: has to be given"),
+    "a total below 0": (lambda: packed.prepare_position_ids([0], total_length=-1), ValueError, "total_length: takes an integer of at least 0"),
+    "too few chunks": (lambda: packed.prepare_chunk_indices([0, 3], 2, total_chunks=1), ValueError, "total_chunks: takes an integer of at least 2"),
+    "no total under jit": (lambda: jax.jit(packed.prepare_position_ids)(jnp.array([0])), ValueError, "total_length: takes a static int where the values are traced"),
     "a traced total": (lambda: jax.jit(lambda n: packed.prepare_position_ids(np.array([0]), total_length=n))(3), TypeError, "total_length: takes a static int"),
-    "no chunks under jit": (lambda: jax.jit(lambda b: packed.prepare_chunk_indices(b, 2))(jnp.array([0])), ValueError, "total_chunks: has to be given"),
-    "no number under jit": (lambda: jax.jit(packed.cu_seqlens_from_segment_ids)(jnp.array([0])), ValueError, "num_sequences: has to be given"),
-    "too few sequences": (lambda: packed.cu_seqlens_from_segment_ids([1, 2], num_sequences=1), ValueError, "num_sequences: is at least 2"),
-    "ids that decrease": (lambda: packed.cu_seqlens_from_segment_ids([2, 1]), ValueError, "segment_ids: do not decrease"),
-    "padding before tokens": (lambda: packed.cu_seqlens_from_segment_ids([1, 0, 2]), ValueError, "padding comes last"),
+    "no chunks under jit": (lambda: jax.jit(lambda b: packed.prepare_chunk_indices(b, 2))(jnp.array([0])), ValueError, "total_chunks: takes a static int where the values are traced"),
+    "no number under jit": (lambda: jax.jit(packed.cu_seqlens_from_segment_ids)(jnp.array([0])), ValueError, "num_sequences: takes a static int where the values are traced"),
+    "too few sequences": (lambda: packed.cu_seqlens_from_segment_ids([1, 2], num_sequences=1), ValueError, "num_sequences: takes an integer of at least 2"),
+    "ids that decrease": (lambda: packed.cu_seqlens_from_segment_ids([2, 1]), ValueError, "segment_ids: takes ids that do not decrease"),
+    "padding before tokens": (lambda: packed.cu_seqlens_from_segment_ids([1, 0, 2]), ValueError, "padding last"),
     "ids of rank 2": (lambda: packed.cu_seqlens_from_segment_ids(np.array([[1]])), ValueError, "segment_ids: takes rank 1"),
     "ids that are floats": (lambda: packed.cu_seqlens_from_segment_ids([1.0]), TypeError, "segment_ids: takes integers"),
     "another mask of floats": (lambda: packed.prepare_cu_seqlens_from_mask(np.ones((1, 2))), TypeError, "mask: takes booleans"),
@@ -244,7 +244,7 @@ INVALID_CALLS = {
     "a mask of 2": (lambda: packed.prepare_lens_from_mask(np.array([[0, 2]])), ValueError, "mask: .*got 0 to 2"),
     "a mask of rank 1": (lambda: packed.prepare_cu_seqlens_from_mask(np.ones(2, bool)), ValueError, "mask: takes \\(batch, length\\)"),
     "a dtype that counts nothing": (lambda: packed.prepare_cu_seqlens_from_mask(np.ones((1, 2), bool), np.float32), TypeError, "out_dtype"),
-    "division by 0": (lambda: packed.cdiv(3, 0), ValueError, "b: is at least 1; got 0"),
+    "division by 0": (lambda: packed.cdiv(3, 0), ValueError, "b: takes integers of at least 1; got 0"),
     "division of floats": (lambda: packed.cdiv(3.0, 2), TypeError, "a: takes integers"),
 }  # fmt: skip
 
