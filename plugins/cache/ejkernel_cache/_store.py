@@ -107,6 +107,8 @@ class PersistentCache:
 
     def _keep_other_versions(self, key: Key, record: Record) -> None:
         """Before it is replaced, move a record of other versions to a file of its own: they may be installed again."""
+        # What another process writes in between is lost. The lock of a measurement excludes that, because it is the
+        # same for all versions. Two processes that store by hand, or without locks, are not excluded.
         software = record.provenance and record.provenance.software
         with contextlib.suppress(OSError):
             content = self._files.read(place_of(key, record.backend)) if software else None

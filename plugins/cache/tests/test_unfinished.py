@@ -20,9 +20,9 @@ import pytest
 import ejkernel_core
 from ejkernel_cache import PersistentCache, default_cache, policy
 from ejkernel_cache._unfinished import _try_lock
-from ejkernel_core import Key
+from ejkernel_core import Key, policy_override
 from ejkernel_core._scopes import EMPTY
-from ejkernel_tuning import Earlier, Entry, Progress
+from ejkernel_tuning import Earlier, Entry, Progress, autotune
 
 #: ``triple`` with some configurations. Each trace of one is logged in a file.
 MODULE = """
@@ -270,3 +270,24 @@ def test_a_measurement_without_a_result_releases_its_lock(scale_op: Any) -> None
     failed_entry = Entry("two", Config(3), 1.5, reason="measuring raised ValueError: late")
     policy.tuning_progress(inv, Progress(inv, (failed_entry,), 1.0, 2.0, finished=True))
     assert (unfinished._locks, unfinished.entries(inv.tuning_keys[-1])) == ({}, ())
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_records_are_stored_under_the_lock(scale_op: Any, monkeypatch: pytest.MonkeyPatch, by_hand: bool) -> None:
+    """The lock is the same for all versions, so that no process replaces a record of other versions unseen."""
+    put, keys, stored = PersistentCache.put, scale_op.keys(), []
+
+    def record_lock_and_put(cache: PersistentCache, key: Key, record: Any) -> None:
+        lock = cache.unfinished._path(keys[-1], "lock")
+        stored.append((key, _try_lock(lock) if lock.exists() else "no lock"))
+        put(cache, key, record)
+
+    monkeypatch.setattr(PersistentCache, "put", record_lock_and_put)
+    x = jnp.ones(5)
+    if by_hand:
+        monkeypatch.setattr(ejkernel_core, "registry", scale_op.registry)
+        autotune("scale", x, num_iters=2)
+    else:
+        with policy_override(autotune=True):
+            scale_op.registry.call("scale", x)
+    assert stored == [(key, None) for key in keys]
