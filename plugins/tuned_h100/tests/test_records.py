@@ -58,7 +58,7 @@ def test_the_records_are_an_installed_policy() -> None:
 
 def test_every_record_was_measured_on_the_device() -> None:
     assert {file.parent.name for file in FILES} == {"NVIDIA%20H100%2080GB%20HBM3"}
-    assert len(RECORDS) >= 70
+    assert len(RECORDS) >= 134
     for record in RECORDS:
         provenance = record["provenance"]
         assert record["problem"]["device"] == ["gpu", CARD]
@@ -82,9 +82,26 @@ def test_large_normalizations_are_tritons(example: Example) -> None:
     assert backends(example, "NVIDIA H200") == [None, None]
 
 
-def test_gluon_has_the_forward_of_attention_and_cudnn_the_backward() -> None:
-    for length in (4096, 8192, 16384):
-        assert backends(self_attention(1, length, 16, 256, "bfloat16")) == ["gluon_sm90", "cudnn"]
+#: By (batch, length, heads, head dim), causal in bfloat16: the kernels of the forward and of the backward.
+ATTENTION = {
+    (1, 512, 16, 64): ["triton", "triton"],
+    (1, 1024, 16, 64): ["gluon_sm90", "gluon_sm90"],
+    (1, 16384, 16, 64): ["gluon_sm90", "gluon_sm90"],
+    (1, 512, 16, 128): ["triton", "triton"],
+    (32, 512, 16, 128): ["gluon_sm90", "triton"],
+    (16, 1024, 16, 128): ["gluon_sm90", "triton"],
+    (4, 4096, 16, 128): ["gluon_sm90", "gluon_sm90"],
+    (1, 16384, 16, 128): ["gluon_sm90", "gluon_sm90"],
+    (1, 512, 16, 256): ["gluon_sm90", "cudnn"],
+    (1, 1024, 16, 256): ["gluon_sm90", "gluon_sm90"],
+    (1, 16384, 16, 256): ["gluon_sm90", "cudnn"],
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("sizes", ATTENTION)
+def test_attention_has_the_fastest_kernel_of_each_pass(sizes: tuple[int, int, int, int]) -> None:
+    assert backends(self_attention(*sizes, "bfloat16")) == ATTENTION[sizes]
 
 
 def test_a_forward_that_is_left_to_xla_has_no_record() -> None:
