@@ -51,9 +51,16 @@ def test_every_generation_has_its_blocks(device, q_block, k_block):
 
 @pytest.mark.parametrize(("length", "block"), [(1, 128), (128, 128), (129, 256), (400, 512), (10**5, 512)])
 def test_short_lengths_have_short_blocks(length, block):
-    assert flash_attention.heuristic_cfg(invocation(length=length)).q_block == block
+    assert flash_attention.heuristic_cfg(invocation(length=min(length, 8191))).q_block == block
     assert flash_attention.heuristic_cfg(invocation(k_length=length)).k_block == block
     assert flash_attention_bwd.heuristic_cfg(invocation(length=length, op=BACKWARD)).keys.q_block == block
+
+
+def test_a_long_forward_has_blocks_of_more_queries():
+    assert [
+        flash_attention.heuristic_cfg(invocation(length=length, **options))
+        for length, options in ((8191, {}), (8192, {}), (8192, {"sliding_window": (512, 0)}))
+    ] == [Config(512, 512), Config(1024, 512), Config(512, 512)]
 
 
 @pytest.mark.parametrize("device", KINDS)
