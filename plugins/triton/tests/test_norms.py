@@ -339,8 +339,8 @@ def ranks_of(op: str, sizes: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def test_few_entries_are_left_to_xla() -> None:
-    sizes = [(1, 4096), (256, 2048), (16384, 64), (7, 131072), (257, 2048), (16384, 256), (8, 131072)]
-    assert ranks_of("rms_norm", sizes) == [5, 5, 50, 5, 50, 50, 50]
+    sizes = [(1, 4096), (1024, 2048), (16384, 64), (7, 524288), (1025, 2048), (16384, 256), (8, 524288)]
+    assert ranks_of("rms_norm", sizes) == [5, 5, 5, 5, 50, 50, 50]
     assert ranks_of("rms_norm_quantized", sizes) == [50, 50, 50, 5, 50, 50, 50]
 
 

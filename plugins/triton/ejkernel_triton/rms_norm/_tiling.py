@@ -40,7 +40,7 @@ MOST_ENTRIES = 64
 REGISTERS, MOST_REGISTERS, THREADS = 65536, 224, 32
 #: Calls of so many entries or fewer are left to XLA. After a product of this size, whose sums it divides among several
 #: programs, XLA normalizes in the kernels that add them up.
-FEW_ENTRIES, FEW_ENTRIES_BACKWARD = 1 << 19, 1 << 15
+FEW_ENTRIES, FEW_ENTRIES_BACKWARD = 1 << 21, 1 << 15
 #: Fewer rows of more than LONGEST entries are left to XLA, too: one multiprocessor has to read each.
 FEW_ROWS = 8
 #: The same for the backward. Of rows of more entries than a key, fewer than these for each multiprocessor are left.
