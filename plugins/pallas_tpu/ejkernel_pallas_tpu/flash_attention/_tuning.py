@@ -22,8 +22,8 @@ FIRST: dict[str, dict[str, Shape]] = {
     "fused": {"v4": (256, 256), "v5e": (512, 512), "v5p": (512, 512), "v6e": (1024, 1024), "v7x": (1024, 1024)},
     "bias": {"v4": (256, 256), "v5e": (256, 512), "v5p": (256, 512), "v6e": (512, 512), "v7x": (512, 512)},
 }
-#: From so many queries on, a forward pass whose blocks have 512 queries has blocks of 1,024, by the same estimates.
-MANY_QUERIES = 8192
+#: The same for a forward pass of so many queries or more.
+MANY_QUERIES, FIRST_OF_MANY = 8192, {"v5e": (1024, 512), "v5p": (1024, 512)}
 #: The float32 arrays of a tile's shape that are alive at a time, by pass, without a bias and dropout.
 TILE_ARRAYS = {"forward": 2, "queries": 3, "keys": 3, "fused": 4, "bias": 4}
 #: Narrower windows have the blocks of a window this wide: smaller blocks are slower, although less of them is masked.
@@ -51,7 +51,7 @@ def block_shapes(inv: Invocation, pass_name: str) -> list[Shape]:
     half = _half_of_window(inv)
     best = FIRST[pass_name][chip.name]
     if pass_name == "forward" and inv["query"].shape[1] >= MANY_QUERIES:
-        best = (BLOCKS[-1], best[1])
+        best = FIRST_OF_MANY.get(chip.name, best)
     q_limit, k_limit = (min(sizes) for sizes in zip(best, (half, half), longest, strict=True))
     first = max((shape for shape in fits if shape[0] <= q_limit and shape[1] <= k_limit), key=_area, default=fits[-1])
     # Only blocks of a similar size are worth measuring.
