@@ -50,10 +50,10 @@ def rounded(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
     info = jnp.finfo(dtype)
     numbers = jax.lax.reduce_precision(array, info.nexp, info.nmant)
     if info.nexp < jnp.finfo(array.dtype).nexp:
-        # reduce_precision would set subnormal numbers to zero. They are the multiples of the smallest one, and near
-        # this constant the numbers of the array's dtype are these multiples: adding it rounds to the nearest.
-        constant = 1.5 * 2.0 ** jnp.finfo(array.dtype).nmant * float(info.smallest_subnormal)
-        numbers = jnp.where(jnp.abs(array) < info.smallest_normal, (array + constant) - constant, numbers)
+        # reduce_precision would set subnormal numbers to zero. They are the multiples of the smallest one.
+        smallest = float(info.smallest_subnormal)
+        multiples = jnp.rint(array / smallest) * smallest
+        numbers = jnp.where(jnp.abs(array) < info.smallest_normal, multiples, numbers)
     return numbers
 
 
