@@ -304,10 +304,8 @@ class Plugins:
             keys = inv.tuning_keys if scope.overlays else ()
         except TypeError:  # an option without content, so there is no key
             return
-        records = [record for overlay in scope.overlays for key in keys for record in overlay.records.get(key, ())]
-        # A measured record may be of an installation with other backends.
-        for backend in (record.backend for record in records if record.provenance is None):
-            if backend is not None and backend not in self.backends(inv.op):
+        for backend in (name for overlay in scope.overlays for key in keys for name in overlay.backends_by_hand(key)):
+            if backend not in self.backends(inv.op):
                 raise UnknownBackend(f"overlay_cache: {self._no_backend(inv.op, backend)}")
 
     def _check_selection(self) -> None:

@@ -88,6 +88,11 @@ class Overlay:
         """The record for the candidate's kernel, or None; ``recall`` calls this method of stores."""
         return find_record(self.records.get(key, ()), candidate)
 
+    def backends_by_hand(self, key: Key) -> tuple[str, ...]:
+        """The backends of the records that were not measured. A measured one may be of another installation."""
+        records = self.records.get(key, ())
+        return tuple(record.backend for record in records if record.backend is not None and record.provenance is None)
+
 
 @attrs.frozen
 class Scope:

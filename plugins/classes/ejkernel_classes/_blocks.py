@@ -131,6 +131,9 @@ class _Overlay:
         except Unsupported:
             return None
 
+    def backends_by_hand(self, key: Key) -> tuple[str, ...]:
+        return ()  # whichever the core chooses
+
 
 def _backward_overlay(
     op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], params: BwdParams, backend: str | None
