@@ -48,6 +48,8 @@ class Plugins:
     """Operations, kernels and policies by name, and the choice among them; see ``Registry``."""
 
     def __init__(self, plugins: str | None = None, policies_of: Plugins | None = None) -> None:
+        if not isinstance(plugins, str | None):
+            raise TypeError(f"plugins: takes a text of names, with commas; got {type(plugins).__name__}")
         self._is_selected_by_environment = plugins is None
         self.plugins = os.environ.get("EJKERNEL_PLUGINS") if plugins is None else plugins
         fault = None if policies_of else _discovery.selection_fault(self.plugins)

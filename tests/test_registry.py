@@ -409,6 +409,13 @@ def test_a_selected_distribution_has_to_be_installed(
             use()
 
 
+@pytest.mark.parametrize("plugins", [["good-dist"], b"good-dist", False])
+def test_the_selected_distributions_are_a_text(plugins: object) -> None:
+    message = f"^plugins: takes a text of names, with commas; got {type(plugins).__name__}$"
+    with pytest.raises(TypeError, match=message):
+        Registry(plugins=plugins)  # type: ignore[arg-type]
+
+
 def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ejkernel_core", *arguments],
