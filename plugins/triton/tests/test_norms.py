@@ -101,10 +101,10 @@ def test_every_kind_of_configuration_differentiates(registry: Any, op: str, dim:
 @pytest.mark.parametrize("op", NORMS)
 def test_programs_take_one_tile_after_the_other(registry: Any, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_launch, "multiprocessors", lambda inv: 1)
-    arguments = arrays(264, rows=603)
+    arguments = arrays(264, rows=83)
     expected = ejkernel_core.call(op, **arguments, backend="reference")
     close(registry.call(op, **arguments, backend="triton", cfg=Forward(4, 2, 3)), expected)
-    arguments = backward_arguments(op, 264, rows=603)
+    arguments = backward_arguments(op, 264, rows=83)
     expected = ejkernel_core.call(f"{op}_bwd", **arguments, backend="reference")
     for cfg in (Backward(4, 4, 3), Backward(2, 4, 3, 1024), Backward(2, 4, 1, 1024, 64), Backward(4, 4, 1, 1024, 256)):
         results = registry.call(f"{op}_bwd", **arguments, backend="triton", cfg=cfg)
