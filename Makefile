@@ -14,11 +14,12 @@ EDITABLE := -e '.[dev]' $(PLUGINS:%=-e plugins/%)
 run: $(STAMP)
 	$(BIN)/python -m ejkernel_bench run
 
-# Cheap cases first: a broken core is told within seconds. One process a core; with worksteal most files are run by one of
-# them, so that fixtures and programs are made once.
+# Cheap cases first: a broken core is told within seconds. One process for each of two processors, and one more for the
+# core, whose tests often wait for other processes; with worksteal most files are run by one of them, so that fixtures
+# and programs are made once.
 test: export EJKERNEL_TESTS = quick
 test: $(STAMP)
-	$(BIN)/python -m pytest -q tests -m "not long and not gpu" -n 2 --dist worksteal -x
+	$(BIN)/python -m pytest -q tests -m "not long and not gpu" -n 3 --dist worksteal -x
 	$(BIN)/python -m pytest -q plugins -m "not long and not gpu" -n 2 --dist worksteal
 
 # The sweeps on which something has changed since they last passed, as tests/long-sweeps.json has it. With TENTH=commit,

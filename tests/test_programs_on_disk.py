@@ -49,6 +49,7 @@ def compile_in_process(environ: dict[str, str], name: str, line: int = 0, factor
     return int(reads), text
 
 
+@pytest.mark.long
 def test_a_program_is_read_back_only_for_the_same_computation(environ: dict[str, str]) -> None:
     reads, text = compile_in_process(environ, "one")
     hits, cached_text = compile_in_process(environ, "one")

@@ -338,7 +338,7 @@ def test_a_faulty_configuration_is_never_selected_and_is_reported(kind: str) -> 
     assert any(outcome == entry(tuned, kind).reason for _, outcome in tuned.records[0].provenance.tried)
 
 
-@pytest.mark.parametrize("kind", ["hangs while compiling", "hangs while running"])
+@pytest.mark.parametrize("kind", [pytest.param("hangs while compiling", marks=pytest.mark.long), "hangs while running"])
 def test_a_hanging_configuration_is_abandoned_and_the_call_runs(kind: str) -> None:
     RELEASE.clear()
     registry = make_registry(kind, heuristic="slow")

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+#: test_operation_tutorial installs and uses a plugin in the same way.
+pytestmark = pytest.mark.long
+
 PAGE = Path(__file__).parents[1] / "docs/writing-a-plugin.md"
 
 CALL = """

@@ -210,6 +210,7 @@ def test_a_window_is_checked_at_its_end(monkeypatch):
     assert all(bar.at_least for bar in bars)
 
 
+@pytest.mark.long
 def test_a_wrong_window_is_reported(wrong_kernels):
     _, _, faults = window.compare((1, 64, 2, 16), 8, None, rounds=1)
     assert any("window 8" in fault for fault in faults)
@@ -263,6 +264,7 @@ def peer(factor=1.0, takes=lambda arguments: True, fault=None):
     return attention_of
 
 
+@pytest.mark.long
 def test_a_peer_is_checked_timed_and_left_out_where_it_refuses(monkeypatch):
     monkeypatch.setattr(flash_attention, "SECONDS", 1e-4)
     others = {
@@ -318,6 +320,7 @@ def test_peers_refuse_what_they_cannot_do():
 # -- hopper -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_hopper_measures_against_cudnn_and_against_our_own_plain_rate(monkeypatch):
     plain, refused = TINY_BF16, self_attention(1, 64, 2, 16, "bfloat16", sinks=True)
     monkeypatch.setattr(hopper, "COMMON", [plain])

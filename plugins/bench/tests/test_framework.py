@@ -82,6 +82,7 @@ def test_a_module_that_is_loaded_too_early_is_reported(monkeypatch):
     assert "pluggy" in overhead.modules_loaded_too_early()
 
 
+@pytest.mark.long
 def test_memory_is_counted_in_a_new_process():
     batch, length, heads, _ = size = (1, 64, 2, 16)
     table, bars = memory.measure(size, "reference", rounds=1)

@@ -152,6 +152,7 @@ def test_a_report_has_sums_and_limits(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.long
 def test_a_call_of_attention_is_traced():
     report = path.run()
     sums, files = ({row[0]: row[1:] for row in table.rows} for table in report.tables[:2])
