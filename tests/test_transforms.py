@@ -404,6 +404,34 @@ def test_a_derivative_is_computed_with_the_settings_of_its_call(
     np.testing.assert_allclose(transform(tangent)(x), expected, rtol=1e-14)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_two_pullbacks_in_one_program_have_their_own_settings(backward: bool) -> None:
+    def cast(a: Mapping[str, Any], results: Any) -> tuple[Any, ...]:
+        return tuple(result.astype(a["x"].dtype) for result in results)  # float32 wherever float64 is off
+
+    kernels = {"scaled__reference": kernel(lambda a: cast(a, compute(a)))}
+    if backward:
+        kernels["scaled_bwd__reference"] = kernel(lambda a: cast(a, gradients(a)))
+    registry = make_registry(backward=backward, **kernels)
+
+    def pullback_of(x: Any, w: Any) -> Any:
+        return jax.vjp(lambda x: registry.call("scaled", x, w)[0], x)[1]
+
+    with jax.enable_x64(True):
+        wide, w = jnp.asarray(X, jnp.float64) / 3, jnp.asarray(W, jnp.float64)
+        wide_pullback = pullback_of(wide, w)
+    narrow = jnp.asarray(X, jnp.float32) / 3
+    narrow_pullback = pullback_of(narrow, jnp.asarray(W, jnp.float32))
+    program = jax.jit(lambda wide, narrow: (*wide_pullback(wide), *narrow_pullback(narrow)))
+    expected = np.cos(np.asarray(wide)) * np.asarray(w) * np.asarray(wide)
+    for is_wide_enabled in (False, True):
+        with jax.enable_x64(is_wide_enabled):
+            results = program(wide, narrow)
+        assert [result.dtype for result in results] == [jnp.float64, jnp.float32]
+        np.testing.assert_allclose(results[0], expected, rtol=1e-14)
+        np.testing.assert_allclose(results[1], expected, rtol=1e-6)
+
+
 def test_a_kernel_may_call_back_to_the_host() -> None:
     def compute_on_host(a: Mapping[str, Any]) -> Any:
         results = outputs(a)
