@@ -29,6 +29,7 @@ from ._kernel import Candidate, Invocation, matching_record
 from ._keys import Key, stable_json
 from ._loading import config_types
 from ._operation import Cost, Operation, gradient_signature
+from ._partitioning import Partitioning
 from ._plan import Choice, Explanation, Plan, Verdict
 from ._policies import recall
 from ._records import (
@@ -59,6 +60,7 @@ __all__ = [
     "NoKernel",
     "NotDifferentiable",
     "Operation",
+    "Partitioning",
     "Plan",
     "PluginError",
     "Provenance",

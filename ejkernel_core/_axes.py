@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ._display import most_similar, suggestion
+from ._keys import abstract
 from ._layout import (
     LEADING,
     Layout,
@@ -22,11 +22,10 @@ from ._layout import (
     padded_shapes,
     result_shapes,
     sizes,
+    sum_axis,
     unfold_axis,
 )
-
-if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
-    from ._partitioning import Partitioning, Shardings
+from ._partitioning import Factoring, Partitioning
 
 Arguments = dict[str, Any]
 Layouts = dict[str, Layout]
@@ -136,27 +135,14 @@ class Axes:
     # -- results ---------------------------------------------------------------------------------------------------
 
     def outputs(self, arguments: Mapping[str, Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The shape and dtype of each result, and its sharding where shardings are a part of types."""
+        """The shape and dtype of each result."""
         if self.of_gradients:
-            return tuple(_like(arguments[name]) for name in arguments["wrt"])
-        layouts, sizes_of_axes = self.layouts(arguments), self.sizes(arguments)
-        shapes = result_shapes(layouts, self.results, sizes_of_axes)
-        shardings = self._shardings(self.arrays_of(arguments), layouts)
+            return tuple(abstract(arguments[name]) for name in arguments["wrt"])
+        shapes = result_shapes(self.layouts(arguments), self.results, self.sizes(arguments))
         return tuple(
-            jax.ShapeDtypeStruct(
-                shape,
-                self._dtype(name, arguments),
-                sharding=shardings and shardings.sharding(layouts[name], sizes_of_axes),
-            )
+            jax.ShapeDtypeStruct(shape, self._dtype(name, arguments))
             for name, shape in zip(self.results, shapes, strict=True)
         )
-
-    def _shardings(self, arrays: Mapping[str, Any], layouts: Layouts) -> Shardings | None:
-        if not any(map(_is_on_a_mesh, arrays.values())):
-            return None
-        from ._partitioning import Shardings
-
-        return Shardings.from_arrays(arrays, layouts, self.independent)
 
     def _dtype(self, result: str, arguments: Mapping[str, Any]) -> Any:
         first = next(iter(self.arrays_of(arguments).values())).dtype
@@ -247,10 +233,10 @@ class Axes:
         draws = jax.random.split(key, max(len(abstract), 1))
         return {**arguments, **{n: _sample(abstract[n], draw) for n, draw in zip(abstract, draws, strict=False)}}
 
-    def partitioning(self, arguments: Mapping[str, Any]) -> Partitioning:
-        """The rule by which the call may be sharded over devices."""
-        from ._partitioning import Factoring
-
+    def partitioning(self, arguments: Mapping[str, Any], also_independent: Iterable[str] = ()) -> Partitioning:
+        """The rule by which the call may be sharded over devices. In this call, the axes ``also_independent`` are
+        independent too.
+        """
         layouts = self.layouts(arguments)
         names_of_results = [
             {
@@ -261,7 +247,8 @@ class Axes:
             }
             for result in self.results
         ]
-        independent = frozenset(name for name in self.independent if all(name in names for names in names_of_results))
+        names = (*self.independent, *also_independent)
+        independent = frozenset(name for name in names if all(name in results for results in names_of_results))
         factoring = Factoring(self.sizes(arguments), self.multiples, independent)
         arrays = {
             name: factoring.dimensions(name, layouts[name], array.shape)
@@ -275,11 +262,16 @@ class Axes:
 
     # -- vmap ------------------------------------------------------------------------------------------------------
 
-    def fold(self, arguments: Mapping[str, Any], mapped: frozenset[str], size: int) -> Folded | None:
-        """Merge a mapped axis into the axis ``vmap``; None where one call would not give the results of a loop."""
+    def fold(
+        self, arguments: Mapping[str, Any], mapped: frozenset[str], size: int, sums: frozenset[str] = frozenset()
+    ) -> Folded | None:
+        """Merge a mapped axis into the axis ``vmap``; None where one call would not give the results of a loop. The
+        gradients of the arrays ``sums``, which are not mapped, are sums over the mapped axis.
+        """
         layouts, into = self.layouts(arguments), self.vmap
-        results = [layouts[name] for name in (arguments["wrt"] if self.of_gradients else self.results)]
-        if into is None or self._shares(into, layouts, self.arrays_of(arguments), results, mapped):
+        names = arguments["wrt"] if self.of_gradients else self.results
+        separate_results = [layouts[name] for name in names if name not in sums]
+        if into is None or self._shares(into, layouts, self.arrays_of(arguments), separate_results, mapped):
             return None
         own_size = self.sizes(arguments, mapped)[into]
         folded = {
@@ -289,8 +281,10 @@ class Axes:
 
         def unfold(values: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(
-                unfold_axis(value, layout_of_result, into, size, own_size)
-                for value, layout_of_result in zip(values, results, strict=True)
+                sum_axis(value, layouts[name], into, arguments[name].shape)
+                if name in sums
+                else unfold_axis(value, layouts[name], into, size, own_size)
+                for name, value in zip(names, values, strict=True)
             )
 
         return {**arguments, **folded}, unfold
@@ -384,20 +378,6 @@ def _is_same_option(argument: Any, value: Any) -> bool:
     """Whether the values and types are equal: 1 is not True. A dtype may be written in several ways."""
     is_equal = argument == value
     return bool(is_equal) and (isinstance(value, (np.dtype, type)) or type(argument) is type(value))
-
-
-def _is_on_a_mesh(array: Any) -> bool:
-    sharding = getattr(array, "sharding", None)
-    return isinstance(sharding, NamedSharding) and not sharding.mesh.empty
-
-
-def _like(array: Any) -> jax.ShapeDtypeStruct:
-    if not _is_on_a_mesh(array):
-        return jax.ShapeDtypeStruct(array.shape, array.dtype)
-    from ._partitioning import spec_of
-
-    spec = PartitionSpec(*spec_of(array))
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding.update(spec=spec))
 
 
 def _power_of_two(size: int) -> int:

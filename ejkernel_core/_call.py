@@ -22,11 +22,21 @@ from ._devices import Target, current_platform, target
 from ._display import brief
 from ._errors import NoConfig, NoKernel, NotDifferentiable, PluginError, Unsupported
 from ._kernel import Invocation
-from ._keys import content, sharding_fingerprint
-from ._lowering import CallContext, Dependencies, Request, apply, apply_inline, make_request, standard_promotion
+from ._keys import content
+from ._lowering import (
+    CallContext,
+    Dependencies,
+    Request,
+    apply,
+    apply_inline,
+    has_opaque_kernel,
+    make_request,
+    standard_promotion,
+)
 from ._operation import NUMBERS, Operation, Restore
-from ._plan import Explanation, Plan
+from ._plan import Division, Explanation, Plan
 from ._plugins import Plugins
+from ._sharding import as_explicit, explicit_mesh, is_explicit, shards_of_types, specs_of_types
 from ._validation import check_values, clearer_error, not_static, unhashable
 
 #: How many jitted functions a form of a call keeps, one for each set of options. The oldest one is dropped first.
@@ -58,9 +68,8 @@ class Registry(Plugins):
         # Every eager call runs this code, so each line costs time.
         form, arrays, options = _parse(self, op, args, kwargs)
         scope = _scopes.current()
-        sharding = _sharding(form, arrays)
         try:
-            key = (*options, backend, cfg, content((*options, cfg)), scope.digest, sharding)
+            key = (*options, backend, cfg, content((*options, cfg)), scope.digest)
             function = form.functions.get(key)
         except Exception as fault:  # of any type: the class of an option may be a user's own
             static = dict(zip((*form.option_names, "backend", "cfg"), (*options, backend, cfg), strict=True))
@@ -68,10 +77,10 @@ class Registry(Plugins):
         if validate is not False:
             _check_values(self, form, arrays, options, validate)
         if function is not None:
-            return _run(form, function[0], arrays)
-        context, changes = CallContext(self, backend, cfg, scope, sharding), self.changes
+            return _run(form, *function, arrays)
+        context, changes = CallContext(self, backend, cfg, scope), self.changes
         run = _jit(form, options, context)
-        results = _run(form, run, arrays)
+        results = _run(form, run, context.dependencies, arrays)
         if len(form.functions) >= MAX_COMPILED:
             form.functions.pop(next(iter(form.functions)), None)
         # Stored after the call, so that a call that fails makes no other function be dropped. If a record was stored
@@ -122,7 +131,7 @@ class Registry(Plugins):
         ('flash_attention', 'flash_attention_bwd')
         """
         call = abstract_call(self, op, args, kwargs, backend, cfg)
-        explanation = _explain(call.request, call.avals, call.target)
+        explanation = attrs.evolve(_explain(call.request, call.avals, call.target), division=call.division)
         if explanation.plan is None or call.request.operation.backward is None:
             return explanation
         try:
@@ -144,7 +153,7 @@ class Form:
     array_indices: tuple[int, ...]
     option_names: tuple[str, ...]
     option_indices: tuple[int, ...]
-    #: By options, scope and sharding: the jitted function, and what its choice depends on.
+    #: By options and scope: the jitted function, and what its choice depends on.
     functions: dict[Any, tuple[Callable[..., Any], Dependencies]] = attrs.field(factory=dict)
 
     def values_by_name(self, arrays: Sequence[Any], options: Sequence[Any]) -> dict[str, Any]:
@@ -182,23 +191,6 @@ def _form(registry: Plugins, form_key: tuple[Any, ...], args: tuple[Any, ...], k
     return form
 
 
-def _sharding(form: Form, arrays: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """The arrays that are sharded over several devices, and how. While JAX traces or lowers, this is not available."""
-    if all(map(_is_on_one_device, arrays)):
-        return ()
-    named_arrays = zip(form.array_names, arrays, strict=True)
-    fingerprints = ((name, sharding_fingerprint(array)) for name, array in named_arrays if hasattr(array, "shape"))
-    return tuple((name, fingerprint) for name, fingerprint in fingerprints if fingerprint)
-
-
-def _is_on_one_device(array: Any) -> bool:
-    """Whether an array is certainly on one device: a quick check, which may miss some."""
-    sharding = getattr(array, "sharding", None)
-    if sharding is None:
-        return not isinstance(array, jax.core.Tracer)
-    return type(sharding) is jax.sharding.SingleDeviceSharding
-
-
 def _jit(form: Form, options: Sequence[Any], context: CallContext) -> Callable[..., Any]:
     """The jitted function of the form's arrays, for these options."""
     for name, value in zip(form.option_names, options, strict=True):
@@ -228,9 +220,14 @@ class _ScopeMismatch(RuntimeError):
     """The scope in JAX's jit key is not the current scope."""
 
 
-def _run(form: Form, run: Callable[..., Any], arrays: Sequence[Any]) -> Any:
+def _run(form: Form, run: Callable[..., Any], dependencies: Dependencies, arrays: Sequence[Any]) -> Any:
+    dependencies.fault = None
     try:
         return run(*arrays)
+    except jax.errors.JaxRuntimeError as error:
+        if dependencies.fault is None:
+            raise
+        raise dependencies.fault from error  # what was raised while the compiler partitioned the call
     except (TypeError, ValueError, OverflowError) as error:
         clearer = clearer_error(form.operation, dict(zip(form.array_names, arrays, strict=True)), error)
         if clearer is None:
@@ -271,7 +268,8 @@ def _check_values(registry: Plugins, form: Form, arrays: Sequence[Any], options:
         with standard_promotion():
             return _prepare(form, arrays, options, CallContext(registry))[1]
 
-    check_shapes = functools.partial(_run, form, functools.partial(jax.eval_shape, trace), arrays)
+    shapes = functools.partial(jax.eval_shape, trace)
+    check_shapes = functools.partial(_run, form, shapes, Dependencies(), arrays)
     check_values(form.operation, form.values_by_name(arrays, options), validate, check_shapes)
 
 
@@ -280,16 +278,18 @@ def _check_values(registry: Plugins, form: Form, arrays: Sequence[Any], options:
 
 @attrs.frozen(eq=False, repr=False)
 class AbstractCall:
-    """A call that is not run: its request, the shapes of its prepared arrays, its device, and the function that
-    restores the caller's form of the results.
+    """A call that is not run: its request, the shapes of its prepared arrays on one device, that device, and the
+    function that restores the caller's form of the results.
     """
 
     request: Request
     avals: list[Any]
     target: Target
     restore: Restore
-    #: The prepared arrays, if ``abstract_call`` was to include them and none is abstract.
+    #: The prepared arrays, if ``abstract_call`` was to include them, none is abstract, and they are on one device.
     values: list[Any] | None = None
+    #: How it is divided over several devices.
+    division: Division | None = None
 
     def backward(self) -> tuple[Request, list[Any]]:
         """The request of the backward operation, for all gradients, and the shapes of its arrays."""
@@ -332,10 +332,26 @@ def abstract_call(
         prepared.append((request, restore))
         return values
 
-    avals = _run(form, functools.partial(jax.eval_shape, trace), arrays)
-    request, restore = prepared[0]
+    shapes = functools.partial(jax.eval_shape, trace)
+    avals = _run(form, shapes, context.dependencies, [*map(as_explicit, arrays)])
+    (request, restore), call_target = prepared[0], target(current_platform(arrays))
+    division = _division(request, avals, call_target, all(map(is_explicit, arrays)))
+    if division is not None and division.shards is not None:
+        avals, has_values = division.shards.shapes(avals), False
     values = trace(*arrays) if has_values and not any(map(_is_abstract, arrays)) else None
-    return AbstractCall(request, avals, target(current_platform(arrays)), restore, values)
+    return AbstractCall(request, avals, call_target, restore, values, division)
+
+
+def _division(request: Request, avals: Sequence[Any], call_target: Target, is_explicit: bool) -> Division | None:
+    """How the call is divided over the mesh of its arrays; None where they are on one device."""
+    mesh = explicit_mesh(avals)
+    if mesh is None:
+        return None
+    devices, rule = mesh.size, request.partitioning(avals)
+    if rule is None or not (is_explicit or has_opaque_kernel(request, avals, call_target)):
+        return Division(devices, note="the compiler partitions the kernel; the plan is for the whole arrays")
+    shards = shards_of_types(rule, avals, mesh)
+    return Division(devices, None if shards.is_whole else shards, shards.gathers(specs_of_types(avals)))
 
 
 def results_and_restore(
@@ -361,7 +377,7 @@ def _parse_abstract(
         raise TypeError(f"{name}: validate checks values, but only shapes are used here: pass it to call or omit it")
     form, arrays, options = _parse(registry, name, args, kwargs)
     _check_backend(registry, name, backend)
-    return form, arrays, options, CallContext(registry, backend, cfg, _scopes.current(), _sharding(form, arrays))
+    return form, arrays, options, CallContext(registry, backend, cfg, _scopes.current())
 
 
 def _is_abstract(array: Any) -> bool:

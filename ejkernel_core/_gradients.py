@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from ._errors import NotDifferentiable, PluginError, UnknownOperation
 from ._jax_versions import Primitive, reshard_like
 from ._kernel import LoadedKernel
-from ._lowering import CALLS, Request, apply, make_request, with_checkpoint_names
+from ._lowering import CALLS, MappedAxis, Request, apply, make_request, with_checkpoint_names
 from ._operation import Operation, gradient_signature
 
 tangent_call = Primitive("ejkernel_tangents")
@@ -86,11 +86,27 @@ def _tangents(*operands: Any, request: Request, wrt: tuple[str, ...]) -> list[An
             f"{request.operation.name!r}: forward-mode differentiation (jvp, jacfwd, hessian) goes through the "
             "reference kernel, and it has none"
         )
+    if request.mapped:
+        return _mapped_tangents(operands, request, wrt)
     arrays, _, argument_tangents = _parts(request, wrt, operands)
     with request.settings.in_effect():
         function, primals = _by_reference(request, arrays, wrt)
         _, tangents = jax.jvp(function, (primals,), (dict(zip(wrt, argument_tangents, strict=True)),))
     return [tangent for tangent in tangents if not _is_zero(tangent)]
+
+
+def _mapped_tangents(operands: Sequence[Any], request: Request, wrt: tuple[str, ...]) -> list[Any]:
+    axis, *inner = request.mapped
+    in_axes = [
+        *(0 if name in axis.arrays else None for name in request.arrays),
+        *(None if name in axis.sums else 0 for name in request.results),
+        *(0 if name in axis.arrays else None for name in wrt),
+    ]
+    element = partial(_tangents, request=attrs.evolve(request, mapped=tuple(inner)), wrt=wrt)
+    _, results, _ = _parts(request, wrt, operands)
+    names = [name for name, result in zip(request.results, results, strict=True) if _is_inexact(result)]
+    tangents = jax.vmap(element, tuple(in_axes))(*operands)
+    return [t.sum(0) if name in axis.sums else t for name, t in zip(names, tangents, strict=True)]
 
 
 def _tangent_types(*avals: Any, request: Request, wrt: tuple[str, ...]) -> list[Any]:
@@ -155,7 +171,18 @@ def backward_request(
     backend = request.context.backend if request.context.backend in registry.backends(backward.name) else None
     cfg = _fitting_cfg(request, registry.kernels(backward.name)[0])
     context = attrs.evolve(request.context, backend=backend, cfg=cfg)
-    return make_request(context, backward, backward.complete(arguments))
+    of_backward, values = make_request(context, backward, backward.complete(arguments))
+    mapped = tuple(_mapped_axis_of_backward(axis, request, of_backward, wrt) for axis in request.mapped)
+    return attrs.evolve(of_backward, mapped=mapped), values
+
+
+def _mapped_axis_of_backward(axis: MappedAxis, request: Request, backward: Request, wrt: tuple[str, ...]) -> MappedAxis:
+    """The mapped axis of a call in its backward. The gradients of arrays that are the same for all its indices are sums
+    over it.
+    """
+    results = [name for name in request.results if name not in axis.sums]
+    arrays = {*axis.arrays, *results, *(f"d_{name}" for name in results)}
+    return MappedAxis(frozenset(arrays & {*backward.arrays}), frozenset(wrt) - axis.arrays)
 
 
 def _backward_operation(request: Request) -> Operation:
@@ -203,6 +230,7 @@ def _by_reference(
     cfg = _fitting_cfg(request, [request.registry.kernel(operation.name, operation.reference)])
     context = attrs.evolve(request.context, backend=operation.reference, cfg=cfg)
     reference_request, _ = make_request(context, operation, request.arguments(arrays))
+    reference_request = attrs.evolve(reference_request, mapped=request.mapped)
     by_name = dict(zip(request.arrays, arrays, strict=True))
 
     def run(differentiated: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 try:
     # ``jax.extend.core`` is its public home, but importing anything of ``jax.extend`` imports Pallas: 15 to 20 ms.
@@ -18,11 +18,12 @@ except ImportError:
 __all__ = [
     "Primitive",
     "avals_like",
-    "explicit_spec",
-    "is_sharded",
+    "by_custom_partitioning",
+    "is_partitioned",
     "lower_with_devices",
-    "reshard_leading",
+    "partitioner_spec",
     "reshard_like",
+    "short_locations",
     "unchecked_varying",
     "vary_alike",
 ]
@@ -55,46 +56,20 @@ def unchecked_varying() -> contextlib.AbstractContextManager[None]:
     return check
 
 
-def avals_like(aval: Any, results: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
-    """The abstract values of results that vary over the mesh axes that ``aval`` varies over.
-
-    Under a mesh with explicit axes, each has the sharding of its result; without a sharding it is replicated.
+def avals_like(avals: Sequence[Any], results: Sequence[jax.ShapeDtypeStruct], specs: Sequence[Any]) -> list[Any]:
+    """The abstract values of results that vary over the mesh axes that these ``avals`` vary over, with the shardings
+    ``specs``. Only a mesh with explicit axes can have any but those of replicated arrays.
     """
-    avals = []
-    for result in results:
-        spec = result.sharding.spec if isinstance(result.sharding, NamedSharding) else (None,) * len(result.shape)
-        sharding = aval.sharding.update(spec=PartitionSpec(*spec))
-        avals.append(aval.update(shape=result.shape, dtype=result.dtype, weak_type=False, sharding=sharding))
-    return avals
-
-
-def explicit_spec(array: Any) -> tuple[Any, ...]:
-    """The mesh axes that each axis of the array is sharded over. Its type has the explicit ones only."""
-    spec = jax.typeof(array).sharding.spec
-    return (*spec, *(None,) * (array.ndim - len(spec)))
-
-
-def is_sharded(array: Any) -> bool:
-    """Whether the array is sharded over explicit mesh axes."""
-    return any(axes is not None for axes in explicit_spec(array))
-
-
-def reshard_leading(array: Any, mesh: Any, mesh_axes: Any, leading: bool) -> Any:
-    """Reshard an array for ``shard_map`` over ``mesh_axes``: its first axis has them where it is a ``leading`` mapped
-    axis, and no other axis does. ``shard_map`` takes arrays whose types agree with its specs.
-    """
-    names = {mesh_axes} if isinstance(mesh_axes, str) else set(mesh_axes)
-    spec = [_without(axes, names) for axes in explicit_spec(array)]
-    spec[:1] = [mesh_axes] if leading else spec[:1]
-    sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    current = jax.typeof(array).sharding
-    is_outside = current.mesh.empty and not leading  # an array from outside of any mesh has no sharding to change
-    return array if is_outside or sharding == current else jax.sharding.reshard(array, sharding)
-
-
-def _without(axes: Any, names: set[str]) -> Any:
-    rest = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if axis not in names)
-    return rest if len(rest) > 1 else next(iter(rest), None)
+    like = next((aval for aval in avals if not aval.sharding.mesh.empty), avals[0])
+    return [
+        like.update(
+            shape=result.shape,
+            dtype=result.dtype,
+            weak_type=False,
+            sharding=like.sharding.update(spec=PartitionSpec(*spec)),
+        )
+        for result, spec in zip(results, specs, strict=True)
+    ]
 
 
 def reshard_like(array: Any, other: Any) -> Any:
@@ -117,6 +92,61 @@ def lower_with_devices(primitive: Any) -> None:
     from jax._src import dispatch
 
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def is_partitioned(module_context: Any) -> bool:
+    """Whether the compiler partitions this program over several known devices of a mesh, and asks
+    ``custom_partitioning`` how.
+
+    It does not where an outer ``shard_map`` is over some of the axes: JAX would end the process there (in 0.10.2 and
+    0.12.0.1). What is exported cannot call back, and GSPMD, the partitioner before Shardy, knows no rules.
+    """
+    from jax._src import config
+    from jax._src.sharding_impls import ShardingContext
+
+    context = module_context.axis_context
+    is_exported = getattr(module_context.lowering_parameters, "for_export", False)
+    if not isinstance(context, ShardingContext) or is_exported or len(module_context.platforms) > 1:
+        return False
+    has_devices = context.num_devices > 1 and bool(context.device_assignment) and context.abstract_mesh is not None
+    return has_devices and bool(config.use_shardy_partitioner.value)
+
+
+def by_custom_partitioning(
+    function: Any, partition: Any, rule: str, whole: tuple[str, ...], sizes: dict[str, int]
+) -> Any:
+    """The function, to be partitioned by ``partition`` when it is compiled. ``rule`` has a factor for each dimension;
+    those in ``whole`` are never sharded, and ``sizes`` has the sizes of those that are not a dimension by themselves.
+    """
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    partitioned = custom_partitioning(function)
+    partitioned.def_partition(
+        partition, sharding_rule=rule, need_replication_factors=whole, decode_shardings=False, **sizes
+    )
+    return partitioned
+
+
+def partitioner_spec(sharding: Any, mesh: Any) -> Any:
+    """The ``PartitionSpec`` of a sharding that the partitioner passes, for the axes of the mesh; an empty one where
+    they cannot express it, as where it divides an axis of the mesh. ``custom_partitioning`` itself would raise there
+    (in 0.10.2, 0.11.2 and 0.12.0.1).
+    """
+    from jax._src.sharding_impls import parse_flatten_op_sharding
+
+    with contextlib.suppress(KeyError, ValueError, AssertionError):
+        return parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(0), mesh)[0]
+    return PartitionSpec()
+
+
+def short_locations() -> None:
+    """Leave the callers out of the locations in the program that this thread lowers. Before JAX 0.11, XLA could follow
+    them in a circle for ever where one module is put into another. The thread is one of XLA's there.
+    """
+    if jax.__version_info__ < (0, 11):
+        from jax._src import config
+
+        config.include_full_tracebacks_in_locations.set_local(False)
 
 
 def _varying(array: Any) -> frozenset[str]:

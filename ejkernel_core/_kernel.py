@@ -41,8 +41,6 @@ class Invocation(Mapping[str, Any]):
     device_kind: str | None = None
     #: (9, 0) on a Hopper GPU; None where the device has none, or is not on this machine.
     compute_capability: tuple[int, int] | None = None
-    #: The arguments that are sharded over several devices, and how: see ``sharding_fingerprint``.
-    sharding: tuple[tuple[str, str], ...] = ()
     #: The operation that is called.
     operation: Operation | None = attrs.field(default=None, repr=False)
 
@@ -62,7 +60,6 @@ class Invocation(Mapping[str, Any]):
         problem = {
             "operation": [self.op, self.operation.version if self.operation else 1],
             "device": [self.platform, self.device_kind],
-            **({"sharding": dict(self.sharding)} if self.sharding else {}),
         }
         axes = self.operation.axes if self.operation else None
         counters = {} if axes is None or not isinstance(arguments, Mapping) else axes.counted(arguments)
@@ -173,6 +170,8 @@ class LoadedKernel:
     config_name: str | None
     #: The versions of the kernel, by its name, of JAX and of the compilers it names.
     software: Mapping[str, str] = attrs.field(repr=False)
+    #: The platforms on which its code is opaque to XLA: a custom call, which XLA cannot partition.
+    opaque: tuple[str, ...]
     _hooks: pluggy.HookRelay = attrs.field(repr=False)
     name: str = attrs.field(init=False)
 
@@ -198,6 +197,10 @@ class LoadedKernel:
             return f"a value of type {type(cfg).__qualname__}, not its Config"
         reason = why_mutable(cfg)
         return None if reason is None else f"what can be changed: {reason}"
+
+    def is_opaque_on(self, platform: str) -> bool:
+        """Whether XLA cannot partition its code on a platform."""
+        return platform in self.opaque
 
     def rank_on(self, platform: str) -> int | Callable[[Invocation], int] | None:
         """What it declares as its rank on a platform; None where it does not run there."""

@@ -238,3 +238,17 @@ def unfold_axis(value: Any, array_layout: Layout, into: str, size: int, own_size
     if into != LEADING:
         value = value.reshape(*value.shape[:dimension], size, own_size, *value.shape[dimension + 1 :])
     return jnp.moveaxis(value, dimension, 0)
+
+
+def sum_axis(gradient: Any, array_layout: Layout, into: str, shape: tuple[int, ...]) -> Any:
+    """Add up a gradient over the mapped axis, for an array of this shape that is the same for all its indices. Where
+    the folded call had the array as it is, its gradient is that sum already.
+    """
+    if gradient.shape == shape:
+        return gradient
+    dimension = array_layout.dimension(into, len(shape))
+    assert dimension is not None
+    if into != LEADING:
+        own = shape[dimension]
+        gradient = gradient.reshape(*shape[:dimension], gradient.shape[dimension] // own, own, *shape[dimension + 1 :])
+    return gradient.sum(dimension)

@@ -70,6 +70,7 @@ def load_kernel(entry: Entry, plugin: Any) -> LoadedKernel:
         config_type,
         _config_name(plugin, config_type),
         _software(entry, plugin),
+        getattr(plugin, "OPAQUE", ()),
         manager.hook,
     )
 
@@ -128,6 +129,9 @@ def _wrong_attributes(plugin: Any) -> Iterator[str]:
     compilers = getattr(plugin, "COMPILERS", ())
     if not (isinstance(compilers, tuple) and all(isinstance(name, str) for name in compilers)):
         yield f"COMPILERS takes a tuple of the names of distributions; got {compilers!r}"
+    opaque = getattr(plugin, "OPAQUE", ())
+    if not (isinstance(opaque, tuple) and all(isinstance(name, str) for name in opaque)):
+        yield f"OPAQUE takes a tuple of the names of platforms; got {opaque!r}"
     if type(version := getattr(plugin, "VERSION", 0)) is not int:
         yield f"VERSION takes a whole number; got {version!r}"
     if not isinstance(getattr(plugin, "RANK", 0), int):

@@ -1,7 +1,7 @@
 """A call as JAX sees it: one primitive, which becomes the chosen kernel when JAX lowers it.
 
-No kernel is chosen while JAX traces. The plan is made when JAX lowers the primitive. The shapes are final then, because
-``vmap`` has folded its axes, and ``shard_map`` has given each device its shard. The platform is known, even when it is
+No kernel is chosen while JAX traces. The plan is made when JAX lowers the primitive. The shapes are final then: each
+device has its shard, and the axes of ``vmap`` are folded. The platform is known, even when it is
 another machine's. There is no trace that a measurement could disturb. A kernel is traced with its own shapes, and does
 not see how its arguments vary over a mesh.
 """
@@ -9,7 +9,7 @@ not see how its arguments vary over a mesh.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,16 +23,15 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
+from ._choice import candidates_for
 from ._devices import Target, absent_target, current_platform, target
-from ._errors import NoKernel, NotDifferentiable, PluginError, Unsupported
+from ._errors import NoKernel, NotDifferentiable, PluginError, Unsupported, message
 from ._fallback import warn_of_reference
 from ._jax_versions import (
     Primitive,
     avals_like,
-    explicit_spec,
-    is_sharded,
+    is_partitioned,
     lower_with_devices,
-    reshard_leading,
     unchecked_varying,
     vary_alike,
 )
@@ -40,9 +39,11 @@ from ._kernel import Invocation
 from ._keys import abstract, content
 from ._labels import call_label
 from ._operation import Arguments, Operation
+from ._partitioning import Partitioning, whole_partitioning
 from ._plan import Plan
 from ._plugins import Plugins
 from ._scopes import EMPTY, Scope
+from ._sharding import by_partitioner, by_shard_map, explicit_mesh, partition_spec, shards_of_types
 
 # -- a request: a call without the values of its arrays ----------------------------------------------------------------
 
@@ -86,6 +87,9 @@ class Dependencies:
 
     def __init__(self) -> None:
         self.kinds: set[tuple[str, str]] = set()
+        #: What was raised last where a call was lowered. The compiler, which lowers it on a shard, shows the text of an
+        #: exception and drops the exception.
+        self.fault: BaseException | None = None
 
 
 @attrs.frozen
@@ -97,9 +101,16 @@ class CallContext:
     cfg: Any = None
     #: The scope where the call is made. When JAX lowers it, another one may be in effect.
     scope: Scope = EMPTY
-    #: The arguments that are sharded over several devices, and how.
-    sharding: tuple[tuple[str, str], ...] = ()
     dependencies: Dependencies = attrs.field(factory=Dependencies, repr=False)
+
+
+@attrs.frozen
+class MappedAxis:
+    """An axis over which ``jax.vmap`` maps a call: these arrays, and all results but ``sums``, have it in front."""
+
+    arrays: frozenset[str]
+    #: The gradients that are sums over it.
+    sums: frozenset[str] = frozenset()
 
 
 @attrs.frozen
@@ -115,6 +126,15 @@ class Request:
     content: tuple[Any, ...] = attrs.field(repr=False)
     #: The settings where the call is traced, with which its kernel is traced too.
     settings: Settings = attrs.field(factory=Settings.current, repr=False)
+    #: The outermost first. They are merged into one call or a loop where the call is lowered, on the shard of a device:
+    #: merging two axes of which one is sharded would move data between devices.
+    mapped: tuple[MappedAxis, ...] = ()
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of the results: those of a backward operation are the arrays whose gradients they are."""
+        wrt = dict(self.options).get("wrt")
+        return wrt if isinstance(wrt, tuple) else self.operation.results
 
     @property
     def registry(self) -> Plugins:
@@ -133,7 +153,6 @@ class Request:
             target.platform,
             target.device_kind,
             target.compute_capability,
-            self.context.sharding,
             self.operation,
         )
 
@@ -147,11 +166,58 @@ class Request:
         inv = plan.invocation.with_arrays(dict(zip(self.arrays, values, strict=True)))
         return plan.kernel.run_backend(inv, plan.choice.cfg)
 
+    def elements(self, values: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of these arrays without the mapped axes."""
+        return without_axes(self.mapped, self.arrays, values)
+
     def outputs(self, values: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The shapes and dtypes of the results."""
+        if not self.mapped:
+            return self._outputs(values)
+        sizes = [*zip(self.mapped, self.mapped_sizes(values), strict=True)]
+        return tuple(
+            jax.ShapeDtypeStruct((*(n for axis, n in sizes if name not in axis.sums), *result.shape), result.dtype)
+            for name, result in zip(self.results, self._outputs(self.elements(values)), strict=True)
+        )
+
+    def mapped_sizes(self, values: Sequence[Any]) -> list[int]:
+        """The sizes of the mapped axes, which are smaller on a shard."""
+        sizes = []
+        for number, axis in enumerate(self.mapped):
+            name, value = next(item for item in zip(self.arrays, values, strict=True) if item[0] in axis.arrays)
+            sizes.append(value.shape[sum(name in outer.arrays for outer in self.mapped[:number])])
+        return sizes
+
+    def _outputs(self, values: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
         if self.operation.outputs is not None:
             return tuple(self.operation.outputs(self.arguments(values)))
         return _outputs_of_reference(self, [abstract(value) for value in values])
+
+    def partitioning(self, values: Sequence[Any]) -> Partitioning | None:
+        """The rule by which this call may be sharded; None where its operation has none, and nothing is mapped."""
+        partition = self.operation.partitioning
+        if partition is None and not self.mapped:
+            return None
+        elements, reason = self.elements(values), f"{self.operation.name} does not say how it may be sharded"
+        try:
+            rule = None if partition is None else partition(self.arguments(elements))
+        except Unsupported as refusal:
+            rule, reason = None, message(refusal)
+        if rule is None:
+            results = dict(zip(self.results, self._outputs(elements), strict=True))
+            rule = whole_partitioning(dict(zip(self.arrays, elements, strict=True)), results, reason)
+        sizes = self.mapped_sizes(values)
+        for number, axis in reversed([*enumerate(self.mapped)]):
+            rule = rule.with_mapped_axis(f"mapped {number}", sizes[number], axis.arrays, axis.sums)
+        return rule
+
+
+def without_axes(axes: Sequence[MappedAxis], names: Sequence[str], values: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """The shapes and dtypes of arrays, given with their names, without these mapped axes."""
+    return [
+        jax.ShapeDtypeStruct(value.shape[sum(name in axis.arrays for axis in axes) :], value.dtype)
+        for name, value in zip(names, values, strict=True)
+    ]
 
 
 def make_request(context: CallContext, operation: Operation, arguments: Mapping[str, Any]) -> tuple[Request, list[Any]]:
@@ -207,6 +273,12 @@ def apply(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
 
 def apply_inline(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """The results of a kernel in plain JAX, such as the reference, without the primitive: JAX can differentiate it."""
+    if request.mapped:
+        axis, *inner = request.mapped
+        element = attrs.evolve(request, mapped=tuple(inner))
+        in_axes = tuple(0 if name in axis.arrays else None for name in request.arrays)
+        results = jax.vmap(lambda *values: apply_inline(element, values), in_axes)(*arrays)
+        return tuple(r.sum(0) if n in axis.sums else r for n, r in zip(request.results, results, strict=True))
     plan = request.plan(arrays, target(current_platform(arrays)))
     operation = request.operation
     arrays = [
@@ -234,9 +306,8 @@ def _refuse_tangent(operation: str, name: str, primals: Any, tangents: Any) -> A
 
 def with_checkpoint_names(request: Request, results: Sequence[Any]) -> list[Any]:
     """The results, with the names that a policy of ``jax.checkpoint`` may save."""
-    names = request.operation.results
-    if len(names) != len(results):  # a backward operation: its results are the gradients that ``wrt`` names
-        names = tuple(f"d_{name}" for name in dict(request.options)["wrt"])
+    is_backward = request.results is not request.operation.results
+    names = [f"d_{name}" if is_backward else name for name in request.results]
     return [checkpoint_name(r, f"{request.operation.name}.{n}") for r, n in zip(results, names, strict=True)]
 
 
@@ -266,94 +337,168 @@ def _types(results: Sequence[Any]) -> list[str]:
 
 def _abstract_eval(*avals: Any, request: Request) -> list[Any]:
     results = request.outputs(avals)
-    return avals_like(avals[0], results) if avals else [ShapedArray(r.shape, r.dtype) for r in results]
+    if not avals:
+        return [ShapedArray(result.shape, result.dtype) for result in results]
+    mesh = explicit_mesh(avals)
+    rule = None if mesh is None else request.partitioning(avals)
+    if rule is not None:
+        specs = [*map(partition_spec, shards_of_types(rule, avals, mesh).specs_of_results)]
+    else:
+        specs = [PartitionSpec() if r.sharding is None else r.sharding.spec for r in results]
+    return avals_like(avals, results, specs)
 
 
 def _run_eagerly(*arrays: Any, request: Request) -> tuple[Any, ...]:  # only under jax.disable_jit
+    if request.mapped:
+        return run_mapped(request, arrays)
     plan = request.plan(arrays, target(current_platform(arrays)))
     return execute(request, plan, arrays, request.outputs(arrays))
 
 
 def _lower(ctx: Any, *operands: Any, request: Request, platform: str | None) -> Any:
+    try:
+        return _lowered(ctx, operands, request, platform or ctx.module_context.platforms[0])
+    except BaseException as fault:
+        request.context.dependencies.fault = fault
+        raise
+
+
+def _lowered(ctx: Any, operands: Sequence[Any], request: Request, platform: str) -> Any:
+    with request.settings.in_effect():
+        on_shards = _on_shards(request, ctx, platform)
+    if on_shards is not None:
+        return mlir.lower_fun(on_shards, multiple_results=True)(ctx, *operands)
     # A kernel computes on its shard, so its avals have no mesh.
     avals = [ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+    run = partial(_run_mapped, request) if request.mapped else _kernel(request, avals, platform, ctx.avals_out)
+    return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *operands)
+
+
+def _kernel(request: Request, avals: Sequence[Any], platform: str, declared: Sequence[Any]) -> Callable[..., Any]:
+    """The chosen kernel for arrays like these, as a function of the arrays."""
     with request.settings.in_effect():
-        plan = request.plan(avals, target(platform or ctx.module_context.platforms[0]))
+        plan = request.plan(avals, target(platform))
     label = call_label(plan.kernel.name, plan.choice.cfg, plan.kernel.config_type)
 
     def run(*arrays: Any) -> tuple[Any, ...]:
         with request.settings.in_effect(), unchecked_varying(), jax.named_scope(label):
-            return execute(request, plan, arrays, ctx.avals_out)
+            return execute(request, plan, arrays, declared)
 
-    return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *operands)
+    return run
+
+
+# -- sharded arrays outside of shard_map -------------------------------------------------------------------------------
+
+
+def _on_shards(request: Request, ctx: Any, platform: str) -> Callable[..., Any] | None:
+    """The function that binds the call on every shard; None where it is lowered as it is."""
+    mesh = explicit_mesh(ctx.avals_in)
+    if mesh is None and not is_partitioned(ctx.module_context):
+        return None
+    rule = request.partitioning(ctx.avals_in)
+    if rule is None:
+        return None
+    if mesh is not None:
+        return by_shard_map(shards_of_types(rule, ctx.avals_in, mesh), mesh, partial(bind, request))
+    if rule.is_whole or not has_opaque_kernel(request, ctx.avals_in, target(platform)):
+        return None  # the compiler partitions a kernel in plain JAX by itself, and can cache the program on disk
+    return by_partitioner(rule, partial(bind, request))
+
+
+def has_opaque_kernel(request: Request, avals: Sequence[Any], target: Target) -> bool:
+    """Whether the compiler could not partition a kernel that is able to run the call."""
+    inv = request.invocation(request.elements(avals), target)
+    kernels, _ = request.registry.kernels(inv.op)
+    candidates, _ = candidates_for(inv, kernels, request.context.backend, request.context.cfg)
+    return any(candidate.kernel.is_opaque_on(inv.platform) for candidate in candidates)
 
 
 # -- vmap: one call on a larger batch if the operation has ``fold``, else a loop ---------------------------------------
 
 
 def _batch(arrays: Sequence[Any], axes: Sequence[int | None], *, request: Request) -> tuple[Sequence[Any], list[int]]:
-    results = _vmap(request, arrays, axes)
-    return results, [0] * len(results)
-
-
-def _vmap(request: Request, arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[Any, ...]:
-    """The results of one call for each index of the mapped axes, stacked along axis 0."""
     leading = [
         array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True)
     ]
-    mapped = [axis is not None for axis in axes]
-    sharded_array = next(
-        (a for a, is_mapped in zip(leading, mapped, strict=True) if is_mapped and explicit_spec(a)[0] is not None), None
-    )
-    if sharded_array is not None:
-        return _vmap_over_devices(request, leading, mapped, sharded_array)
-    return _vmap_by_folding(request, leading, mapped) or _vmap_by_loop(request, leading, mapped)
+    mapped = frozenset(name for name, axis in zip(request.arrays, axes, strict=True) if axis is not None)
+    results = bind(attrs.evolve(request, mapped=(MappedAxis(mapped), *request.mapped)), leading)
+    return results, [0] * len(results)
 
 
-def _vmap_over_devices(
-    request: Request, arrays: Sequence[Any], mapped: Sequence[bool], sharded_array: Any
-) -> tuple[Any, ...]:
-    """Split the mapped axis of all arrays over devices as in ``sharded_array``, because a loop on one device has no
-    access to the shards of others.
-    """
-    mesh, mesh_axes = jax.typeof(sharded_array).sharding.mesh, explicit_spec(sharded_array)[0]
-    specs = tuple(PartitionSpec(mesh_axes) if is_mapped else PartitionSpec() for is_mapped in mapped)
-
-    def call_on_part(*parts: Any) -> tuple[Any, ...]:
-        return _vmap(request, vary_alike(parts), [0 if is_mapped else None for is_mapped in mapped])
-
-    resharded = [
-        reshard_leading(array, mesh, mesh_axes, is_mapped) for array, is_mapped in zip(arrays, mapped, strict=True)
-    ]
-    names = set(mesh_axes) if isinstance(mesh_axes, tuple) else {mesh_axes}
-    run = jax.shard_map(call_on_part, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(mesh_axes), axis_names=names)
-    results: tuple[Any, ...] = run(*resharded)
-    return results
+def _run_mapped(request: Request, *arrays: Any) -> tuple[Any, ...]:
+    with request.settings.in_effect():
+        return run_mapped(request, arrays)
 
 
-def _vmap_by_folding(request: Request, arrays: Sequence[Any], mapped: Sequence[bool]) -> tuple[Any, ...] | None:
-    # Folding merges axes, and an axis that is sharded cannot be merged without moving data between devices.
-    if request.operation.fold is None or any(map(is_sharded, arrays)):
+def run_mapped(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """The results of a mapped call, by calls without its innermost mapped axis."""
+    return _by_folding(request, arrays) or _by_loop(request, arrays)
+
+
+def _by_folding(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
+    *outer, axis = request.mapped
+    fold = request.operation.fold
+    if fold is None:
         return None
-    names = frozenset(name for name, is_mapped in zip(request.arrays, mapped, strict=True) if is_mapped)
-    size = next(array.shape[0] for array, is_mapped in zip(arrays, mapped, strict=True) if is_mapped)
-    folded = request.operation.fold(request.arguments(arrays), names, size)
-    if folded is None:
+    folded_call: list[Any] = []
+    size = request.mapped_sizes(arrays)[-1]
+
+    def fold_arrays(*values: Any) -> list[Any]:
+        folded = fold(request.arguments(values), axis.arrays, size, axis.sums)
+        if folded is None:
+            return []
+        folded_request, folded_arrays = make_request(request.context, request.operation, folded[0])
+        folded_call[:] = folded_request, folded[1]
+        return folded_arrays
+
+    if not jax.eval_shape(fold_arrays, *without_axes(outer, request.arrays, arrays)):
         return None
-    arguments, unfold = folded
-    return tuple(unfold(bind(*make_request(request.context, request.operation, arguments))))
-
-
-def _vmap_by_loop(request: Request, arrays: Sequence[Any], mapped: Sequence[bool]) -> tuple[Any, ...]:
-    def call_at_index(slices: Sequence[Any]) -> tuple[Any, ...]:
-        rest = iter(slices)
-        return bind(
-            request, [next(rest) if is_mapped else array for array, is_mapped in zip(arrays, mapped, strict=True)]
+    folded_request, unfold = folded_call
+    for outer_axis in reversed(outer):
+        fold_arrays = jax.vmap(
+            fold_arrays,
+            tuple(0 if name in outer_axis.arrays else None for name in request.arrays),
+            [0 if name in outer_axis.arrays else None for name in folded_request.arrays],
         )
+        over_results = tuple(None if name in outer_axis.sums else 0 for name in request.results)
+        unfold = jax.vmap(unfold, (over_results,), over_results)
+    folded_arrays = fold_arrays(*arrays)
+    results = bind(attrs.evolve(folded_request, mapped=tuple(outer)), folded_arrays)
+    return tuple(unfold(results))
 
-    mapped_arrays = [array for array, is_mapped in zip(arrays, mapped, strict=True) if is_mapped]
-    results: tuple[Any, ...] = jax.lax.map(call_at_index, mapped_arrays)
-    return results
+
+def _by_loop(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    *outer, axis = request.mapped
+    element = attrs.evolve(request, mapped=tuple(outer))
+    is_mapped = [name in axis.arrays for name in request.arrays]
+    is_sum = [name in axis.sums for name in request.results]
+
+    def depth(name: str) -> int:
+        """The number of axes in front of this one."""
+        return sum(name in outer_axis.arrays for outer_axis in outer)
+
+    slices = [jnp.moveaxis(a, depth(n), 0) for n, a, m in zip(request.arrays, arrays, is_mapped, strict=True) if m]
+
+    def step(totals: Sequence[Any], slices_at_index: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        mapped_arrays = iter(slices_at_index)
+        results = bind(element, [next(mapped_arrays) if m else a for a, m in zip(arrays, is_mapped, strict=True)])
+        parts = [result for result, is_total in zip(results, is_sum, strict=True) if is_total]
+        sums = [total + part for total, part in zip(totals, parts, strict=True)]
+        return sums, [result for result, is_total in zip(results, is_sum, strict=True) if not is_total]
+
+    outputs = request.outputs(arrays)
+    zeros = [
+        jnp.zeros(out.shape, jnp.promote_types(out.dtype, jnp.float32))
+        for out, is_total in zip(outputs, is_sum, strict=True)
+        if is_total
+    ]
+    totals, stacked = (iter(values) for values in jax.lax.scan(step, zeros, slices))
+    return tuple(
+        next(totals).astype(out.dtype)
+        if is_total
+        else jnp.moveaxis(next(stacked), 0, sum(name not in outer_axis.sums for outer_axis in outer))
+        for name, out, is_total in zip(request.results, outputs, is_sum, strict=True)
+    )
 
 
 for _primitive in CALLS:

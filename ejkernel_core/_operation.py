@@ -15,9 +15,11 @@ from ._axes import Axes
 from ._display import brief, suggestion
 from ._errors import PluginError
 from ._example import Example
+from ._partitioning import Partitioning
 
 Arguments = dict[str, Any]
 Restore = Callable[[tuple[Any, ...]], Any]
+Fold = Callable[[Mapping[str, Any], frozenset[str], int, frozenset[str]], tuple[Arguments, Restore] | None]
 
 #: The options of every call, beside the operation's parameters.
 CALL_OPTIONS = ("backend", "cfg", "validate")
@@ -64,8 +66,8 @@ class Operation:
     #: For ``validate=True``: raises a ValueError, with the place, for the first value of an array for which the results
     #: are undefined. It takes the arguments of ``prepare``, after ``prepare`` has checked them, and all have values.
     validate: Callable[[Mapping[str, Any]], None] | None = None
-    #: From prepared arguments to one ``jax.ShapeDtypeStruct`` for each result, with a sharding if it follows from those
-    #: of the arguments. By default the shapes are those of the reference.
+    #: From prepared arguments to one ``jax.ShapeDtypeStruct`` for each result. By default the shapes are those of the
+    #: reference.
     outputs: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None = attrs.field()
     #: The operation that computes the gradients, see ``gradient_signature``. Without it, JAX differentiates the
     #: reference.
@@ -75,10 +77,13 @@ class Operation:
     tuning_key: Callable[[Mapping[str, Any]], Any] | None = attrs.field()
     #: The backend in plain JAX, which JAX can differentiate to any order.
     reference: str = "reference"
-    #: How ``jax.vmap`` becomes one call. From (prepared arguments, names of those with a leading mapped axis, its size)
-    #: to (arguments without that axis, a function that gives the results their leading axis back); None where
-    #: ``jax.vmap`` has to loop. The gradient of the one call is the gradient of all elements together.
-    fold: Callable[[Mapping[str, Any], frozenset[str], int], tuple[Arguments, Restore] | None] | None = attrs.field()
+    #: How ``jax.vmap`` becomes one call. From (prepared arguments, names of those with a leading mapped axis, its size,
+    #: names of arrays whose gradients are to be summed over it) to (arguments without that axis, a function that gives
+    #: the other results their leading axis back); None where ``jax.vmap`` has to loop.
+    fold: Fold | None = attrs.field()
+    #: From prepared arguments to the rule by which the call may be sharded over devices. ``raise Unsupported("why")``
+    #: where no axis may be. Without it, sharded arrays are gathered.
+    partitioning: Callable[[Mapping[str, Any]], Partitioning] | None = attrs.field()
     #: From (abstract arguments, a random key) to concrete arguments with meaningful values, for measurements.
     samples: Callable[[Mapping[str, Any], Any], Arguments] | None = attrs.field()
     #: From prepared arguments to a ``Cost``.
@@ -110,8 +115,12 @@ class Operation:
         return self.axes.bucket if self.axes is not None and self.axes.has_buckets else None
 
     @fold.default
-    def _fold(self) -> Callable[[Mapping[str, Any], frozenset[str], int], tuple[Arguments, Restore] | None] | None:
+    def _fold(self) -> Fold | None:
         return self.axes.fold if self.axes is not None else None
+
+    @partitioning.default
+    def _partitioning(self) -> Callable[[Mapping[str, Any]], Partitioning] | None:
+        return self.axes.partitioning if self.axes is not None else None
 
     @samples.default
     def _samples(self) -> Callable[[Mapping[str, Any], Any], Arguments] | None:

@@ -9,6 +9,7 @@ import attrs
 from ._display import html_table, html_text, one_line
 from ._kernel import Invocation, LoadedKernel
 from ._keys import Key
+from ._partitioning import Gather, Shards
 from ._records import Record
 
 
@@ -100,6 +101,22 @@ class Plan:
         return html_table(self.kernel.name, [*choice, *verdicts])
 
 
+@attrs.frozen
+class Division:
+    """How a call on sharded arrays is divided over devices."""
+
+    devices: int
+    #: The shards that the plan is for; None where it is for the whole arrays.
+    shards: Shards | None = None
+    #: The axes of arrays that every device gets whole, and why.
+    gathers: tuple[Gather, ...] = ()
+    note: str = ""
+
+    def __str__(self) -> str:
+        what = f"each computes its shard, {self.shards}" if self.shards else "each computes the whole call"
+        return "\n  ".join([f"on {self.devices} devices: {self.note or what}", *map(str, self.gathers)])
+
+
 @attrs.frozen(eq=False, repr=False)
 class Explanation:
     """The plan of a call, or the error instead, and the explanation of its backward operation."""
@@ -110,10 +127,12 @@ class Explanation:
     backward: Explanation | None = None
     #: The verdicts on all installed kernels and policies, also where there is no plan.
     verdicts: tuple[Verdict, ...] = ()
+    #: None for a call on one device.
+    division: Division | None = None
     note: str = "a function that JAX has already compiled keeps its choice until it is traced again"
 
     def __str__(self) -> str:
-        text = str(self.plan) if self.plan else self.error or ""
+        text = (str(self.plan) if self.plan else self.error or "") + (f"\n  {self.division}" if self.division else "")
         return text + (f"\n{self.backward}" if self.backward else f"\n  ({self.note})")
 
     @property
@@ -127,6 +146,7 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         html = self.plan._repr_html_() if self.plan else html_text(self.error)
+        html += html_text(self.division) if self.division else ""
         if self.backward:
             return html + self.backward._repr_html_()
         return html + (html_text(self.note) if self.plan else "")

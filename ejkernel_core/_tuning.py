@@ -28,10 +28,6 @@ def check_tunable(inv: Invocation) -> None:
     """Raise ``Unsupported`` where a measurement in this process would say nothing about the call."""
     if inv.device_kind is None:
         raise Unsupported(f"there is no {inv.platform} here to measure on")
-    if inv.sharding:
-        raise Unsupported(
-            "its arrays are sharded over several devices: call it inside shard_map, and the shards are measured"
-        )
 
 
 class _Measurement:

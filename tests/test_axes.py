@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from ejkernel_core import Axes, Cost, Operation, PluginError, Registry, hookimpl
 
@@ -267,35 +265,6 @@ def test_gradients_have_the_shapes_and_dtypes_of_their_arrays() -> None:
         backward.canonical({**arguments, "rstd": struct(3), "wrt": ("x",)})
 
 
-def sharded(shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
-    mesh = jax.sharding.AbstractMesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
-    return jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, P(*spec)))
-
-
-@pytest.mark.parametrize(
-    ("axes", "arguments", "specs"),
-    [
-        (NORM, {"x": sharded((2, 4, 8), "a", None, "b"), "weight": sharded((8,))}, [P("a", None, "b"), P("a", None)]),
-        (NORM, {"x": sharded((2, 4, 8), "a"), "weight": sharded((8,), "b")}, [P("a", None, None), P("a", None)]),
-        (GROUPED, {"lhs": sharded((8, 4), "a"), "rhs": sharded((2, 4, 6), None, None, "b")}, [P("a", "b")]),
-        (
-            GROUPED,
-            {"lhs": sharded((8, 4), ("a", "b")), "rhs": sharded((2, 4, 6), None, None, "b")},
-            [P(("a", "b"), None)],
-        ),
-        (GROUPED, {"lhs": sharded((8, 4)), "rhs": sharded((2, 4, 6), None, None, "b"), "gated": True}, [P(None, None)]),
-        # The keys' length is whole: if the keys are sharded along it, the scores are not.
-        (
-            SCORES,
-            {"query": sharded((4, 2, 4, 8), None, "a"), "key": sharded((2, 8, 2, 8), "a", "b")},
-            [P(None, "a", None, None)],
-        ),
-    ],
-)
-def test_results_are_sharded_like_the_arrays(axes: Axes, arguments: dict[str, Any], specs: Any) -> None:
-    assert [result.sharding.spec for result in axes.outputs(arguments)] == specs
-
-
 # -- tuning ----------------------------------------------------------------------------------------------------------
 
 
@@ -452,6 +421,32 @@ def test_interleaved_pairs_are_partitioned_together() -> None:
     assert rule.arrays["pages"] == (("pages",), ("heads", "2*heads"))
     assert (rule.sizes["heads"], rule.sizes["2*heads"]) == (3, 2)
     assert rule.whole == {"pages", "2*heads"}
+
+
+@pytest.mark.parametrize(
+    ("axes", "shapes", "options", "specs", "expected"),
+    [
+        (NORM, {"x": (2, 4, 8), "weight": (8,)}, {}, ["a.b", "."], ["a..", "a."]),
+        (NORM, {"x": (2, 4, 8), "weight": (8,)}, {}, ["a..", "b"], ["a..", "a."]),
+        (NORM, {"x": (2, 3, 8), "weight": (8,)}, {}, ["ab.", "."], ["a..", "a."]),
+        (GROUPED, {"lhs": (8, 4), "rhs": (2, 4, 6)}, {}, ["a.", "..b"], [".b"]),
+        (GROUPED, {"lhs": (8, 4), "rhs": (2, 4, 6)}, {"gated": True}, ["..", "..b"], [".."]),
+        # The keys' length is whole: if the keys are sharded along it, they are gathered.
+        (SCORES, {"query": (5, 2, 4, 8), "key": (2, 7, 2, 8)}, {}, [".a..", "ab.."], [".a.."]),
+        # The heads of the results are sharded as the key heads, and as the heads where these are more.
+        (SCORES, {"query": (5, 2, 4, 8), "key": (2, 7, 2, 8)}, {}, ["....", "..a."], ["a..."]),
+    ],
+)
+def test_results_are_sharded_along_the_axes_that_arrays_share(
+    axes: Axes, shapes: Any, options: Any, specs: Any, expected: Any
+) -> None:
+    rule = axes.partitioning({**{name: struct(*shape) for name, shape in shapes.items()}, **options})
+    shards = rule.shards({"a": 2, "b": 2}, [mesh_axes(spec) for spec in specs])
+    assert shards.specs_of_results == tuple(map(mesh_axes, expected))
+
+
+def mesh_axes(letters: str) -> tuple[tuple[str, ...], ...]:
+    return tuple(() if letter == "." else (letter,) for letter in letters)
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------

@@ -22,14 +22,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_core
-from ejkernel_core import Key, Operation, Registry, hookimpl
+from ejkernel_core import Axes, Key, Operation, Registry, hookimpl
 from tests.conftest import MakeDistribution
 
 
 def scale(x, y=None, *, by=1, dtype=None, mode="a"): ...
 
 
-def fold(arguments: Any, names: frozenset[str], size: int) -> Any:
+def fold(arguments: Any, names: frozenset[str], size: int, sums: frozenset[str]) -> Any:
     (length,) = arguments["x"].shape[1:]
     return {**arguments, "x": arguments["x"].reshape(size * length)}, lambda r: tuple(
         v.reshape(size, length) for v in r
@@ -39,7 +39,7 @@ def fold(arguments: Any, names: frozenset[str], size: int) -> Any:
 class KeyRecorder(Registry):
     """A registry with the operation ``scale``, which records the key of each invocation that a choice is made for."""
 
-    def __init__(self, **operation: Any) -> None:
+    def __init__(self, opaque: tuple[str, ...] = (), **operation: Any) -> None:
         super().__init__(plugins="")
         self.keys: list[Key] = []
         keys = self.keys
@@ -53,7 +53,8 @@ class KeyRecorder(Registry):
             return inv["x"] * 2
 
         self.register(Operation(name="scale", signature=scale, outputs=lambda a: (a["x"],), **operation))
-        self.register(SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend), "scale.two")
+        kernel = SimpleNamespace(OPAQUE=opaque, heuristic_cfg=heuristic_cfg, run_backend=run_backend)
+        self.register(kernel, "scale.two")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call("scale", *args, **kwargs)
@@ -201,8 +202,6 @@ DIFFERENT = {
     "the operation's version": lambda: KeyRecorder(version=2).key(X),
     "the device's kind": lambda: attrs.evolve(RECORDER.invocation("scale", X), device_kind="another").key,
     "the platform": lambda: attrs.evolve(RECORDER.invocation("scale", X), platform="gpu").key,
-    "a sharding": lambda: attrs.evolve(RECORDER.invocation("scale", X), sharding=(("x", "2x1 on 2"),)).key,
-    "the sharding of another": lambda: attrs.evolve(RECORDER.invocation("scale", X), sharding=(("y", "2x1 on 2"),)).key,
 }
 
 
@@ -286,37 +285,33 @@ def test_a_kernel_registered_at_run_time_is_identified_by_its_code() -> None:
 # -- shardings -------------------------------------------------------------------------------------------------------
 
 
-def shard(array: Any, spec: P, axis_type: AxisType, names: tuple[str, str] = ("a", "b")) -> jax.Array:
-    mesh = jax.make_mesh((2, 2), names, axis_types=(axis_type, axis_type))
-    return jax.device_put(array, NamedSharding(mesh, spec))
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_the_key_of_a_sharded_call_has_no_sharding(axis_type: AxisType) -> None:
+    """An operation without axes is not divided, so its call has the key of the whole arrays."""
+    recorder, x = KeyRecorder(), jnp.ones((4, 8))
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(axis_type,) * 2)
+    sharded = jax.device_put(x, NamedSharding(mesh, P("a", "b")))
+    expected = recorder.key(x)
+    assert recorder.key(sharded) == recorder.key(jax.device_put(x, jax.devices()[3])) == expected
+    recorder.keys.clear()
+    np.testing.assert_allclose(recorder(sharded), 2)
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(jax.jit(recorder)(sharded), 2)
+    assert recorder.keys == [expected, expected]
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_the_sharding_of_an_array_is_part_of_the_key(axis_type: AxisType) -> None:
-    x = jnp.ones((4, 8))
-    specs = [P("a", None), P(None, "a"), P("a", "b"), P(("a", "b"), None)]
-    keys = [RECORDER.key(x), *(RECORDER.key(shard(x, spec, axis_type)) for spec in specs)]
-    assert len(set(keys)) == 5
-    assert RECORDER.key(shard(x, P("z", None), axis_type, ("z", "y"))) == keys[1]
-    assert RECORDER.key(jax.device_put(x, jax.devices()[3])) == keys[0]
-
-
-def test_the_choice_for_a_sharded_array_uses_its_key() -> None:
-    recorder = KeyRecorder()
-    unsharded, sharded = jnp.ones((4, 8)), shard(jnp.ones((4, 8)), P("a", None), AxisType.Auto)
-    expected = [recorder.key(unsharded), recorder.key(sharded)]
-    recorder.keys.clear()
-    for array in (unsharded, sharded, unsharded, sharded):
-        np.testing.assert_allclose(recorder(array), 2)
-    assert recorder.keys == expected
-
-
-def test_explicit_shardings_are_in_the_key_under_jit() -> None:
-    recorder = KeyRecorder()
-    x = shard(jnp.ones((4, 8)), P("a", "b"), AxisType.Explicit)
-    expected = recorder.key(x)
-    recorder.keys.clear()
-    recorder(x)
-    with jax.set_mesh(x.sharding.mesh):
-        jax.jit(lambda v: recorder(v))(x)
-    assert recorder.keys == [expected, expected]
+def test_where_a_call_is_divided_its_key_is_that_of_a_shard(axis_type: AxisType) -> None:
+    """Under automatic axes it is divided by the core only if XLA cannot partition a kernel."""
+    axes = Axes({"x": "rows dim"}, {"out": "rows dim"}, independent="rows", whole="dim")
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(axis_type,) * 2)
+    sharded = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("a", "b")))
+    for opaque in (("cpu",), ()):
+        recorder = KeyRecorder(opaque, axes=axes)
+        shard, whole = recorder.key(jnp.ones((2, 8))), recorder.key(jnp.ones((4, 8)))
+        expected = shard if opaque or axis_type is AxisType.Explicit else whole
+        assert recorder.key(sharded) == expected
+        for call in (recorder, jax.jit(recorder)):
+            with jax.set_mesh(mesh):
+                np.testing.assert_allclose(call(sharded), 2)
+            assert recorder.keys[-1] == expected

@@ -32,7 +32,7 @@ LAYERS = """
     _records
     _validation
     _operation _discovery
-    _axes _example
+    _axes _example _sharding
     _partitioning
     _layout
     _keys

@@ -34,7 +34,7 @@ def outputs(a: Mapping[str, Any]) -> tuple[Any, ...]:
     return jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:1], x.dtype)
 
 
-def fold(a: Mapping[str, Any], mapped: frozenset[str], size: int) -> Any:
+def fold(a: Mapping[str, Any], mapped: frozenset[str], size: int, sums: frozenset[str]) -> Any:
     if "weight" in mapped:
         return None
     rows = a["x"].shape[-2]

@@ -17,7 +17,6 @@ from ejkernel_core import (
     policy_override,
     to_json,
 )
-from ejkernel_core._keys import sharding_fingerprint
 
 from ._content import abstractify, short_hash, stable_json
 from ._devices import device_fingerprint, device_kind, get_device_platform, preferred_backend
@@ -27,6 +26,7 @@ from ._kernel import Cfg, Kernel, Out
 from ._mapped import pmap_with_config, vmap_with_config
 from ._params import BwdParams, FwdParams, get_safe_hash_int, hash_fn
 from ._recording import get_invocations, record_invocation, stop_recording
+from ._sharding import sharding_fingerprint
 
 if TYPE_CHECKING:
     from ejkernel_classes._persistent import PersistentCache

@@ -179,7 +179,9 @@ class Site:
         """The arrays that the backward operation has beside those of the forward."""
         return (*self.results, *(f"d_{name}" for name in self.results))
 
-    def _fold(self, arguments: Mapping[str, Any], names: frozenset[str], size: int) -> tuple[Arguments, Restore]:
+    def _fold(
+        self, arguments: Mapping[str, Any], names: frozenset[str], size: int, sums: frozenset[str]
+    ) -> tuple[Arguments, Restore]:
         """Add a level to ``mapped``: the names of the arrays with one more leading axis, which all results have. The
         outermost level is the first.
         """

@@ -12,9 +12,12 @@ from jax.sharding import NamedSharding
 from ejkernel_core._operation import Arguments, Restore
 
 
-def fold_backward(arguments: Mapping[str, Any], names: frozenset[str], size: int) -> tuple[Arguments, Restore]:
-    """Add a level to ``outer``: as for ``mapped``, and the gradients have its axis too."""
-    return {**arguments, "outer": (tuple(sorted(names)), *arguments["outer"])}, identity
+def fold_backward(
+    arguments: Mapping[str, Any], names: frozenset[str], size: int, sums: frozenset[str]
+) -> tuple[Arguments, Restore]:
+    """Add a level to ``mapped`` where gradients are sums over it, else to ``outer``: all gradients have its axis."""
+    levels = "mapped" if sums else "outer"
+    return {**arguments, levels: (tuple(sorted(names)), *arguments[levels])}, identity
 
 
 def identity(results: tuple[Any, ...]) -> tuple[Any, ...]:

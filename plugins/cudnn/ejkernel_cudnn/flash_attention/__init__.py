@@ -21,6 +21,8 @@ def rank(inv: Invocation) -> int:
 
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"gpu": rank}
+#: XLA sees a custom call, which it cannot partition.
+OPAQUE = ("gpu",)
 #: The library's versions; one of the two is installed, or none where the system has cuDNN.
 COMPILERS = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 

@@ -14,6 +14,8 @@ from . import library
 VERSION = 1
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"gpu": 40}
+#: XLA sees a custom call, which it cannot partition.
+OPAQUE = ("gpu",)
 #: The library's versions; one of the two is installed, or none where the system has cuDNN.
 COMPILERS = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 

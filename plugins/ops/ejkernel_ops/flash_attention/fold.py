@@ -20,21 +20,23 @@ _TOKENS = {
 }
 
 
-def fold(axes: Axes, arguments: Mapping[str, Any], mapped: frozenset[str], size: int) -> Folded:
+def fold(
+    axes: Axes, arguments: Mapping[str, Any], mapped: frozenset[str], size: int, sums: frozenset[str] = frozenset()
+) -> Folded:
     """Fold the mapped axis into the batch; None if the result would differ from that of a loop."""
     if arguments["dropout_prob"] > 0:  # the dropout mask depends on the index in the batch
         return None
     if arguments["cum_seqlens_q"] is None:
-        return axes.fold(arguments, mapped, size)
+        return axes.fold(arguments, mapped, size, sums)
     # All sequences of a row have the same sinks, and the same bias.
-    if "softmax_aux" in mapped or {"bias", "softmax_aux"} & set(arguments.get("wrt", ())):
+    if "softmax_aux" in mapped or {"bias", "softmax_aux"} & set(arguments.get("wrt", ())) - sums:
         return None
     if arguments["bias"] is not None or arguments["attention_mask"] is not None:
         return None  # folded, they would grow with the square of the number of rows
-    return _fold_packed(arguments, mapped, size)
+    return _fold_packed(arguments, mapped, size, sums)
 
 
-def _fold_packed(arguments: Mapping[str, Any], mapped: frozenset[str], size: int) -> Folded:
+def _fold_packed(arguments: Mapping[str, Any], mapped: frozenset[str], size: int, sums: frozenset[str]) -> Folded:
     """Concatenate the packed sequences of all rows into one row."""
     folded = dict(arguments)
     for name, axis in _TOKENS.items():
@@ -50,8 +52,15 @@ def _fold_packed(arguments: Mapping[str, Any], mapped: frozenset[str], size: int
         ends = arguments[name] if name in mapped else jnp.broadcast_to(arguments[name], (size, *arguments[name].shape))
         folded[name] = _boundaries(ends, total, is_keys=name == "cum_seqlens_k")
 
+    names = arguments.get("wrt", ("out", "lse"))
+
     def unfold(results: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(_split(result, size) for result in results)
+        return tuple(_result(result, name) for result, name in zip(results, names, strict=True))
+
+    def _result(result: Any, name: str) -> Any:
+        if name == "softmax_aux":  # all rows have the same sinks, so their gradient is a sum already
+            return result
+        return _split(result, size).sum(0) if name in sums else _split(result, size)
 
     return folded, unfold
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from ejkernel_core import Axes, Operation
+from ejkernel_core import Axes, Operation, Partitioning, Unsupported
 
 from .arguments import prepare
 from .axes import AXES, BACKWARD, SIGNATURE
@@ -38,6 +38,16 @@ def bucket(axes: Axes, arguments: Mapping[str, Any]) -> Arguments:
     return {name: bool(v) if name in ("logits_soft_cap", "dropout_prob") else v for name, v in relevant.items()}
 
 
+def partitioning(axes: Axes, arguments: Mapping[str, Any]) -> Partitioning:
+    """The rule by which a call may be sharded. Its queries may be too, where each of them sees all keys."""
+    if arguments["cum_seqlens_q"] is not None:
+        raise Unsupported("the boundaries of packed sequences count tokens of the whole row")
+    if arguments["dropout_prob"] > 0:
+        raise Unsupported("which weights are dropped depends on their place in the whole call")
+    has_places = arguments["causal"] or arguments["sliding_window"] is not None
+    return axes.partitioning(arguments, () if has_places else ("q_len",))
+
+
 def _examples() -> Iterable[Any]:
     from .examples import examples
     from .sizes import sizes
@@ -54,6 +64,7 @@ forward = Operation(
     validate=check_values,
     backward="flash_attention_bwd",
     fold=partial(fold, AXES),
+    partitioning=partial(partitioning, AXES),
     tuning_key=partial(bucket, AXES),
     samples=samples,
     cost=forward_cost,
@@ -71,6 +82,7 @@ def _prepare_gradients(arguments: Arguments) -> tuple[Arguments, Callable[[tuple
 backward = forward.gradients(
     prepare=_prepare_gradients,
     fold=partial(fold, BACKWARD),
+    partitioning=partial(partitioning, BACKWARD),
     tuning_key=partial(bucket, BACKWARD),
     samples=samples,
     cost=backward_cost,

@@ -18,6 +18,8 @@ from ejkernel_pallas_tpu.flash_attention._refusals import check, check_arguments
 VERSION = 1
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"tpu": 50}
+#: XLA sees a custom call, which it cannot partition.
+OPAQUE = ("tpu",)
 COMPILERS = ("jaxlib",)
 
 

@@ -17,6 +17,8 @@ from ejkernel_pallas_tpu.flash_attention._refusals import check, check_arguments
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
 PLATFORMS = {"tpu": 50}
+#: XLA sees a custom call, which it cannot partition.
+OPAQUE = ("tpu",)
 COMPILERS = ("jaxlib",)
 
 

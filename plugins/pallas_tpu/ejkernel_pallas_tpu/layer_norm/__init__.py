@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ejkernel_pallas_tpu.rms_norm import (
     COMPILERS,
+    OPAQUE,
     PLATFORMS,
     VERSION,
     check_cfg,
@@ -18,6 +19,7 @@ from ejkernel_pallas_tpu.rms_norm._tuning import Config
 
 __all__ = [
     "COMPILERS",
+    "OPAQUE",
     "PLATFORMS",
     "VERSION",
     "Config",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ejkernel_pallas_tpu.rms_norm._tuning import Config
 from ejkernel_pallas_tpu.rms_norm.backward import (
     COMPILERS,
+    OPAQUE,
     PLATFORMS,
     VERSION,
     check_cfg,
@@ -17,6 +18,7 @@ from ejkernel_pallas_tpu.rms_norm.backward import (
 
 __all__ = [
     "COMPILERS",
+    "OPAQUE",
     "PLATFORMS",
     "VERSION",
     "Config",

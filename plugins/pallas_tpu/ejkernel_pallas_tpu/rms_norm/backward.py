@@ -17,6 +17,8 @@ from ejkernel_pallas_tpu.rms_norm._tuning import Config, Traffic, is_centered
 VERSION = 1
 #: Behind plain JAX, which XLA fuses into the matrix products around it: see docs/pallas-tpu.md.
 PLATFORMS = {"tpu": 5}
+#: XLA sees a custom call, which it cannot partition.
+OPAQUE = ("tpu",)
 COMPILERS = ("jaxlib",)
 
 

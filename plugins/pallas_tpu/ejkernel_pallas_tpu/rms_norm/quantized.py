@@ -25,6 +25,8 @@ def rank(inv: Invocation) -> int:
 
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"tpu": rank}
+#: XLA sees a custom call, which it cannot partition.
+OPAQUE = ("tpu",)
 
 
 @hookimpl

@@ -20,6 +20,8 @@ from ejkernel_triton.launch._cards import capability
 VERSION = 1
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"gpu": 50}
+#: XLA sees a custom call, which it cannot partition.
+OPAQUE = ("gpu",)
 COMPILERS = ("triton", "jax-triton")
 KERNEL = "ejkernel_triton.flash_attention._forward:attend"
 

@@ -22,6 +22,8 @@ from ejkernel_triton.launch._cards import capability
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
 PLATFORMS = {"gpu": 50}
+#: XLA sees a custom call, which it cannot partition.
+OPAQUE = ("gpu",)
 COMPILERS = ("triton", "jax-triton")
 KERNELS = "ejkernel_triton.flash_attention._backward"
 

@@ -27,6 +27,8 @@ def rank(inv: Invocation) -> int:
 
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"gpu": rank}
+#: XLA sees a custom call, which it cannot partition.
+OPAQUE = ("gpu",)
 COMPILERS = ("triton", "jax-triton")
 KERNEL = "ejkernel_triton.flash_attention_sm90._forward:attend"
 

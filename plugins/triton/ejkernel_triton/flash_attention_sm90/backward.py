@@ -22,6 +22,8 @@ from ejkernel_triton.launch._cards import capability
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
 PLATFORMS = {"gpu": 60}
+#: XLA sees a custom call, which it cannot partition.
+OPAQUE = ("gpu",)
 COMPILERS = ("triton", "jax-triton")
 KERNEL = "ejkernel_triton.flash_attention_sm90._backward:sum_over_queries"
 #: For head dims over 128.

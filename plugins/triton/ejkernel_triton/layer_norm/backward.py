@@ -11,11 +11,13 @@ from ejkernel_triton.rms_norm import _launch, _tiling
 from ejkernel_triton.rms_norm._tiling import BackwardConfig as Config
 from ejkernel_triton.rms_norm._tiling import backward_rank
 
-__all__ = ["COMPILERS", "PLATFORMS", "VERSION", "Config"]
+__all__ = ["COMPILERS", "OPAQUE", "PLATFORMS", "VERSION", "Config"]
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
 PLATFORMS = {"gpu": backward_rank}
+#: XLA sees a custom call, which it cannot partition.
+OPAQUE = ("gpu",)
 COMPILERS = ("triton", "jax-triton")
 
 

@@ -10,11 +10,13 @@ from ejkernel_core import Invocation, hookimpl
 from ejkernel_triton.rms_norm import _launch, _tiling
 from ejkernel_triton.rms_norm._tiling import Config, quantized_rank
 
-__all__ = ["COMPILERS", "PLATFORMS", "VERSION", "Config"]
+__all__ = ["COMPILERS", "OPAQUE", "PLATFORMS", "VERSION", "Config"]
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
 PLATFORMS = {"gpu": quantized_rank}
+#: XLA sees a custom call, which it cannot partition.
+OPAQUE = ("gpu",)
 COMPILERS = ("triton", "jax-triton")
 
 
