@@ -95,3 +95,49 @@ def test_a_folder_that_is_too_large_is_deleted(
         (folder / name / "program").write_bytes(b"x" * 15)
     root_conftest.bound(folder, limit)
     assert folder.exists() is is_kept
+
+
+#: A call on sharded arrays, by a kernel that multiplies with a factor from the command line. Prints the number of cache
+#: hits and the results.
+SHARDED_PROGRAM = """
+import sys
+from types import SimpleNamespace
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from ejkernel_core import Axes, Operation, Registry, hookimpl
+
+hits = []
+jax.monitoring.register_event_listener(lambda event, **more: hits.append(event.endswith("cache_hits")))
+kind, factor = AxisType[sys.argv[1]], float(sys.argv[2])
+
+@hookimpl
+def run_backend(inv, cfg):
+    return inv["x"] * factor
+
+axes = Axes({"x": "rows dim"}, {"out": "rows dim"}, independent="rows", whole="dim")
+registry = Registry(plugins="")
+registry.register(Operation(name="scale", signature=lambda x: None, axes=axes))
+registry.register(SimpleNamespace(run_backend=run_backend, OPAQUE=("cpu",)), "scale.opaque")
+mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,))
+x = jax.device_put(jnp.arange(8.0).reshape(4, 2), NamedSharding(mesh, PartitionSpec("x")))
+hits.clear()
+out = jax.jit(lambda x: registry.call("scale", x))(x)
+print(sum(hits), out.tolist())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "expected_hits"), [("Explicit", [0, 1, 0]), ("Auto", [0, 0, 0])])
+def test_a_sharded_program_never_runs_an_older_choice(
+    environ: dict[str, str], kind: str, expected_hits: list[int]
+) -> None:
+    """The third process chooses another kernel. Programs with automatic axes are never read back."""
+    hits = []
+    for factor in (2.0, 2.0, 7.0):
+        command = [sys.executable, "-c", SHARDED_PROGRAM, kind, str(factor)]
+        process = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+        count, _, results = process.stdout.partition(" ")
+        assert results.strip() == str([[factor * i, factor * (i + 1)] for i in range(0, 8, 2)])
+        hits.append(int(count))
+    assert hits == expected_hits
