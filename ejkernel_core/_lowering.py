@@ -349,6 +349,12 @@ def _abstract_eval(*avals: Any, request: Request) -> list[Any]:
 
 
 def _run_eagerly(*arrays: Any, request: Request) -> tuple[Any, ...]:  # only under jax.disable_jit
+    avals = [*map(jax.typeof, arrays)]
+    mesh = explicit_mesh(avals)
+    rule = None if mesh is None else request.partitioning(avals)
+    if rule is not None:
+        run = by_shard_map(shards_of_types(rule, avals, mesh), mesh, partial(bind, request))
+        return tuple(run(*arrays))
     if request.mapped:
         return run_mapped(request, arrays)
     plan = request.plan(arrays, target(current_platform(arrays)))

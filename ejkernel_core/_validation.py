@@ -18,7 +18,9 @@ def clearer_error(operation: Operation, arrays: Mapping[str, Any], error: Except
         operation.check_arrays(arrays)
     except TypeError as clearer:
         return clearer
-    return None if isinstance(error, TypeError) else _too_large(operation.name, arrays)
+    if isinstance(error, TypeError):
+        return None
+    return _too_large(operation.name, arrays) or _on_other_mesh(operation.name, arrays)
 
 
 def _too_large(op: str, arrays: Mapping[str, Any]) -> ValueError | None:
@@ -31,6 +33,29 @@ def _too_large(op: str, arrays: Mapping[str, Any]) -> ValueError | None:
                 f"or a number with a dtype, as jnp.uint32 is; got one of {value.bit_length()} bits"
             )
     return None
+
+
+def _on_other_mesh(op: str, arrays: Mapping[str, Any]) -> ValueError | None:
+    """The error for an array that is sharded over another mesh than the first sharded array; None where all are on one.
+
+    Two meshes are the same if they have the same devices and axes.
+    """
+    shardings = {name: getattr(array, "sharding", None) for name, array in arrays.items()}
+    meshes = {name: s.mesh for name, s in shardings.items() if isinstance(s, jax.sharding.NamedSharding)}
+    for name, mesh in meshes.items():
+        first, first_mesh = next(iter(meshes.items()))
+        if mesh != first_mesh and isinstance(mesh, jax.sharding.Mesh) and isinstance(first_mesh, jax.sharding.Mesh):
+            return ValueError(
+                f"{op}: {name} is on a mesh of {_mesh_text(mesh)}, and {first} on one of {_mesh_text(first_mesh)}; put "
+                f"all arrays on one mesh: jax.device_put({name}, NamedSharding(mesh, spec))"
+            )
+    return None
+
+
+def _mesh_text(mesh: jax.sharding.Mesh) -> str:
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    ids = [device.id for device in mesh.devices.flat]
+    return f"({axes}) over the devices {brief(ids)}"
 
 
 def not_static(op: str, name: str, value: Any) -> TypeError:

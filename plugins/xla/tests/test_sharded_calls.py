@@ -392,6 +392,27 @@ def test_a_program_with_automatic_axes_is_exported_whole(registry: Any) -> None:
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_arrays_on_different_meshes_are_named(registry: Any, kind: AxisType) -> None:
+    case, others = CASES["batch"], jax.devices()[2:4]
+    arrays = place(arrays_of(case), case.specs, mesh_of(kind))
+    mesh = jax.sharding.Mesh(others, ("z",), axis_types=(kind,))
+    message = (
+        r"key is on a mesh of \(z=2\) over the devices \[2, 3\], and query on one of \(x=2, y=4\) over the devices"
+    )
+    with pytest.raises(ValueError, match=message):
+        call(registry, case, arrays | {"key": jax.device_put(arrays["key"], NamedSharding(mesh, P("z")))})
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_without_jit(registry: Any, kind: AxisType) -> None:
+    case = CASES["batch and heads"]
+    arrays, function = arrays_of(case), partial(call, registry, case)
+    expected = function(arrays)
+    with jax.set_mesh(mesh_of(kind)), jax.disable_jit():
+        assert_close(function(place(arrays, case.specs, mesh_of(kind))), expected)
+
+
 def test_a_kernel_that_fails_on_a_shard_raises_its_own_error(registry: Any) -> None:
     class Fault(Exception):
         """A fault of a kernel."""
