@@ -18,9 +18,9 @@ import numpy as np
 
 from . import _gradients, _scopes
 from ._choice import with_space_faults
-from ._devices import Target, current_platform, target
+from ._devices import Target, target_of
 from ._display import brief
-from ._errors import NoConfig, NoKernel, NotDifferentiable, PluginError, Unsupported
+from ._errors import EjkernelError, NotDifferentiable
 from ._kernel import Invocation
 from ._keys import content
 from ._lowering import (
@@ -334,7 +334,7 @@ def abstract_call(
 
     shapes = functools.partial(jax.eval_shape, trace)
     avals = _run(form, shapes, context.dependencies, [*map(as_explicit, arrays)])
-    (request, restore), call_target = prepared[0], target(current_platform(arrays))
+    (request, restore), call_target = prepared[0], target_of(arrays)
     division = _division(request, avals, call_target, all(map(is_explicit, arrays)))
     if division is not None and division.shards is not None:
         avals, has_values = division.shards.shapes(avals), False
@@ -388,6 +388,6 @@ def _explain(request: Request, avals: Sequence[Any], call_target: Target) -> Exp
     op = request.operation.name
     try:
         plan = with_space_faults(request.plan(avals, call_target), request.registry.kernels(op)[0])
-    except (NoKernel, NoConfig, PluginError, Unsupported) as error:
+    except EjkernelError as error:
         return Explanation(op, None, str(error), verdicts=getattr(error, "verdicts", ()))
     return Explanation(op, plan, None, verdicts=plan.verdicts)

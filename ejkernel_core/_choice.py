@@ -2,12 +2,13 @@
 
 This module has the order, and no policy calls another one: an explicit ``cfg``; the overlays of the scope; the memory;
 the policies (stores and models, by RANK, which pluggy's ``tryfirst`` and ``trylast`` change); the tuner, if the scope's
-policy is to measure; the record of the nearest call; and last the heuristic.
+policy is to measure; the record of the nearest call; and last the heuristic. ``_processes`` is around all of this where
+a program has several processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -17,6 +18,7 @@ from ._errors import NEVER_CAUGHT, NoConfig, NoKernel, PluginError, Unsupported,
 from ._kernel import Candidate, Invocation, LoadedKernel, why_mutable, with_versions
 from ._plan import Choice, Plan, Verdict
 from ._policies import Policies, ask_policies, is_incomplete, remember, tuner_name
+from ._processes import settled_choice
 from ._scopes import Scope
 
 #: How many configurations of a space an explanation checks. Faults mostly show in the first ones, and a space may be
@@ -35,17 +37,27 @@ def choose(
     backend: str | None,
     cfg: Any,
     scope: Scope,
+    check: Callable[[], object],
 ) -> Plan:
     """The plan of an invocation: ask every kernel, in order of its rank on the platform, and then the policies.
 
     ``broken`` has verdicts on the kernels that do not load. ``judge`` is the reference that the tuner compares results
-    with. Raises ``NoKernel``, with the reason of every kernel, where none can run the invocation.
+    with. ``check`` raises where the scope has what cannot be used. Raises ``NoKernel``, with the reason of every
+    kernel, where none can run the invocation.
     """
     candidates, verdicts = candidates_for(inv, kernels, backend, cfg)
     verdicts = [*broken, *verdicts]
-    if not candidates:
-        raise _no_kernel(inv, verdicts, backend)
-    choice, policy_verdicts = select(inv, candidates, judge, policies, scope)
+
+    def select_for(inv: Invocation) -> tuple[Choice, list[Verdict]]:
+        check()
+        if not candidates:
+            raise _no_kernel(inv, verdicts, backend)
+        return select(inv, candidates, judge, policies, scope)
+
+    if cfg is None and inv.has_several_processes:
+        choice, policy_verdicts = settled_choice(inv, candidates, verdicts, backend, policies, scope, select_for)
+    else:
+        choice, policy_verdicts = select_for(inv)
     chosen = next(c.kernel for c in candidates if c.backend == choice.backend)
     with_choice = (attrs.evolve(v, status="chosen") if v.name == chosen.name else v for v in verdicts)
     return Plan(inv, chosen, choice, (*with_choice, *policies.verdicts, *policy_verdicts))
@@ -176,7 +188,8 @@ def select(
         choice = attrs.evolve(choice, record=with_versions(choice.record, candidates))
         remember(policies, inv, choice)
     is_continuing = choice is not None and is_incomplete(choice, scope.policy) and tuner_name(policies) is not None
-    if is_continuing or (choice is None and scope.policy.mode == "on_miss"):
+    is_measuring = is_continuing or (choice is None and scope.policy.mode == "on_miss")
+    if is_measuring and not inv.has_several_processes:
         from ._tuning import measure_once  # imported here, because most programs measure nothing
 
         tuner = tuner_name(policies)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from platform import machine
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ class Target(NamedTuple):
     #: See ``device_name``.
     device_kind: str | None = None
     compute_capability: tuple[int, int] | None = None
+    #: See ``Invocation.processes``.
+    processes: tuple[int, ...] | None = ()
 
 
 def absent_target() -> Target | None:
@@ -50,6 +52,11 @@ def target(platform: str) -> Target:
     except RuntimeError:
         return Target(jax_platform(platform))
     return Target(jax_platform(platform), device_name(device), _capability(device))
+
+
+def target_of(arrays: Sequence[Any]) -> Target:
+    """The device on which a call with these arrays would run here, and the processes that it would run in."""
+    return target(current_platform(arrays))._replace(processes=processes_of(arrays))
 
 
 def device_name(device: Any) -> str:
@@ -117,6 +124,24 @@ def current_platform(arrays: Iterable[Any]) -> str:
             return str(next(iter(array.devices())).platform)
     default = getattr(jax.config, "jax_default_device", None)  # a device, the name of a platform, or None
     return str(getattr(default, "platform", default) or jax.default_backend())
+
+
+def processes_of(arrays: Iterable[Any]) -> tuple[int, ...] | None:
+    """The processes of the arrays' devices, sorted; None where they are unknown, as in a trace.
+
+    >>> processes_of([jax.numpy.ones(2)])
+    ()
+    """
+    if jax.process_count() == 1:
+        return ()
+    devices: set[Any] = set()
+    for array in arrays:
+        sharding = getattr(array, "sharding", None)
+        is_abstract = isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
+        if isinstance(array, jax.core.Tracer) or is_abstract:
+            return None
+        devices |= getattr(sharding, "device_set", set())
+    return tuple(sorted({device.process_index for device in devices}))
 
 
 def _capability(device: Any) -> tuple[int, int] | None:

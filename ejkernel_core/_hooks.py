@@ -10,7 +10,7 @@ import pluggy
 
 from ._discovery import Broken
 from ._kernel import Candidate, Invocation, LoadedKernel
-from ._plan import Choice
+from ._plan import Choice, Verdict
 from ._records import Record
 from ._scopes import Scope
 
@@ -99,6 +99,26 @@ def measure(
     """
 
 
+@hookspec(firstresult=True)
+def settle(
+    inv: Invocation,
+    candidates: Sequence[Candidate],
+    verdicts: Sequence[Verdict],
+    backend: str | None,
+    scope: Scope,
+    choose: Callable[[], Choice],
+) -> Choice | None:
+    """Return the choice that all processes of a program make. Optional: it is called where ``inv.processes`` has
+    several, around the whole choice, if the caller gave no ``cfg``.
+
+    ``choose`` makes this process's own choice, and measures where the scope's policy says so. What it raises, and what
+    this hook raises, ends the call. ``candidates`` are the kernels that can run the call here, maybe none, ``verdicts``
+    has a reason for each other one, and ``backend`` is the caller's. None leaves the choice to records that are the
+    same in every process, and the heuristic. ``plan`` and ``explain`` call it too, in a scope with ``may_measure``
+    False: it must not wait for others then.
+    """
+
+
 class KernelHooks:
     """The hooks of a kernel. Only ``run_backend`` is required, and with a ``Config`` also ``heuristic_cfg``."""
 
@@ -109,16 +129,18 @@ class KernelHooks:
 
 
 class PolicyHooks:
-    """The hooks of a policy: ``select_config`` or ``measure`` is required, the others are optional."""
+    """The hooks of a policy: ``select_config``, ``measure`` or ``settle`` is required, the others are optional."""
 
     select_config = select_config
     config_selected = config_selected
     tuning_started = tuning_started
     tuning_progress = tuning_progress
     measure = measure
+    settle = settle
 
 
-#: A policy with the hook ``measure`` needs no ``select_config``, and a kernel without ``Config`` no ``heuristic_cfg``.
+#: A policy with ``measure`` or ``settle`` needs no ``select_config``, and a kernel without ``Config`` no
+#: ``heuristic_cfg``.
 REQUIRED_HOOKS = frozenset({"heuristic_cfg", "run_backend", "select_config"})
 #: The names of the core's own policies begin with this.
 BUILT_IN_PREFIX = "built-in "

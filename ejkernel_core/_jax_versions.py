@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 try:
     # ``jax.extend.core`` is its public home, but importing anything of ``jax.extend`` imports Pallas: 15 to 20 ms.
@@ -21,6 +21,7 @@ __all__ = [
     "by_custom_partitioning",
     "is_partitioned",
     "lower_with_devices",
+    "lowering_processes",
     "partitioner_spec",
     "reshard_like",
     "short_locations",
@@ -92,6 +93,24 @@ def lower_with_devices(primitive: Any) -> None:
     from jax._src import dispatch
 
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def lowering_processes(context: Any) -> tuple[int, ...] | None:
+    """The processes whose devices a program is lowered for, sorted; None where they are unknown.
+
+    The devices are ``device_assignment`` of a ``ShardingContext``, or those of the mesh of an ``SPMDAxisContext`` (of
+    ``jax._src.sharding_impls``, in 0.10.2, 0.11.2 and 0.12.0.1). A ``shard_map`` by the mesh of its arguments' types
+    leaves only their number: where it is that of all devices, the program is for all processes.
+    """
+    axis_context = context.module_context.axis_context
+    mesh = getattr(axis_context, "mesh", None)
+    devices = mesh.devices.flat if isinstance(mesh, Mesh) else getattr(axis_context, "device_assignment", None)
+    if devices is not None:
+        return tuple(sorted({device.process_index for device in devices}))
+    if jax.process_count() == 1:
+        return ()
+    is_for_all = mesh is not None and mesh.size == jax.device_count()
+    return tuple(range(jax.process_count())) if is_for_all else None
 
 
 def is_partitioned(module_context: Any) -> bool:

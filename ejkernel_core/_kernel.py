@@ -43,6 +43,9 @@ class Invocation(Mapping[str, Any]):
     compute_capability: tuple[int, int] | None = None
     #: The operation that is called.
     operation: Operation | None = attrs.field(default=None, repr=False)
+    #: The processes whose devices run the program, sorted: (0, 1). One or none: this process alone. None: unknown, but
+    #: there may be several. They are no part of any key.
+    processes: tuple[int, ...] | None = ()
 
     @functools.cached_property
     def key(self) -> Key:
@@ -87,6 +90,11 @@ class Invocation(Mapping[str, Any]):
     @property
     def _location(self) -> str:
         return self.platform + (f" ({self.device_kind})" if self.device_kind else "")
+
+    @property
+    def has_several_processes(self) -> bool:
+        """Whether other processes may have to make the same choice."""
+        return self.processes is None or len(self.processes) > 1
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> Invocation:
         """The same invocation on these arrays."""

@@ -56,7 +56,7 @@ def load_kernel(entry: Entry, plugin: Any) -> LoadedKernel:
     op, _, backend = entry.name.rpartition(".")
     if not (op and backend):
         raise PluginError(
-            f"{entry.title}: a kernel is named <operation>.<backend>, and a policy has select_config or measure"
+            f"{entry.title}: a kernel is named <operation>.<backend>, and a policy has select_config, measure or settle"
         )
     manager = hook_manager(entry, plugin, KernelHooks)
     config_type = getattr(plugin, "Config", None)
@@ -136,6 +136,8 @@ def _wrong_attributes(plugin: Any) -> Iterator[str]:
         yield f"VERSION takes a whole number; got {version!r}"
     if not isinstance(getattr(plugin, "RANK", 0), int):
         yield f"RANK takes a whole number; got {plugin.RANK!r}"
+    if not isinstance(getattr(plugin, "IS_SAME_EVERYWHERE", False), bool):
+        yield f"IS_SAME_EVERYWHERE takes True or False; got {plugin.IS_SAME_EVERYWHERE!r}"
     if config is not None and not isinstance(config, type):
         yield f"Config is the type of the configurations; got {config!r}"
     elif config is not None and (reason := why_mutable_type(config)):
@@ -145,7 +147,7 @@ def _wrong_attributes(plugin: Any) -> Iterator[str]:
 def _missing_hooks(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:
     # A plugin may set a name to None after an import that failed.
     present = {name for name in specs if getattr(plugin, name, None) is not None}
-    optional = {"select_config"} if "measure" in present else set()
+    optional = {"select_config"} if present & {"measure", "settle"} else set()
     # A kernel that neither has configurations nor refuses anything has nothing to say before it runs.
     if getattr(plugin, "Config", None) is None and not hasattr(plugin, "heuristic_cfg"):
         optional.add("heuristic_cfg")

@@ -24,7 +24,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
 from ._choice import candidates_for
-from ._devices import Target, absent_target, current_platform, target
+from ._devices import Target, absent_target, current_platform, target, target_of
 from ._errors import NoKernel, NotDifferentiable, PluginError, Unsupported, message
 from ._fallback import warn_of_reference
 from ._jax_versions import (
@@ -32,6 +32,7 @@ from ._jax_versions import (
     avals_like,
     is_partitioned,
     lower_with_devices,
+    lowering_processes,
     unchecked_varying,
     vary_alike,
 )
@@ -102,6 +103,8 @@ class CallContext:
     #: The scope where the call is made. When JAX lowers it, another one may be in effect.
     scope: Scope = EMPTY
     dependencies: Dependencies = attrs.field(factory=Dependencies, repr=False)
+    #: The processes of the program around the call, where they are known before it is lowered; see ``Invocation``.
+    processes: tuple[int, ...] | None = ()
 
 
 @attrs.frozen
@@ -154,6 +157,7 @@ class Request:
             target.device_kind,
             target.compute_capability,
             self.operation,
+            target.processes,
         )
 
     def plan(self, values: Sequence[Any], target: Target) -> Plan:
@@ -279,7 +283,7 @@ def apply_inline(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
         in_axes = tuple(0 if name in axis.arrays else None for name in request.arrays)
         results = jax.vmap(lambda *values: apply_inline(element, values), in_axes)(*arrays)
         return tuple(r.sum(0) if n in axis.sums else r for n, r in zip(request.results, results, strict=True))
-    plan = request.plan(arrays, target(current_platform(arrays)))
+    plan = request.plan(arrays, target_of(arrays))
     operation = request.operation
     arrays = [
         array
@@ -357,7 +361,7 @@ def _run_eagerly(*arrays: Any, request: Request) -> tuple[Any, ...]:  # only und
         return tuple(run(*arrays))
     if request.mapped:
         return run_mapped(request, arrays)
-    plan = request.plan(arrays, target(current_platform(arrays)))
+    plan = request.plan(arrays, target_of(arrays))
     return execute(request, plan, arrays, request.outputs(arrays))
 
 
@@ -370,20 +374,24 @@ def _lower(ctx: Any, *operands: Any, request: Request, platform: str | None) -> 
 
 
 def _lowered(ctx: Any, operands: Sequence[Any], request: Request, platform: str) -> Any:
+    # Where the call is lowered again, on a shard or without its mapped axes, the processes are no longer known.
+    context = attrs.evolve(request.context, processes=request.context.processes or lowering_processes(ctx))
+    request = attrs.evolve(request, context=context)
+    call_target = target(platform)._replace(processes=context.processes)
     with request.settings.in_effect():
-        on_shards = _on_shards(request, ctx, platform)
+        on_shards = _on_shards(request, ctx, call_target)
     if on_shards is not None:
         return mlir.lower_fun(on_shards, multiple_results=True)(ctx, *operands)
     # A kernel computes on its shard, so its avals have no mesh.
     avals = [ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
-    run = partial(_run_mapped, request) if request.mapped else _kernel(request, avals, platform, ctx.avals_out)
+    run = partial(_run_mapped, request) if request.mapped else _kernel(request, avals, call_target, ctx.avals_out)
     return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *operands)
 
 
-def _kernel(request: Request, avals: Sequence[Any], platform: str, declared: Sequence[Any]) -> Callable[..., Any]:
+def _kernel(request: Request, avals: Sequence[Any], call_target: Target, declared: Sequence[Any]) -> Callable[..., Any]:
     """The chosen kernel for arrays like these, as a function of the arrays."""
     with request.settings.in_effect():
-        plan = request.plan(avals, target(platform))
+        plan = request.plan(avals, call_target)
     label = call_label(plan.kernel.name, plan.choice.cfg, plan.kernel.config_type)
 
     def run(*arrays: Any) -> tuple[Any, ...]:
@@ -396,7 +404,7 @@ def _kernel(request: Request, avals: Sequence[Any], platform: str, declared: Seq
 # -- sharded arrays outside of shard_map -------------------------------------------------------------------------------
 
 
-def _on_shards(request: Request, ctx: Any, platform: str) -> Callable[..., Any] | None:
+def _on_shards(request: Request, ctx: Any, call_target: Target) -> Callable[..., Any] | None:
     """The function that binds the call on every shard; None where it is lowered as it is."""
     mesh = explicit_mesh(ctx.avals_in)
     if mesh is None and not is_partitioned(ctx.module_context):
@@ -406,7 +414,7 @@ def _on_shards(request: Request, ctx: Any, platform: str) -> Callable[..., Any] 
         return None
     if mesh is not None:
         return by_shard_map(shards_of_types(rule, ctx.avals_in, mesh), mesh, partial(bind, request))
-    if rule.is_whole or not has_opaque_kernel(request, ctx.avals_in, target(platform)):
+    if rule.is_whole or not has_opaque_kernel(request, ctx.avals_in, call_target):
         return None  # the compiler partitions a kernel in plain JAX by itself, and can cache the program on disk
     return by_partitioner(rule, partial(bind, request))
 

@@ -35,7 +35,7 @@ class Choice:
         source = note + (f"\n  remembered as {self.key}" if self.key else "")
         provenance = self.record.provenance if self.record else None
         if provenance is None:
-            return f"{self.origin}{source}" + (", put there by hand" if source else "")
+            return f"{self.origin}{source}" + (", put there by hand" if self.key else "")
         return "\n  ".join([f"{self.origin}{source}, {provenance}", *provenance.casualties])
 
 

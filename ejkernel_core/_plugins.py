@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import operator
 import os
 import threading
 from collections.abc import Hashable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import attrs
 
 from . import _discovery
 from ._cache import ConfigCache
@@ -96,7 +99,7 @@ class Plugins:
                 "register(plugin, name): a kernel needs its name, '<operation>.<backend>', and a policy any"
             )
         else:
-            is_policy = hasattr(plugin, "select_config") or hasattr(plugin, "measure")
+            is_policy = any(hasattr(plugin, hook) for hook in ("select_config", "measure", "settle"))
             entry = Entry(POLICIES if is_policy else KERNELS, name)
             self._add(entry, check_plugin(entry, plugin))
         return plugin
@@ -153,10 +156,11 @@ class Plugins:
         """The plan of an invocation. ``NoKernel`` also says what to install."""
         kernels, broken = self.kernels(inv.op)
         for listener in scope.listeners:
-            listener(inv, self)
-        self._check_overlays(inv, scope)
+            # Each is this process's own: what a listener measures, or looks up, no other process has to choose alike.
+            listener(attrs.evolve(inv, processes=()) if inv.has_several_processes else inv, self)
+        check = functools.partial(self._check_overlays, inv, scope)
         try:
-            plan = choose(inv, kernels, broken, self.judge(inv), self.policies(scope), backend, cfg, scope)
+            plan = choose(inv, kernels, broken, self.judge(inv), self.policies(scope), backend, cfg, scope, check)
         except NoKernel as refusal:
             raise NoKernel(f"{refusal}\n{self.hints()}", refusal.verdicts) from None
         if plan.choice.measured:
@@ -193,6 +197,7 @@ class Plugins:
         return Policies(
             chain(working if policies_of_scope is None else policies_of_scope, memory),
             chain((name, policy) for name, policy in working if hasattr(policy, "measure")),
+            chain((name, policy) for name, policy in working if hasattr(policy, "settle")),
             tuple(Verdict(plugin.entry.name, plugin.entry.provider, "broken", plugin.reason) for plugin in broken),
             {name: self._state.entries[POLICIES, name][0] for name, _ in all_policies},
             self._failures,

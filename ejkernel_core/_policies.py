@@ -14,7 +14,7 @@ from ._cache import ConfigCache
 from ._discovery import Entry
 from ._errors import NEVER_CAUGHT, PluginError, RecordError, Unsupported, description, message
 from ._hooks import BUILT_IN_PREFIX, PROJECT, PolicyHooks, hookimpl
-from ._kernel import Candidate, Invocation, LoadedKernel, version_changes, why_mutable
+from ._kernel import Candidate, Invocation, LoadedKernel, find_record, version_changes, why_mutable
 from ._keys import Key
 from ._layout import LEADING
 from ._plan import Choice, Verdict
@@ -37,6 +37,8 @@ class Policies:
     stores: pluggy.PluginManager
     #: The policies with the hook ``measure``. They are asked last, also where the scope has policies of its own.
     tuners: pluggy.PluginManager
+    #: Likewise those with the hook ``settle``.
+    settlers: pluggy.PluginManager
     #: The verdicts on policies that do not load.
     broken: tuple[Verdict, ...] = ()
     #: By name: the entry of each installed or registered policy.
@@ -129,7 +131,13 @@ def _answers(
         yield f"{BUILT_IN_PREFIX}overlay", find
     for policy in reversed(policies.stores.hook.select_config.get_hookimpls()):
         ask: Any = policy.function
+        if arguments["inv"].has_several_processes and not getattr(policy.plugin, "IS_SAME_EVERYWHERE", False):
+            ask = _refuse_to_differ
         yield policy.plugin_name, partial(ask, *(arguments[name] for name in policy.argnames))
+
+
+def _refuse_to_differ(*arguments: Any) -> None:
+    raise Unsupported("its answers may differ between the processes of the program")
 
 
 def _kernel_of(choice: Choice, candidates: Sequence[Candidate]) -> LoadedKernel:
@@ -346,7 +354,12 @@ def _milliseconds(record: Record) -> float:
 
 
 class StorePolicy:
-    """A policy that answers from a store, a ``ConfigCache`` or any object with its methods, and stores in it."""
+    """A policy that answers from a store, a ``ConfigCache`` or any object with its methods, and stores in it.
+
+    Where several processes have to choose alike, it answers only with what the program has put into memory by hand.
+    """
+
+    IS_SAME_EVERYWHERE = True
 
     def __init__(self, store: Any, origin: str) -> None:
         self.store, self.origin = store, origin
@@ -356,7 +369,13 @@ class StorePolicy:
         if type(self.store) is ConfigCache and not self.store.generation:  # it has always been empty
             return None
         near, others = getattr(self.store, "near", None), scope.policy.other_versions
-        return recall(inv, candidates, self.origin, self.store.find, near=near, other_versions=others)
+        find = self._find_by_hand if inv.has_several_processes else self.store.find
+        return recall(inv, candidates, self.origin, find, near=near, other_versions=others)
+
+    def _find_by_hand(self, key: Key, candidate: Candidate) -> Record | None:
+        if type(self.store) is not ConfigCache:
+            _refuse_to_differ()
+        return find_record((r for r in self.store.records(key) if r.provenance is None), candidate)
 
     @hookimpl
     def config_selected(self, inv: Invocation, choice: Choice) -> None:

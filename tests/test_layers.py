@@ -24,7 +24,7 @@ LAYERS = """
     _fallback _labels
     _plugins
     _choice
-    _tuning
+    _tuning _processes
     _loading _policies
     _hooks
     _scopes _cache _plan _measurement

@@ -329,8 +329,8 @@ def test_an_entry_point_with_an_incomplete_name_is_broken(distribution: MakeDist
     np.testing.assert_array_equal(registry.call("double", X), 2 * X)
     reasons = {entry.name: fault.reason for entry, fault in registry.inspect() if fault}
     assert reasons == {
-        name: f"{name!r} of half-dist 1.0 (half): a kernel is named <operation>.<backend>, and a policy has select_config "
-        "or measure"
+        name: f"{name!r} of half-dist 1.0 (half): a kernel is named <operation>.<backend>, and a policy has select_config, "
+        "measure or settle"
         for name in ("double.", ".xla")
     }
     with pytest.raises(UnknownBackend, match=r"double: backend='' is no name\. Known: good\."):

@@ -64,6 +64,8 @@ class PackagedRecords:
         if isinstance(where, str) and not all(part.isidentifier() for part in where.split(".")):
             raise ValueError(f"takes the name of a package, or a Path for a folder; got {where!r}")
         self.where = where
+        #: Every process has the same package, but maybe not the same folder.
+        self.IS_SAME_EVERYWHERE = isinstance(where, str)
         self._records_by_place: dict[tuple[str, str], _Records] = {}
 
     @hookimpl

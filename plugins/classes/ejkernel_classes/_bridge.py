@@ -197,7 +197,7 @@ class Site:
         return tuple(batched_type(arguments, arguments["mapped"], leaf) for leaf in leaves)
 
     def _abstract_invocation(self, arguments: Mapping[str, Any], arrays: Sequence[Any] = ()) -> CoreInvocation:
-        platform, device_kind, capability = target(current_platform(arrays))
+        platform, device_kind, capability, _ = target(current_platform(arrays))
         return CoreInvocation(self.kernel.name, arguments, platform, device_kind, capability)
 
     # -- calls of the kernel object's methods --------------------------------------------------------------------
