@@ -30,6 +30,7 @@ PAGES_WITH_EXAMPLES = [
     "docs/hooks.md",
     "docs/kernel-classes.md",
     "docs/moving-from-ejkernel.md",
+    "docs/several-processes.md",
     "docs/stores.md",
     "docs/tuning.md",
     "docs/writing-a-plugin.md",
@@ -76,7 +77,12 @@ def run_block(page: Path, line: int, content: str, namespace: dict[str, object])
 
 
 #: Those whose examples are tuned, or are many.
-LONG_PAGES = {"docs/moving-from-ejkernel.md", "docs/tuning.md", "docs/operations/flash_attention.md"}
+LONG_PAGES = {
+    "docs/moving-from-ejkernel.md",
+    "docs/several-processes.md",
+    "docs/tuning.md",
+    "docs/operations/flash_attention.md",
+}
 
 
 @pytest.mark.parametrize(
@@ -203,10 +209,10 @@ DOCUMENTED = [
 
 
 def modules_with_doctests() -> list[str]:
-    """The modules of the core, operations, classes, proofs and tuner that have an example in a docstring."""
+    """The modules of the core, agreement, operations, classes, proofs and tuner that have an example in a docstring."""
     packages = {
         "ejkernel_core": ROOT,
-        **{f"ejkernel_{name}": ROOT / "plugins" / name for name in ("classes", "ops", "testing", "tuning")},
+        **{f"ejkernel_{name}": ROOT / "plugins" / name for name in ("agree", "classes", "ops", "testing", "tuning")},
     }
     modules = []
     for package, folder in packages.items():
@@ -229,6 +235,7 @@ def test_doctests(module):
 
 #: The packages that users import from. The examples of ``ejkernel_packed`` run in its own tests.
 PUBLIC = [
+    "ejkernel_agree",
     "ejkernel_classes",
     "ejkernel_core",
     "ejkernel_testing",

@@ -27,6 +27,7 @@ OURS = (
     "ejkernel_bench",
     "ejkernel_classes",
     "ejkernel_tuning",
+    "ejkernel_agree",
 )
 
 EFFECTS = """
