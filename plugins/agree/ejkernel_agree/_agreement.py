@@ -183,19 +183,31 @@ class Agreement:
         if text is None:
             reason = f"{question.title}: process {answer.by} has chosen, and does not go on after {wait_s:g} s"
             return Failure(self.process, Disagreement.__name__, reason)
-        return read(text, self.process) if text else answer
+        return self._content_of_outcome(question, answer, text)
 
     def _collected(self, question: Question, participant: Participant, answer: Answer) -> Answer | Failure:
         """Collect the reports, and write the outcome for the others."""
         failure = self._collected_failure(question, participant)
-        self._client.set_once(f"{question.name}/outcome", "" if failure is None else text_of(failure))
-        text = self._client.get(f"{question.name}/outcome")  # that of another thread or an interrupted try counts
-        return read(text, self.process) if text else answer
+        absent = sorted(self._absent.intersection(question.processes))
+        outcome = {"failure": None if failure is None else text_of(failure), "absent": absent}
+        self._client.set_once(f"{question.name}/outcome", json.dumps(outcome))
+        text = self._client.get(f"{question.name}/outcome")  # that of an interrupted try counts
+        assert text is not None
+        return self._content_of_outcome(question, answer, text)
+
+    def _content_of_outcome(self, question: Question, answer: Answer, text: str) -> Answer | Failure:
+        """The answer, or the failure in the outcome. All processes take over which of them are absent: otherwise each
+        would wait once by itself, one after the other.
+        """
+        outcome = json.loads(text)
+        self._absent = self._absent.difference(question.processes).union(outcome["absent"]) - {self.process}
+        return answer if outcome["failure"] is None else read(outcome["failure"], self.process)
 
     def _collected_failure(self, question: Question, participant: Participant) -> Failure | None:
         """The failure of a process that cannot obey; None where all can that have come."""
         end, pause = time.monotonic() + participant.report_wait_s, FIRST_PAUSE_S
         others = {*question.processes} - {self.process}
+        self._absent -= {p for p in others & self._absent if self._client.get(f"calls/{question.call}/{p}")}
         while True:
             reports = {int(name): text for name, text in self._client.folder(f"{question.name}/reports").items()}
             self._absent -= reports.keys()

@@ -183,15 +183,21 @@ def obedient_choice(
     if names:
         there, here = (", ".join(f"{n} {versions.get(n, 'not used')}" for n in names) for versions in (theirs, ours))
         raise Disagreement(
-            f"{title}, with {there}. Process {process} has {here}: install the same versions for all processes"
+            f"{title}, with {there}. Process {process} has {here}: install the same versions for all processes. If "
+            "they have changed while the program runs, call ejkernel_agree.renew() in all of them"
         )
     try:
         cfg = _configuration(answer, inv, candidate)
-        candidate.kernel.check_cfg(inv, cfg)
+        if cfg != candidate.cfg:  # that of the heuristic needs no check
+            candidate.kernel.check_cfg(inv, cfg)
     except (RecordError, Unsupported) as reason:
         raise Disagreement(f"{title}, which process {process} cannot run: {reason}") from reason
-    note = f"process {answer.by} has chosen for {in_words(question.processes)}"
-    return Choice(answer.backend, cfg, answer.origin, note=note)
+    return Choice(answer.backend, cfg, answer.origin, note=note_of(answer, question))
+
+
+def note_of(answer: Answer, question: Question) -> str:
+    """The remark in explanations of a choice."""
+    return f"process {answer.by} has chosen for {in_words(question.processes)}"
 
 
 def _configuration(answer: Answer, inv: Invocation, candidate: Candidate) -> Any:

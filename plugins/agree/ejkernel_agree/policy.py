@@ -14,7 +14,7 @@ import jax
 from ejkernel_core import Candidate, Choice, Invocation, Scope, Verdict, hookimpl
 
 from ._agreement import Agreement, Participant
-from ._answer import Answer, answer_of, obedient_choice, question_of
+from ._answer import Answer, answer_of, note_of, obedient_choice, question_of
 from ._client import JaxClient, connected_client
 
 #: How many seconds to wait for another process.
@@ -83,10 +83,10 @@ def settle(
     wait_s = _wait_s()
     budget_s = scope.policy.budget_s if scope.policy.mode == "on_miss" else 0.0
     answer = current.settle(question, Participant(own_answer, obey, not candidates, wait_s + budget_s, wait_s))
-    choice = obey(answer)
     if answer.by == current.process and own_choices:
-        return attrs.evolve(own_choices[-1], note="; ".join(filter(None, (own_choices[-1].note, choice.note))))
-    return choice
+        notes = filter(None, (own_choices[-1].note, note_of(answer, question)))
+        return attrs.evolve(own_choices[-1], note="; ".join(notes))
+    return obey(answer)
 
 
 def _wait_s() -> float:

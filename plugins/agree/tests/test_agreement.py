@@ -175,6 +175,38 @@ def test_a_process_that_comes_again_is_waited_for_again() -> None:
     assert agreement._absent == {2}
 
 
+def test_all_take_over_who_is_absent() -> None:
+    """Otherwise process 1 would wait for process 0 in the next question, and process 2 for process 1."""
+    store = Store()
+    agreements = {process: Agreement(store, process) for process in (1, 2)}
+    agreements[2]._absent = {0}
+    store.set_once(f"{QUESTION.name}/answer", text_of(answer(2)))
+    waiting = threading.Thread(target=lambda: agreements[2].settle(QUESTION, participant(2)))
+    waiting.start()
+    assert agreements[1].settle(QUESTION, participant(1)).backend == "kernel 2"
+    waiting.join()
+    assert [agreement._absent for agreement in agreements.values()] == [{0}, {0}]
+
+
+def test_an_absent_process_that_makes_the_call_now_is_waited_for() -> None:
+    store, agreement = Store(), Agreement(Store(), 0)
+    agreement._client, agreement._absent = store, {1, 2}
+    store.replace(f"calls/{QUESTION.call}/1", "{}")
+    fault = Disagreement("process 1 has another version")
+
+    def report() -> None:
+        time.sleep(0.2)
+        agreement_1 = Agreement(store, 1)
+        with pytest.raises(Disagreement):
+            agreement_1.settle(QUESTION, participant(1, obey=raising(fault)))
+
+    late = threading.Thread(target=report)
+    late.start()
+    with pytest.raises(Disagreement, match="process 1 has another version"):
+        agreement.settle(QUESTION, participant(0))
+    late.join()
+
+
 def test_the_first_of_those_that_come_chooses_next_time() -> None:
     store, choices = Store(), []
     agreement = Agreement(store, 1)

@@ -65,7 +65,9 @@ def test_a_process_that_never_comes_costs_one_wait(scenario: str, absent: int, f
     for number in (0, 1):
         (factor,) = {outcomes[number]["value"] for outcomes in each}
         assert factor in factors
-    assert all(first["seconds"] >= 2 > second["seconds"] for first, second in each)
+    # A process that comes a little later waits a little less.
+    assert 2 <= max(first["seconds"] for first, _ in each) < 10
+    assert max(second["seconds"] for _, second in each) < 2
 
 
 @pytest.mark.long
