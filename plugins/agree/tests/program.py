@@ -9,6 +9,7 @@ import json
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -286,6 +287,52 @@ def tuned(rank: int) -> Any:
         "stored": len(registry.memory),
         "local": local,
     }
+
+
+@scenario
+def without_the_plugin(rank: int) -> Any:
+    """Each process would measure, and has a store of its own; one policy is the same everywhere."""
+    global PLUGINS
+    PLUGINS = ""
+    measuring = tuner(rank + 1, 0.0)
+    registry = make_registry(tuner=measuring)
+    with warnings.catch_warnings(record=True) as caught, policy_override(autotune=True):
+        warnings.simplefilter("always")
+        factors = [call(registry, array(length)) for length in (24, 48)]
+        registry.register(policy(rank + 1), "store")
+        factors.append(call(registry, array(96)))
+        registry.register(SimpleNamespace(**vars(policy(7)), IS_SAME_EVERYWHERE=True), "same")
+        factors.append(call(registry, array(120)))
+        alone = value(registry.call("scale", jnp.ones(6)))
+    texts = [str(warning.message) for warning in caught if "choose alike" in str(warning.message)]
+    return {"factors": factors, "alone": alone, "measured": measuring.count, "warnings": texts}
+
+
+@scenario
+def meshes(rank: int) -> Any:
+    """The processes are known with automatic, explicit and manual axes, however the mesh is given."""
+    registry = make_registry(store=policy(rank + 1))
+    explicit = jax.make_mesh((6,), ("i",))
+    factors = {}
+
+    def double(x: Any) -> Any:
+        return registry.call("scale", x)
+
+    def run(name: str, function: Any, mesh: Any, length: int) -> None:
+        ones = np.ones(length, np.float32)
+        x = jax.make_array_from_callback(ones.shape, NamedSharding(mesh, P("i")), lambda index: ones[index])
+        factors[name] = value(jax.jit(function)(x))
+
+    automatic = jax.make_mesh((6,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    run("automatic", double, automatic, 6)
+    run("explicit", double, explicit, 12)
+    run("shard_map", jax.shard_map(double, mesh=automatic, in_specs=P("i"), out_specs=P("i")), automatic, 18)
+    run("shard_map, explicit", jax.shard_map(double, mesh=explicit, in_specs=P("i"), out_specs=P("i")), explicit, 24)
+    abstract = explicit.abstract_mesh
+    run("abstract", jax.shard_map(double, mesh=abstract, in_specs=P("i"), out_specs=P("i")), explicit, 30)
+    with jax.set_mesh(explicit):
+        run("set_mesh", jax.shard_map(double, in_specs=P("i"), out_specs=P("i")), explicit, 36)
+    return factors
 
 
 @scenario

@@ -145,6 +145,22 @@ def test_one_process_measures_and_the_others_wait_and_store_nothing() -> None:
 
 
 @pytest.mark.long
+def test_without_the_plugin_nothing_is_measured_and_only_what_is_the_same_everywhere_counts() -> None:
+    for rank, one in enumerate(results("without_the_plugin")):
+        assert one["factors"] == [100.0, 100.0, 100.0, 7.0]
+        assert (one["alone"], one["measured"]) == (rank + 1, 0)
+        (text,) = one["warnings"]
+        assert "processes 0, 1 and 2 have to choose alike" in text
+        assert "'pip install ejkernel-agree', for all of them" in text
+
+
+@pytest.mark.long
+def test_the_processes_are_known_however_the_mesh_is_given() -> None:
+    each = results("meshes")
+    assert [sorted(set(factors.values())) for factors in each] == [[1.0]] * 3, each
+
+
+@pytest.mark.long
 def test_attention_and_a_norm_with_their_gradients_are_right() -> None:
     each = results("attention")
     assert max(one["error"] for one in each) < 1e-4
