@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import attrs
 import jax
 
-from ejkernel_core import Candidate, Choice, Invocation, Scope, Verdict, hookimpl
+from ejkernel_core import AutotunePolicy, Candidate, Choice, Invocation, Scope, Verdict, hookimpl, to_json
 
 from ._agreement import Agreement, Participant
 from ._answer import Answer, answer_of, note_of, obedient_choice, question_of
@@ -33,6 +33,8 @@ def agreement() -> Agreement | None:
         return None
     with _lock:
         if not _current or _current[0][0] is not client:
+            # All processes import cattrs here, at once. Otherwise each would when it reads the first answer, in turn.
+            to_json(AutotunePolicy())
             _current[:] = [(client, Agreement(JaxClient(client), jax.process_index()))]
         return _current[0][1]
 
