@@ -24,6 +24,7 @@ from ejkernel_core import (
     from_json,
     to_json,
 )
+from ejkernel_core._errors import message
 from ejkernel_core._keys import short_hash
 from ejkernel_core._processes import in_words
 
@@ -103,7 +104,7 @@ class Failure:
     @classmethod
     def of(cls, fault: BaseException, process: int) -> Failure:
         """The failure of a process."""
-        return cls(process, type(fault).__name__, str(fault))
+        return cls(process, type(fault).__name__, message(fault))
 
     @property
     def exception(self) -> Exception:
