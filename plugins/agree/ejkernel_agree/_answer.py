@@ -66,7 +66,6 @@ def question_of(inv: Invocation, key: Key, backend: str | None, scope: Scope, ge
     """
     assert inv.processes is not None
     problem = {**json.loads(key.problem), "device": inv.platform}
-    problem.pop("sharding", None)  # only calls that are not jitted have it
     chain = None if scope.policies is None else [name for name, _ in scope.policies]
     # As in JSON, so that they are equal to those that other processes have written.
     circumstances: dict[str, Any] = json.loads(

@@ -498,9 +498,9 @@ def test_what_decides_a_choice_is_in_the_name_of_its_answer() -> None:
     assert question().name == names[0]
 
 
-def test_the_device_and_the_sharding_are_not_in_the_name() -> None:
+def test_the_device_is_not_in_the_name() -> None:
     inv = attrs.evolve(registry_with(one=kernel()).invocation("scale", X), processes=(0, 1))
-    other = attrs.evolve(inv, device_kind="another processor", sharding=(("x", "2x1 on 2"),))
+    other = attrs.evolve(inv, device_kind="another processor")
     assert inv.key != other.key
     names = [question_of(each, each.key, None, current(), 0).name for each in (inv, other)]
     assert names[0] == names[1]
