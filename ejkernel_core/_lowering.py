@@ -44,7 +44,7 @@ from ._partitioning import Partitioning, whole_partitioning
 from ._plan import Plan
 from ._plugins import Plugins
 from ._scopes import EMPTY, Scope
-from ._sharding import by_partitioner, by_shard_map, explicit_mesh, partition_spec, shards_of_types
+from ._sharding import by_partitioner, by_shard_map, explicit_mesh, partition_spec, partly_manual_mesh, shards_of_types
 
 # -- a request: a call without the values of its arrays ----------------------------------------------------------------
 
@@ -357,7 +357,7 @@ def _run_eagerly(*arrays: Any, request: Request) -> tuple[Any, ...]:  # only und
     mesh = explicit_mesh(avals)
     rule = None if mesh is None else request.partitioning(avals)
     if rule is not None:
-        run = by_shard_map(shards_of_types(rule, avals, mesh), mesh, partial(bind, request))
+        run = by_shard_map(shards_of_types(rule, avals, mesh), mesh, mesh.explicit_axes, partial(bind, request))
         return tuple(run(*arrays))
     if request.mapped:
         return run_mapped(request, arrays)
@@ -406,17 +406,19 @@ def _kernel(request: Request, avals: Sequence[Any], call_target: Target, declare
 
 def _on_shards(request: Request, ctx: Any, call_target: Target) -> Callable[..., Any] | None:
     """The function that binds the call on every shard; None where it is lowered as it is."""
-    mesh = explicit_mesh(ctx.avals_in)
-    if mesh is None and not is_partitioned(ctx.module_context):
+    explicit, partly_manual = explicit_mesh(ctx.avals_in), partly_manual_mesh(ctx.avals_in)
+    if explicit is None and partly_manual is None and not is_partitioned(ctx.module_context):
         return None
-    rule = request.partitioning(ctx.avals_in)
+    rule, bind_shard = request.partitioning(ctx.avals_in), partial(bind, request)
     if rule is None:
         return None
-    if mesh is not None:
-        return by_shard_map(shards_of_types(rule, ctx.avals_in, mesh), mesh, partial(bind, request))
-    if rule.is_whole or not has_opaque_kernel(request, ctx.avals_in, call_target):
+    if explicit is not None:
+        return by_shard_map(shards_of_types(rule, ctx.avals_in, explicit), explicit, explicit.explicit_axes, bind_shard)
+    if not has_opaque_kernel(request, ctx.avals_in, call_target):
         return None  # the compiler partitions a kernel in plain JAX by itself, and can cache the program on disk
-    return by_partitioner(rule, partial(bind, request))
+    if partly_manual is not None:  # the partitioner would end the process, so each device computes the whole call
+        return by_shard_map(rule.shards({}, ()), partly_manual, partly_manual.auto_axes, bind_shard)
+    return by_partitioner(rule, bind_shard)
 
 
 def has_opaque_kernel(request: Request, avals: Sequence[Any], target: Target) -> bool:

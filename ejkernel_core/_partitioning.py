@@ -47,11 +47,6 @@ class Partitioning:
     reason: str = ""
 
     @property
-    def is_whole(self) -> bool:
-        """Whether no factor may be sharded."""
-        return all(factor in self.whole or size == 1 for factor, size in self.sizes.items())
-
-    @property
     def sums(self) -> dict[str, Factors]:
         """By result: the factors that it is a sum over."""
         shardable = [factor for factor, size in self.sizes.items() if factor not in self.whole and size != 1]

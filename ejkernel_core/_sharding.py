@@ -28,6 +28,12 @@ def explicit_mesh(avals: Sequence[Any]) -> Any:
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
 
+def partly_manual_mesh(avals: Sequence[Any]) -> Any:
+    """The mesh of the types of arrays inside a ``shard_map`` over some of its axes, where the others are automatic."""
+    meshes = (aval.sharding.mesh for aval in avals if aval.sharding is not None)
+    return next((mesh for mesh in meshes if mesh.manual_axes and mesh.auto_axes), None)
+
+
 def as_explicit(array: Any) -> Any:
     """The type of an array that is sharded over a mesh, as if the axes of that mesh were explicit. Any other value
     stays as it is.
@@ -72,15 +78,17 @@ def partition_spec(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in spec))
 
 
-def by_shard_map(shards: Shards, mesh: Any, bind: Bind) -> Callable[..., Any]:
-    """The function of whole arrays that binds the call on every shard, and reshards arrays as the shards need them."""
+def by_shard_map(shards: Shards, mesh: Any, axes: Sequence[str], bind: Bind) -> Callable[..., Any]:
+    """The function of whole arrays that binds the call on every shard over these axes of the mesh. It reshards arrays
+    as the shards need them.
+    """
     specs = [*map(partition_spec, shards.specs_of_arrays)]
     on_shards = jax.shard_map(
         _on_shard(shards, bind),
         mesh=mesh,
         in_specs=tuple(specs),
         out_specs=tuple(map(partition_spec, shards.specs_of_results)),
-        axis_names={*mesh.explicit_axes},
+        axis_names={*axes},
         check_vma=False,
     )
 

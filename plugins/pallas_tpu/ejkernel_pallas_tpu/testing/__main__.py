@@ -12,6 +12,8 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
+from jax.sharding import AxisType
+
 from . import _memory, _sharded, _time
 from ._compiler import TOPOLOGIES, Compiler, versions
 from ._kernels import installed_kernels
@@ -35,9 +37,13 @@ def fits(compiler: Compiler, generation: str, text: str) -> int:
 
 def sharded(compiler: Compiler, generation: str, text: str) -> int:
     """Batch and heads on four chips: no communication."""
-    kernels, collectives = _sharded.kernels_and_collectives(compiler, generation)
-    print(f"{generation}, 2 x 2: {', '.join(kernels)}; communication: {', '.join(collectives) or 'none'}", flush=True)
-    return len(collectives) + (len(kernels) < 2)
+    faults = 0
+    for kind, where in ((AxisType.Auto, "in shard_map"), (AxisType.Explicit, "with explicit axes")):
+        kernels, collectives = _sharded.kernels_and_collectives(compiler, generation, kind)
+        communication = ", ".join(collectives) or "none"
+        print(f"{generation}, 2 x 2, {where}: {', '.join(kernels)}; communication: {communication}", flush=True)
+        faults += len(collectives) + (len(kernels) < 2)
+    return faults
 
 
 def estimates(compiler: Compiler, generation: str, text: str) -> int:

@@ -18,7 +18,7 @@ import attrs
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from ejkernel_pallas_tpu.launch._generations import KINDS
 
@@ -118,22 +118,27 @@ class Compiler:
         jax.config.update("jax_platforms", "cpu")
         return cls(folder)
 
-    def mesh(self, generation: str, shape: tuple[int, ...] = (1,), axes: tuple[str, ...] = ("x",)) -> Mesh:
+    def mesh(
+        self,
+        generation: str,
+        shape: tuple[int, ...] = (1,),
+        axes: tuple[str, ...] = ("x",),
+        kind: AxisType = AxisType.Auto,
+    ) -> Mesh:
         """A mesh of absent devices of a generation."""
         chips = topologies.get_topology_desc(platform="tpu", **TOPOLOGIES[generation]).devices
-        return Mesh(np.array(chips[: math.prod(shape)]).reshape(shape), axes)
+        return Mesh(np.array(chips[: math.prod(shape)]).reshape(shape), axes, axis_types=(kind,) * len(axes))
 
     def device_kind(self, generation: str) -> str:
         """JAX's name of the devices of a generation."""
         return str(self.mesh(generation).devices.flat[0].device_kind)
 
-    def lower(
-        self, function: Callable[..., Any], *arguments: Any, mesh: Mesh, sharding: NamedSharding | None = None
-    ) -> Any:
-        """One call of a function, lowered for a mesh."""
-        sharding = sharding or NamedSharding(mesh, PartitionSpec())
+    def lower(self, function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Any:
+        """One call of a function, lowered for a mesh. Arguments without a sharding are replicated."""
+        is_sharded = any(getattr(argument, "sharding", None) is not None for argument in jax.tree.leaves(arguments))
+        options: Any = {} if is_sharded else {"in_shardings": NamedSharding(mesh, PartitionSpec())}
         with use_abstract_mesh(mesh.abstract_mesh):
-            return jax.jit(function, in_shardings=sharding).trace(*arguments).lower(lowering_platforms=("tpu",))
+            return jax.jit(function, **options).trace(*arguments).lower(lowering_platforms=("tpu",))
 
     def compile(self, lowered: Any, options: Mapping[str, str] | None = None) -> Program:
         """The program of a lowered call. The reports of the next one replace its own."""
