@@ -34,6 +34,7 @@ PAGES_WITH_EXAMPLES = [
     "docs/stores.md",
     "docs/tuning.md",
     "docs/writing-a-plugin.md",
+    "docs/operations/context_attention.md",
     "docs/operations/flash_attention.md",
     "docs/operations/layer_norm.md",
     "docs/operations/rms_norm.md",
@@ -209,10 +210,10 @@ DOCUMENTED = [
 
 
 def modules_with_doctests() -> list[str]:
-    """The modules of the core, agreement, operations, classes, proofs and tuner that have an example in a docstring."""
+    """The modules of the core, agreement, operations, classes, context, proofs and tuner that have an example in a docstring."""
     packages = {
         "ejkernel_core": ROOT,
-        **{f"ejkernel_{name}": ROOT / "plugins" / name for name in ("agree", "classes", "ops", "testing", "tuning")},
+        **{f"ejkernel_{name}": ROOT / "plugins" / name for name in ("agree", "classes", "context", "ops", "testing", "tuning")},
     }
     modules = []
     for package, folder in packages.items():
@@ -237,6 +238,7 @@ def test_doctests(module):
 PUBLIC = [
     "ejkernel_agree",
     "ejkernel_classes",
+    "ejkernel_context",
     "ejkernel_core",
     "ejkernel_testing",
     "ejkernel_tuning",

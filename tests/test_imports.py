@@ -24,6 +24,7 @@ OURS = (
     "ejkernel_cudnn",
     "ejkernel_cache",
     "ejkernel_packed",
+    "ejkernel_context",
     "ejkernel_bench",
     "ejkernel_classes",
     "ejkernel_tuning",

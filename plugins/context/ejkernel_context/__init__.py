@@ -1,0 +1,14 @@
+"""Attention over a sequence that is sharded over devices.
+
+``context_attention`` is called inside ``shard_map``, or on arrays on a mesh. ``zigzag`` puts tokens into the order in
+which all devices have the same work under a causal mask, ``unzigzag`` puts them back, and ``positions`` are those of a
+device's tokens.
+"""
+
+from __future__ import annotations
+
+from ._attention import context_attention
+from .layouts import unzigzag, zigzag
+from .positions import positions
+
+__all__ = ["context_attention", "positions", "unzigzag", "zigzag"]

@@ -1,0 +1,177 @@
+"""``context_attention`` by a ring: the keys and values travel from device to device.
+
+At step i, a device has the keys of the device i places before it. Under a causal mask in the zigzag layout, the first
+step is a causal call on the own shard. In each later one, two pairs of halves see one another whole, and the others not
+at all: the second half of the queries and the first half of the keys; and, if the keys come from an earlier device, the
+first halves of both, else the second halves. The two pairs are one call of twice the batch. Which halves is selected by
+value: a branch would make a GPU's host wait for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+
+from ejkernel_core import Invocation, Unsupported, hookimpl
+
+from .mesh import Names
+from .parts import Part, attention, merged, plain_attention, with_sinks
+from .positions import shard_index
+from .rule import RING
+
+#: The version of the kernel and its Config.
+VERSION = 1
+#: By the rule of this package.
+PLATFORMS = {"cpu": RING, "gpu": RING, "tpu": RING}
+
+
+@attrs.frozen
+class Config:
+    """Empty, because there is only one way to run this kernel."""
+
+
+@hookimpl
+def heuristic_cfg(inv: Invocation) -> Config:
+    """The only configuration. Windows, and a causal mask in the contiguous layout, are refused."""
+    refuse_uneven_steps(inv)
+    return Config()
+
+
+@hookimpl
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
+    """The results for the queries of this device."""
+    if inv["axis_size"] == 1:
+        return plain_attention(inv)
+    part = _causal(inv) if inv["causal"] else _full(inv)
+    return with_sinks(part, inv["softmax_aux"]).results(inv["query"].dtype)
+
+
+def refuse_uneven_steps(inv: Invocation) -> None:
+    """Raise for calls in which most steps would have nothing to do on some devices."""
+    if inv["axis_size"] == 1:
+        return
+    if inv["sliding_window"] is not None:
+        raise Unsupported("sliding_window: most steps of a ring would have no visible keys; gather and ulysses take it")
+    if inv["causal"] and inv["layout"] == "contiguous":
+        raise Unsupported(
+            "layout: under a causal mask, devices of the contiguous layout would wait for the last one at every step; "
+            "use layout='zigzag', or gather or ulysses"
+        )
+
+
+@attrs.frozen(eq=False)
+class Keys:
+    """The keys and values of a device, on their way around the ring; with their segment ids, if there are any."""
+
+    key: Any
+    value: Any
+    ids: Any
+
+    @classmethod
+    def own(cls, inv: Invocation) -> Keys:
+        """Those of this device."""
+        return cls(inv["key"], inv["value"], inv["kv_segment_ids"])
+
+    def hop(self, inv: Invocation) -> Keys:
+        """Those of the device before, which come as one array."""
+        dim = self.key.shape[-1]
+        if self.key.shape == self.value.shape:
+            key, value = shifted(jnp.stack([self.key, self.value]), inv)
+        else:
+            both = shifted(jnp.concatenate([self.key, self.value], axis=-1), inv)
+            key, value = both[..., :dim], both[..., dim:]
+        return Keys(key, value, None if self.ids is None else shifted(self.ids, inv))
+
+
+def shifted(array: jax.Array, inv: Invocation) -> jax.Array:
+    """The array of the device before, in a ring."""
+    names: Names = inv["axis"]
+    size = inv["axis_size"]
+    array_of_other: jax.Array = jax.lax.ppermute(array, names, [(i, (i + 1) % size) for i in range(size)])
+    return array_of_other
+
+
+def is_earlier(inv: Invocation, step: int) -> Any:
+    """Whether the keys at this step come from an earlier device, rather than from a later one."""
+    shard = shard_index(inv["axis"])
+    return (shard - step) % inv["axis_size"] < shard
+
+
+def halves(array: Any, dim: int = 1) -> tuple[Any, Any]:
+    """The two chunks of a shard."""
+    if array is None:
+        return None, None
+    first, last = jnp.split(array, 2, axis=dim)
+    return first, last
+
+
+def both_pairs(earlier: Any, array: Any, dim: int = 1) -> Any:
+    """What the two pairs of a step have of an array of the queries, as one batch: the second half, and the half that
+    the other pair has.
+    """
+    if array is None:
+        return None
+    first, last = halves(array, dim)
+    return jnp.concatenate([last, jnp.where(earlier, first, last)])
+
+
+def both_pairs_of_keys(earlier: Any, array: Any) -> Any:
+    """The same of an array of the keys: the first half, and that of the other pair."""
+    if array is None:
+        return None
+    first, last = halves(array)
+    return jnp.concatenate([first, jnp.where(earlier, first, last)])
+
+
+def step_call(inv: Invocation, keys: Keys, earlier: Any) -> dict[str, Any]:
+    """The arguments of attention at a step under a causal mask."""
+    return {
+        "query": both_pairs(earlier, inv["query"]),
+        "key": both_pairs_of_keys(earlier, keys.key),
+        "value": both_pairs_of_keys(earlier, keys.value),
+        "q_segment_ids": both_pairs(earlier, inv["q_segment_ids"]),
+        "kv_segment_ids": both_pairs_of_keys(earlier, keys.ids),
+    }
+
+
+def whole_step_call(inv: Invocation, keys: Keys, causal: bool = False) -> dict[str, Any]:
+    """The arguments of attention at a step of the whole shard."""
+    ids = {"q_segment_ids": inv["q_segment_ids"], "kv_segment_ids": keys.ids}
+    return {"query": inv["query"], "key": keys.key, "value": keys.value, "causal": causal, **ids}
+
+
+def _full(inv: Invocation) -> Part:
+    keys, part = Keys.own(inv), None
+    for step in range(inv["axis_size"]):
+        # The next keys are sent before the attention of this step, so that they can arrive meanwhile.
+        following = keys.hop(inv) if step < inv["axis_size"] - 1 else keys
+        new = Part.of(attention(inv, **whole_step_call(inv, keys)))
+        part = new if part is None else merged(part, new)
+        keys = following
+    assert part is not None
+    return part
+
+
+def _causal(inv: Invocation) -> Part:
+    own = Keys.own(inv)
+    keys = own.hop(inv)
+    part = Part.of(attention(inv, **whole_step_call(inv, own, causal=True)))
+    (first_out, last_out), (first_lse, last_lse) = halves(part.out), halves(part.lse)
+    first, last = Part(first_out, first_lse), Part(last_out, last_lse)
+    for step in range(1, inv["axis_size"]):
+        following = keys.hop(inv) if step < inv["axis_size"] - 1 else keys
+        earlier = is_earlier(inv, step)
+        new = Part.of(attention(inv, **step_call(inv, keys, earlier)))
+        (one_out, other_out), (one_lse, other_lse) = halves(new.out, 0), halves(new.lse, 0)
+        last = merged(last, Part(one_out, one_lse))
+        other = merged(_selected(earlier, first, last), Part(other_out, other_lse))
+        first, last = _selected(earlier, other, first), _selected(earlier, last, other)
+        keys = following
+    return Part(jnp.concatenate([first.out, last.out], axis=1), jnp.concatenate([first.lse, last.lse], axis=1))
+
+
+def _selected(condition: Any, one: Part, other: Part) -> Part:
+    return Part(jnp.where(condition, one.out, other.out), jnp.where(condition, one.lse, other.lse))
