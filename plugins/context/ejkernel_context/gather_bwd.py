@@ -91,5 +91,11 @@ def _scattered(inv: Invocation, gradient: jax.Array) -> jax.Array:
     """The sum over the devices, of which each gets the rows of its own keys."""
     if inv["causal"] and inv["layout"] == "zigzag":
         gradient = by_device(gradient, inv["axis_size"], 1)
-    summed: jax.Array = jax.lax.psum_scatter(gradient, inv["axis"], scatter_dimension=1, tiled=True)
+    summed: jax.Array
+    if jax.typeof(gradient).sharding.mesh.explicit_axes:
+        # JAX 0.12.0.1 cannot lower a reduce-scatter where other mesh axes are explicit and not manual.
+        parts = jnp.stack(jnp.split(gradient, inv["axis_size"], axis=1))
+        summed = jax.lax.all_to_all(parts, inv["axis"], split_axis=0, concat_axis=0, tiled=True).sum(0)
+    else:
+        summed = jax.lax.psum_scatter(gradient, inv["axis"], scatter_dimension=1, tiled=True)
     return summed
