@@ -42,6 +42,15 @@ class Suite:
         return run, (inspect.getdoc(target) or "").partition("\n")[0].rstrip(".")
 
     @property
+    def documentation(self) -> str:
+        """The whole docstring of the module or function, or the reason why there is none."""
+        try:
+            self.load()
+            return inspect.getdoc(self.entries[0].load()) or ""
+        except BrokenSuite as fault:
+            return f"BROKEN: {fault}"
+
+    @property
     def description(self) -> str:
         """The first line of the docstring of the module or function, or the reason why there is none."""
         try:
