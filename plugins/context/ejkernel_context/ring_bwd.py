@@ -7,13 +7,15 @@ in float32, and are at home after one more hop.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import ejkernel_core
-from ejkernel_core import Invocation, NoKernel, Unsupported, hookimpl
+from ejkernel_core import Invocation, NoConfig, NoKernel, Unsupported, hookimpl
+from ejkernel_ops.flash_attention.operation import backward as attention_bwd
 
 from .parts import apart, gradient_call, gradients, in_order, plain_gradients, sink_gradients
 from .ring import (
@@ -39,23 +41,35 @@ RESULTS = ("out", "lse", "d_out", "d_lse")
 def heuristic_cfg(inv: Invocation) -> Config:
     """The only configuration. What the forward refuses is refused, and steps that only the reference could do."""
     refuse_uneven_steps(inv)
-    if inv["axis_size"] > 1 and _names(inv):
-        _refuse_reference(inv)
+    names = _names(inv)
+    if inv["axis_size"] > 1 and names:
+        first_step = {**whole_step_call(inv, Keys.own(inv), causal=inv["causal"]), **_results(inv)}
+        _step_backend(gradient_call(inv, names, **first_step))
     return Config()
 
 
-def _refuse_reference(inv: Invocation) -> None:
-    """The reference has no use for the lse of all keys: it would take that of a part."""
-    first_step = {**whole_step_call(inv, Keys.own(inv), causal=inv["causal"]), **_results(inv)}
+def _step_backend(call: Mapping[str, Any]) -> str:
+    """The best kernel for the call of a step that is not the reference, whatever was measured.
+
+    The reference does not take the lse of all keys: it would compute that of the part. A tuner cannot know this, and
+    for small calls the reference may be the fastest.
+    """
     try:
-        plan = ejkernel_core.plan("flash_attention_bwd", **gradient_call(inv, _names(inv), **first_step))
-    except NoKernel as error:
+        plan = ejkernel_core.plan("flash_attention_bwd", **call)
+    except (NoKernel, NoConfig) as error:
         raise Unsupported(f"flash_attention_bwd has no kernel for its steps: {error}") from error
-    if plan.kernel.backend == "reference":
+    able = [verdict.name.rpartition(".")[2] for verdict in plan.verdicts if verdict.status == "able"]
+    backends = [name for name in (plan.kernel.backend, *able) if name != attention_bwd.reference]
+    if not backends:
         raise Unsupported(
             "only the reference of flash_attention_bwd can do its steps, and it does not take the lse of all keys; "
             "install a kernel (pip install ejkernel-xla), or use gather or ulysses"
         )
+    return backends[0]
+
+
+def _step_gradients(inv: Invocation, names: tuple[str, ...], call: Mapping[str, Any]) -> Gradients:
+    return gradients(inv, names, backend=_step_backend(gradient_call(inv, names, **call)), **call)
 
 
 @hookimpl
@@ -104,7 +118,7 @@ def _full(inv: Invocation, names: tuple[str, ...]) -> Gradients:
     keys, total = _own(inv), dict[str, jax.Array]()
     for step in range(inv["axis_size"]):
         following = keys.hop(inv) if step < inv["axis_size"] - 1 else keys
-        new = gradients(inv, names, **whole_step_call(inv, keys), **_results(inv))
+        new = _step_gradients(inv, names, {**whole_step_call(inv, keys), **_results(inv)})
         total = _added(total, new, inv, step)
         keys = following
     return {**total, **_hop(total, inv)}
@@ -113,11 +127,12 @@ def _full(inv: Invocation, names: tuple[str, ...]) -> Gradients:
 def _causal(inv: Invocation, names: tuple[str, ...]) -> Gradients:
     own = _own(inv)
     keys = own.hop(inv)
-    total = gradients(inv, names, **whole_step_call(inv, own, causal=True), **_results(inv))
+    total = _step_gradients(inv, names, {**whole_step_call(inv, own, causal=True), **_results(inv)})
     for step in range(1, inv["axis_size"]):
         following = keys.hop(inv) if step < inv["axis_size"] - 1 else keys
         earlier = is_earlier(inv, step)
-        new = gradients(inv, names, **step_call(inv, keys, earlier), **_results_of_pairs(inv, earlier))
+        call = {**step_call(inv, keys, earlier), **_results_of_pairs(inv, earlier)}
+        new = _step_gradients(inv, names, call)
         total = _added(total, _of_shard(new, earlier), inv, step)
         keys = following
     return {**total, **_hop(total, inv)}

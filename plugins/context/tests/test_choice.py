@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_core
 from ejkernel_context import context_attention
-from ejkernel_core import Unsupported, policy_override
+from ejkernel_core import Choice, Unsupported, hookimpl, policy_override
 from ejkernel_tuning import autotune_recorded, recording
 
 
@@ -80,6 +81,24 @@ def test_the_ring_does_not_use_the_reference_for_its_steps(use_registry: Callabl
     )
     assert explanation.plan.kernel.backend == "ring"
     assert "it does not take the lse of all keys" in str(explanation.backward)
+
+
+def test_the_ring_is_right_where_the_reference_was_the_fastest(
+    use_registry: Callable[[Any], None], compare: Callable[..., None], make_case: Any
+) -> None:
+    """For small calls, a tuner may select the reference."""
+
+    @hookimpl
+    def select_config(inv: Any, candidates: Any, scope: Any) -> Choice | None:
+        if inv.op != "flash_attention_bwd":
+            return None
+        reference = [candidate for candidate in candidates if candidate.backend == "reference"]
+        return Choice("reference", reference[0].cfg, "a tuner") if reference else None
+
+    registry = ejkernel_core.Registry()
+    registry.register(SimpleNamespace(select_config=select_config, RANK=90), "tuner of references")
+    use_registry(registry)
+    compare(make_case(backend="ring", options={"causal": True}))
 
 
 def ring(length: int, axis: Any) -> Any:
