@@ -121,7 +121,8 @@ class Subject:
         for name, kind in (("auto", AxisType.Auto), ("explicit", AxisType.Explicit)):
             mesh = _mesh(kind)
             shards = [placed(array, mesh, spec) for array, spec in zip(arrays, self.specs, strict=True)]
-            yield name, partial(compiled, partial(function, self.call), shards, mesh)
+            context = mesh if kind is AxisType.Explicit else None
+            yield name, partial(compiled, partial(function, self.call), shards, context)
         mesh = _mesh(AxisType.Auto)
         shards = [placed(array, mesh, spec) for array, spec in zip(arrays, self.specs, strict=True)]
         *arguments, result = self.specs

@@ -218,6 +218,24 @@ def test_keys_that_are_equal_on_all_devices(backend: str) -> None:
     close(gradients, jax.grad(loss(expected), argnums=(0, 1, 2))(query, key[:, :8], value[:, :8]))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_arrays_that_are_equal_on_all_devices(backend: str) -> None:
+    """The results differ, because the places in the sequence do."""
+    arrays = [array[:, :8] for array in qkv()]
+    call = partial(context_attention, axis="seq", layout="contiguous", causal=True, backend=backend)
+    shards = partial(jax.shard_map, call, mesh=mesh_of(seq=4), in_specs=P())
+    with pytest.raises(ValueError, match="out_specs"):
+        shards(out_specs=P())(*arrays)
+
+    def expected(*arrays: Any) -> Any:
+        return whole(*(jnp.tile(array, (1, 4, 1, 1)) for array in arrays))
+
+    run = shards(out_specs=P(None, "seq"))
+    close(run(*arrays), expected(*arrays))
+    close(jax.grad(loss(run), argnums=(0, 1, 2))(*arrays), jax.grad(loss(expected), argnums=(0, 1, 2))(*arrays))
+
+
 # -- outside of shard_map ----------------------------------------------------------------------------------------------
 
 
