@@ -1,9 +1,15 @@
-"""The rule by which a kernel is chosen: that of gathered keys and Ulysses which receives fewer bytes, or else the ring.
+"""The rule by which a kernel is chosen: Ulysses where the devices divide the heads, or else gathered keys while these
+are not too many, or else the ring.
 
-The number of bytes that a device receives decides, because both compute the same and neither hides what it waits for:
-for n devices, H heads and K key heads, gathered keys are fewer where n * K < H + K. The ring receives as much as
-gathered keys and divides the work into n steps, each of which is a smaller call. It is for keys that are too many to be
-gathered. All processes of a program have to choose alike, so the rule depends on nothing but the call.
+All three have the same work. Ulysses makes plain calls, which every kernel of attention can do at its full rate.
+Gathered keys take fewer bytes than Ulysses where n * K < H + K, for n devices, H heads and K key heads. But a causal
+call of them is packed: our fastest kernel for packed calls has 0.80 to 0.87 of its plain rate forward (see
+docs/performance.md), and cuDNN's refuse them. For H = 32 and K = 8 on two cards, the bytes that Ulysses has more are
+reckoned to take 3 % of the time of 32k tokens, and 12 % of that of 8k. The ring divides the work into n steps, each of
+which is a smaller call with a merge. It is for keys that are too many to be gathered: its steps are then long enough to
+hide the transfers.
+
+All processes of a program have to choose alike, so the rule depends on nothing but the call.
 """
 
 from __future__ import annotations
@@ -13,12 +19,10 @@ from ejkernel_core import Invocation
 from .mesh import in_words
 
 #: The most bytes of the keys and values of the whole sequence that are gathered: a backward holds them, and their
-#: gradients in float32, four times as much in 16 bits. Of a device with 80 GB this is a sixteenth. With more keys, the
-#: steps of a ring are long enough to hide the transfers.
+#: gradients in float32, in all three times as much in 16 bits. Of a device with 80 GB this is a twenty-fifth.
 MOST_GATHERED = 2**30
-#: The ranks on every platform. Gathered keys have one of three.
-ULYSSES, RING = 25, 10
-GATHER_FEWER, GATHER_MORE, GATHER_TOO_MANY = 30, 20, 5
+#: The ranks on every platform.
+ULYSSES, GATHER, RING, GATHER_TOO_MANY = 30, 20, 10, 5
 
 
 def gathered_bytes(inv: Invocation) -> int:
@@ -29,11 +33,7 @@ def gathered_bytes(inv: Invocation) -> int:
 
 def gather_rank(inv: Invocation) -> int:
     """The rank of gathered keys."""
-    if gathered_bytes(inv) > MOST_GATHERED:
-        return GATHER_TOO_MANY
-    query, value, shards = inv["query"], inv["value"], inv["axis_size"]
-    heads, kv_heads = query.shape[2], value.shape[2]
-    return GATHER_FEWER if shards * kv_heads <= heads + kv_heads else GATHER_MORE
+    return GATHER if gathered_bytes(inv) <= MOST_GATHERED else GATHER_TOO_MANY
 
 
 def indivisible_heads(inv: Invocation) -> str | None:

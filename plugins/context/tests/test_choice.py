@@ -29,26 +29,25 @@ def plan(
 @pytest.mark.parametrize(
     ("shards", "heads", "expected"),
     [
-        (2, (32, 8), "gather"),
-        (4, (32, 8), "gather"),
-        (8, (32, 8), "ulysses"),  # gathered keys are 64 heads, exchanged ones are 40
-        (8, (32, 4), "gather"),
-        (2, (32, 32), "gather"),  # as many bytes
+        (2, (32, 8), "ulysses"),
+        (8, (32, 8), "ulysses"),
         (4, (32, 32), "ulysses"),
-        (3, (32, 32), "gather"),  # the heads cannot be divided
+        (16, (32, 8), "gather"),  # the key heads cannot be divided
         (8, (12, 4), "gather"),
-        (1, (32, 8), "gather"),
+        (3, (32, 32), "gather"),
+        (1, (32, 8), "ulysses"),
     ],
 )
-def test_fewer_bytes(shards: int, heads: tuple[int, int], expected: str) -> None:
+def test_few_keys(shards: int, heads: tuple[int, int], expected: str) -> None:
     assert plan(shards, heads).kernel.backend == expected
 
 
 @pytest.mark.parametrize(
     ("shards", "heads", "length", "options", "expected"),
     [
-        (4, (32, 8), 2**16, {}, "gather"),  # 1 GiB
-        (4, (32, 8), 2**16 + 2, {}, "ulysses"),
+        (4, (32, 8), 2**17, {}, "ulysses"),
+        (8, (36, 4), 2**16, {}, "gather"),  # 1 GiB
+        (8, (36, 4), 2**16 + 2, {}, "ring"),
         (3, (32, 8), 2**17, {}, "ring"),
         (3, (32, 8), 2**17, {"layout": "contiguous"}, "gather"),  # the ring refuses it
         (3, (32, 8), 2**17, {"layout": "contiguous", "causal": False}, "ring"),
@@ -130,7 +129,7 @@ def test_the_calls_inside_are_ordinary_calls() -> None:
 
 def test_the_choice_is_the_same_where_a_miss_is_an_error() -> None:
     with policy_override(mode="error_on_miss"):
-        assert plan(2, (8, 8)).kernel.backend == "gather"
+        assert plan(2, (8, 8)).kernel.backend == "ulysses"
 
 
 @pytest.mark.long
