@@ -15,6 +15,8 @@ import jax.numpy as jnp
 
 import ejkernel_core
 from ejkernel_core import Invocation, NoConfig, NoKernel, Unsupported, hookimpl
+from ejkernel_core._call import abstract_call
+from ejkernel_core._devices import Target
 from ejkernel_ops.flash_attention.operation import backward as attention_bwd
 
 from .parts import apart, gradient_call, gradients, in_order, plain_gradients, sink_gradients
@@ -44,18 +46,20 @@ def heuristic_cfg(inv: Invocation) -> Config:
     names = _names(inv)
     if inv["axis_size"] > 1 and names:
         first_step = {**whole_step_call(inv, Keys.own(inv), causal=inv["causal"]), **_results(inv)}
-        _step_backend(gradient_call(inv, names, **first_step))
+        _step_backend(inv, gradient_call(inv, names, **first_step))
     return Config()
 
 
-def _step_backend(call: Mapping[str, Any]) -> str:
-    """The best kernel for the call of a step that is not the reference, whatever was measured.
+def _step_backend(inv: Invocation, call: Mapping[str, Any]) -> str:
+    """The best kernel for the call of a step, on the device of ``inv``: never the reference, whatever was measured.
 
     The reference does not take the lse of all keys: it would compute that of the part. A tuner cannot know this, and
     for small calls the reference may be the fastest.
     """
+    step = abstract_call(ejkernel_core.registry, attention_bwd.name, (), dict(call))
     try:
-        plan = ejkernel_core.plan("flash_attention_bwd", **call)
+        # Not by ``ejkernel_core.plan``, whose plan is for this machine, even if JAX compiles for another one.
+        plan = step.request.plan(step.avals, Target(inv.platform, inv.device_kind, inv.compute_capability))
     except (NoKernel, NoConfig) as error:
         raise Unsupported(f"flash_attention_bwd has no kernel for its steps: {error}") from error
     able = [verdict.name.rpartition(".")[2] for verdict in plan.verdicts if verdict.status == "able"]
@@ -69,7 +73,7 @@ def _step_backend(call: Mapping[str, Any]) -> str:
 
 
 def _step_gradients(inv: Invocation, names: tuple[str, ...], call: Mapping[str, Any]) -> Gradients:
-    return gradients(inv, names, backend=_step_backend(gradient_call(inv, names, **call)), **call)
+    return gradients(inv, names, backend=_step_backend(inv, gradient_call(inv, names, **call)), **call)
 
 
 @hookimpl

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_core
 from ejkernel_context import context_attention
 from ejkernel_core import Choice, Unsupported, hookimpl, policy_override
-from ejkernel_tuning import autotune_recorded, recording
+from ejkernel_tuning import autotune_recorded, find_labels_in_lowered, recording
 
 
 def plan(
@@ -98,6 +100,25 @@ def test_the_ring_is_right_where_the_reference_was_the_fastest(
     registry.register(SimpleNamespace(select_config=select_config, RANK=90), "tuner of references")
     use_registry(registry)
     compare(make_case(backend="ring", options={"causal": True}))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["ring", "gather", "ulysses"])
+def test_the_calls_inside_are_for_the_device_that_jax_compiles_for(backend: str) -> None:
+    """Also the steps of a ring, whose kernel is chosen before they are lowered."""
+    pytest.importorskip("triton")
+    card = AbstractDevice("NVIDIA H200", None, "gpu")
+    mesh = AbstractMesh((2,), ("seq",), axis_types=(AxisType.Auto,), abstract_device=card)
+    query, key = (jax.ShapeDtypeStruct((1, 512, heads, 64), "bfloat16") for heads in (4, 2))
+    call = partial(context_attention, axis="seq", causal=True, backend=backend)
+    run = jax.shard_map(call, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"))
+    gradient = jax.jit(jax.grad(lambda *arrays: run(*arrays).astype(jnp.float32).sum(), argnums=(0, 1)))
+    with use_abstract_mesh(mesh):
+        lowered = gradient.trace(query, key, key).lower(lowering_platforms=("cuda",))
+    kernels = {f"{label.name}.{label.backend}" for label in find_labels_in_lowered(lowered)}
+    inside = {name for name in kernels if name.startswith("flash_attention")}
+    assert {name.partition(".")[0] for name in inside} == {"flash_attention", "flash_attention_bwd"}
+    assert not {"flash_attention.xla", "flash_attention_bwd.xla"} & inside
 
 
 def ring(length: int, axis: Any) -> Any:
