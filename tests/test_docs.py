@@ -213,7 +213,10 @@ def modules_with_doctests() -> list[str]:
     """The modules of the core, agreement, operations, classes, context, proofs and tuner that have an example in a docstring."""
     packages = {
         "ejkernel_core": ROOT,
-        **{f"ejkernel_{name}": ROOT / "plugins" / name for name in ("agree", "classes", "context", "ops", "testing", "tuning")},
+        **{
+            f"ejkernel_{name}": ROOT / "plugins" / name
+            for name in ("agree", "classes", "context", "ops", "testing", "tuning")
+        },
     }
     modules = []
     for package, folder in packages.items():
