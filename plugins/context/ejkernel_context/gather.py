@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ejkernel_core import Invocation, Unsupported, hookimpl
 
-from .layouts import in_sequence
+from .layouts import chunk_places, in_sequence
 from .parts import attention, plain_attention
 from .positions import shard_index
 from .rule import gather_rank
@@ -43,13 +43,16 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     """The results for the queries of this device."""
     if inv["axis_size"] == 1:
         return plain_attention(inv)
-    keys = gathered_keys(inv)
-    if not inv["causal"]:
+    if inv["causal"] and inv["layout"] == "zigzag":
+        call = packed_chunks(inv)
+    elif inv["causal"]:
+        (chunk,) = chunks(inv)
+        call = chunk.packed_call(inv, gathered_keys(inv))
+    else:
         ids = {"q_segment_ids": inv["q_segment_ids"]}
-        return attention(inv, query=inv["query"], softmax_aux=inv["softmax_aux"], **ids, **keys)
-    results = [chunk.attention(inv, keys) for chunk in chunks(inv)]
-    out, lse = zip(*results, strict=True)
-    return jnp.concatenate(out, axis=1), jnp.concatenate(lse, axis=2)
+        return attention(inv, query=inv["query"], softmax_aux=inv["softmax_aux"], **ids, **gathered_keys(inv))
+    out, lse = attention(inv, softmax_aux=inv["softmax_aux"], **call)
+    return out.reshape(*inv["query"].shape[:-1], out.shape[-1]), unpacked_lse(lse, len(inv["query"]))
 
 
 def refuse_open_window(inv: Invocation) -> None:
@@ -88,12 +91,6 @@ class Chunk:
         """Their rows of an array of the shard."""
         return None if array is None else jax.lax.slice_in_dim(array, self.start, self.start + self.length, axis=dim)
 
-    def attention(self, inv: Mapping[str, Any], keys: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-        """Their results."""
-        batch = inv["query"].shape[0]
-        out, lse = attention(inv, softmax_aux=inv["softmax_aux"], **self.packed_call(inv, keys))
-        return out.reshape(batch, self.length, *out.shape[1:]), unpacked_lse(lse, batch)
-
     def packed_call(self, inv: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a packed call of these queries, for the whole batch."""
         query, q_ids = self.rows(inv["query"]), self.rows(inv["q_segment_ids"])
@@ -115,6 +112,38 @@ def chunks(inv: Invocation) -> list[Chunk]:
         return [Chunk(0, length, (shard + 1) * length)]
     half = length // 2
     return [Chunk(0, half, (shard + 1) * half), Chunk(half, half, (2 * shards - shard) * half)]
+
+
+def packed_chunks(inv: Invocation) -> dict[str, Any]:
+    """The arguments of one packed call of both chunks in the zigzag layout.
+
+    The first chunk of device r of n sees r + 1 chunks of the keys, and the second one 2n - r. Together these are 2n + 1
+    on every device, so both are packed one after the other, without keys that nothing sees.
+    """
+    shard, shards = shard_index(inv["axis"]), inv["axis_size"]
+    batch, length = inv["query"].shape[0], inv["query"].shape[1] // 2
+    chunk = jnp.arange(2 * shards + 1)
+    chunk = jnp.where(chunk <= shard, chunk, chunk - shard - 1)
+    places = jnp.asarray(chunk_places(shards))[chunk]
+
+    def packed(array: Any) -> Any:
+        if array is None:
+            return None
+        whole = jax.lax.all_gather(array, inv["axis"], axis=1, tiled=True)
+        in_chunks = whole.reshape(batch, 2 * shards, length, *array.shape[2:])
+        return jnp.take(in_chunks, places, axis=1).reshape(-1, *array.shape[2:])
+
+    rows, num_keys = jnp.arange(batch, dtype=jnp.int32), (2 * shards + 1) * length
+    starts = jnp.stack([rows * num_keys, rows * num_keys + (shard + 1) * length], axis=1)
+    return {
+        "query": flat(inv["query"]),
+        "q_segment_ids": None if inv["q_segment_ids"] is None else flat(inv["q_segment_ids"]),
+        **{name: packed(inv[name]) for name in ("key", "value", "kv_segment_ids")},
+        "cum_seqlens_q": jnp.arange(2 * batch + 1, dtype=jnp.int32) * length,
+        "cum_seqlens_k": jnp.append(starts.reshape(-1), batch * num_keys).astype(jnp.int32),
+        "causal": True,
+        "sliding_window": inv["sliding_window"],
+    }
 
 
 def boundaries(batch: int, queries: int, keys: int, num_keys: Any) -> tuple[jax.Array, jax.Array]:

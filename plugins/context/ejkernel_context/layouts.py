@@ -28,14 +28,14 @@ def chunk_order(shards: int) -> list[int]:
     return [chunk for shard in range(shards) for chunk in (shard, 2 * shards - 1 - shard)]
 
 
-def _places(shards: int) -> list[int]:
+def chunk_places(shards: int) -> list[int]:
     """For each chunk of the sequence, its place in the order of the devices."""
     return [int(place) for place in np.argsort(chunk_order(shards))]
 
 
 def in_sequence(array: Any, shards: int, dim: int) -> Any:
     """An array whose chunks are in the order of the devices, in the order of the sequence."""
-    return _reordered(array, _places(shards), dim)
+    return _reordered(array, chunk_places(shards), dim)
 
 
 def by_device(array: Any, shards: int, dim: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,10 @@ class Part:
         """The results of a call."""
         out, lse = results
         return cls(out.astype(lse.dtype), lse.swapaxes(1, 2)[..., None])
+
+    def where(self, condition: Any) -> Part:
+        """This part, or one of the same shape that has seen no keys."""
+        return Part(self.out, jnp.where(condition, self.lse, -jnp.inf))
 
     def results(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
         """The results as a kernel returns them."""
@@ -82,11 +87,13 @@ def in_order(inv: Invocation, by_name: Mapping[str, jax.Array]) -> tuple[jax.Arr
     return tuple(by_name[name].astype(inv[name].dtype) for name in inv["wrt"])
 
 
-def merged(one: Part, other: Part) -> Part:
-    """The results for the keys of both parts. A row that has seen no key in either has an lse of -inf."""
-    lse = jnp.logaddexp(one.lse, other.lse)
+def merged(*parts: Part) -> Part:
+    """The results for the keys of all parts. A row that has seen no key in any has an lse of -inf."""
+    lse = functools.reduce(jnp.logaddexp, (part.lse for part in parts))
     finite = jnp.where(jnp.isneginf(lse), 0, lse)
-    return Part(one.out * jnp.exp(one.lse - finite) + other.out * jnp.exp(other.lse - finite), lse)
+    # A part that a row has not seen has no weight there, even if its numbers are infinite.
+    terms = (jnp.where(jnp.isneginf(part.lse), 0, part.out * jnp.exp(part.lse - finite)) for part in parts)
+    return Part(functools.reduce(jnp.add, terms), lse)
 
 
 def with_sinks(part: Part, sinks: jax.Array | None) -> Part:

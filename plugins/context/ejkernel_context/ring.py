@@ -28,6 +28,10 @@ VERSION = 1
 PLATFORMS = {"cpu": RING, "gpu": RING, "tpu": RING}
 
 
+#: The most bytes of the keys that travel as one array with the values. Copying 16 MiB takes some 10 microseconds.
+MOST_JOINED = 2**24
+
+
 @attrs.frozen
 class Config:
     """Empty, because there is only one way to run this kernel."""
@@ -76,9 +80,13 @@ class Keys:
         return cls(inv["key"], inv["value"], inv["kv_segment_ids"])
 
     def hop(self, inv: Invocation) -> Keys:
-        """Those of the device before, which come as one array."""
+        """Those of the device before, which come as one array, unless copying them into one would take longer than
+        another transfer takes to start.
+        """
         dim = self.key.shape[-1]
-        if self.key.shape == self.value.shape:
+        if self.key.size * self.key.dtype.itemsize > MOST_JOINED:
+            key, value = shifted(self.key, inv), shifted(self.value, inv)
+        elif self.key.shape == self.value.shape:
             key, value = shifted(jnp.stack([self.key, self.value]), inv)
         else:
             both = shifted(jnp.concatenate([self.key, self.value], axis=-1), inv)
@@ -158,20 +166,18 @@ def _full(inv: Invocation) -> Part:
 def _causal(inv: Invocation) -> Part:
     own = Keys.own(inv)
     keys = own.hop(inv)
-    part = Part.of(attention(inv, **whole_step_call(inv, own, causal=True)))
-    (first_out, last_out), (first_lse, last_lse) = halves(part.out), halves(part.lse)
-    first, last = Part(first_out, first_lse), Part(last_out, last_lse)
+    first, last = _halves_of(Part.of(attention(inv, **whole_step_call(inv, own, causal=True))), 1)
     for step in range(1, inv["axis_size"]):
         following = keys.hop(inv) if step < inv["axis_size"] - 1 else keys
         earlier = is_earlier(inv, step)
-        new = Part.of(attention(inv, **step_call(inv, keys, earlier)))
-        (one_out, other_out), (one_lse, other_lse) = halves(new.out, 0), halves(new.lse, 0)
-        last = merged(last, Part(one_out, one_lse))
-        other = merged(_selected(earlier, first, last), Part(other_out, other_lse))
-        first, last = _selected(earlier, other, first), _selected(earlier, last, other)
+        one, other = _halves_of(Part.of(attention(inv, **step_call(inv, keys, earlier))), 0)
+        # The other pair is of the first queries or of the last ones, and has no weight in the other half.
+        first = merged(first, other.where(earlier))
+        last = merged(last, one, other.where(~earlier))
         keys = following
     return Part(jnp.concatenate([first.out, last.out], axis=1), jnp.concatenate([first.lse, last.lse], axis=1))
 
 
-def _selected(condition: Any, one: Part, other: Part) -> Part:
-    return Part(jnp.where(condition, one.out, other.out), jnp.where(condition, one.lse, other.lse))
+def _halves_of(part: Part, dim: int) -> tuple[Part, Part]:
+    first, last = map(Part, halves(part.out, dim), halves(part.lse, dim))
+    return first, last

@@ -1,13 +1,12 @@
-"""The rule by which a kernel is chosen: Ulysses where the devices divide the heads, or else gathered keys while these
-are not too many, or else the ring.
+"""The rule by which a kernel is chosen: gathered keys where these are few, or else Ulysses where the devices divide the
+heads, or else gathered keys while these fit, or else the ring.
 
-All three have the same work. Ulysses makes plain calls, which every kernel of attention can do at its full rate.
-Gathered keys take fewer bytes than Ulysses where n * K < H + K, for n devices, H heads and K key heads. But a causal
-call of them is packed: our fastest kernel for packed calls has 0.80 to 0.87 of its plain rate forward (see
-docs/performance.md), and cuDNN's refuse them. For H = 32 and K = 8 on two cards, the bytes that Ulysses has more are
-reckoned to take 3 % of the time of 32k tokens, and 12 % of that of 8k. The ring divides the work into n steps, each of
-which is a smaller call with a merge. It is for keys that are too many to be gathered: its steps are then long enough to
-hide the transfers.
+All three have the same work, and differ in what is sent and copied. Gathered keys take fewer bytes than Ulysses where
+n * K < H + K, for n devices, H heads and K key heads. Ulysses also copies every array twice, because heads and tokens
+change places, but its calls are plain ones. The ring divides the work into n steps, each of which is a smaller call
+with a merge. It is for keys that are too many to be gathered: its steps are then long enough to hide the transfers. On
+two H100s with H = 32 and K = 8, forward, the efficiencies of gathered keys, Ulysses and the ring are 0.91, 0.85 and 0.88
+for 32k tokens, and 0.97, 0.93 and 0.94 for 128k (see docs/performance.md).
 
 All processes of a program have to choose alike, so the rule depends on nothing but the call.
 """
@@ -22,7 +21,7 @@ from .mesh import in_words
 #: gradients in float32, in all three times as much in 16 bits. Of a device with 80 GB this is a twenty-fifth.
 MOST_GATHERED = 2**30
 #: The ranks on every platform.
-ULYSSES, GATHER, RING, GATHER_TOO_MANY = 30, 20, 10, 5
+GATHER_FEW, ULYSSES, GATHER, RING, GATHER_TOO_MANY = 40, 30, 20, 10, 5
 
 
 def gathered_bytes(inv: Invocation) -> int:
@@ -33,7 +32,10 @@ def gathered_bytes(inv: Invocation) -> int:
 
 def gather_rank(inv: Invocation) -> int:
     """The rank of gathered keys."""
-    return GATHER if gathered_bytes(inv) <= MOST_GATHERED else GATHER_TOO_MANY
+    if gathered_bytes(inv) > MOST_GATHERED:
+        return GATHER_TOO_MANY
+    heads, kv_heads = inv["query"].shape[2], inv["key"].shape[2]
+    return GATHER_FEW if inv["axis_size"] * kv_heads < heads + kv_heads else GATHER
 
 
 def indivisible_heads(inv: Invocation) -> str | None:

@@ -31,13 +31,14 @@ def plan(
 @pytest.mark.parametrize(
     ("shards", "heads", "expected"),
     [
-        (2, (32, 8), "ulysses"),
+        (2, (32, 8), "gather"),
+        (4, (32, 8), "gather"),
         (8, (32, 8), "ulysses"),
         (4, (32, 32), "ulysses"),
         (16, (32, 8), "gather"),  # the key heads cannot be divided
         (8, (12, 4), "gather"),
         (3, (32, 32), "gather"),
-        (1, (32, 8), "ulysses"),
+        (1, (32, 8), "gather"),
     ],
 )
 def test_few_keys(shards: int, heads: tuple[int, int], expected: str) -> None:
