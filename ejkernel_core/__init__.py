@@ -6,7 +6,7 @@ device at hand. See ``docs/index.md``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._axes import Axes
 from ._cache import ConfigCache
@@ -29,7 +29,6 @@ from ._kernel import Candidate, Invocation, matching_record
 from ._keys import Key, stable_json
 from ._loading import config_types
 from ._operation import Cost, Operation, gradient_signature
-from ._partitioning import Partitioning
 from ._plan import Choice, Explanation, Plan, Verdict
 from ._policies import recall
 from ._records import (
@@ -43,6 +42,9 @@ from ._records import (
     to_json,
 )
 from ._scopes import AutotunePolicy, Scope, overlay_cache, policy_override
+
+if TYPE_CHECKING:
+    from ._partitioning import Partitioning
 
 __all__ = [
     "AutotunePolicy",
@@ -119,4 +121,8 @@ def config_type(kernel: str) -> type | None:
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return version_of(CORE)
+    if name == "Partitioning":  # imported when it is used, which most programs do not
+        from ._partitioning import Partitioning
+
+        return Partitioning
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

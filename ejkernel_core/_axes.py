@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import jax
@@ -25,7 +25,9 @@ from ._layout import (
     sum_axis,
     unfold_axis,
 )
-from ._partitioning import Factoring, Partitioning
+
+if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
+    from ._partitioning import Partitioning
 
 Arguments = dict[str, Any]
 Layouts = dict[str, Layout]
@@ -237,6 +239,8 @@ class Axes:
         """The rule by which the call may be sharded over devices. In this call, the axes ``also_independent`` are
         independent too.
         """
+        from ._partitioning import Factoring
+
         layouts = self.layouts(arguments)
         names_of_results = [
             {

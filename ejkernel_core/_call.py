@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 
 from . import _gradients, _scopes
 from ._choice import with_space_faults
-from ._devices import Target, target_of
+from ._devices import Target, explicit_mesh, target_of
 from ._display import brief
 from ._errors import EjkernelError, NotDifferentiable
 from ._kernel import Invocation
@@ -34,10 +34,12 @@ from ._lowering import (
     standard_promotion,
 )
 from ._operation import NUMBERS, Operation, Restore
-from ._plan import Division, Explanation, Plan
+from ._plan import Explanation, Plan
 from ._plugins import Plugins
-from ._sharding import as_explicit, explicit_mesh, is_explicit, shards_of_types, specs_of_types
 from ._validation import check_values, clearer_error, not_static, unhashable
+
+if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
+    from ._partitioning import Division
 
 #: How many jitted functions a form of a call keeps, one for each set of options. The oldest one is dropped first.
 MAX_COMPILED = 512
@@ -322,6 +324,8 @@ def abstract_call(
     has_values: bool = False,
 ) -> AbstractCall:
     """A call, described without running it; with ``has_values``, its prepared arrays are included."""
+    from ._sharding import as_explicit, is_explicit
+
     form, arrays, options, context = _parse_abstract(registry, name, args, kwargs, backend, cfg)
     context = attrs.evolve(context, scope=attrs.evolve(context.scope, may_measure=False))
     prepared: list[tuple[Request, Restore]] = []
@@ -347,6 +351,9 @@ def _division(request: Request, avals: Sequence[Any], call_target: Target, is_ex
     mesh = explicit_mesh(avals)
     if mesh is None:
         return None
+    from ._partitioning import Division
+    from ._sharding import shards_of_types, specs_of_types
+
     devices, rule = mesh.size, request.partitioning(avals)
     if rule is None or not (is_explicit or has_opaque_kernel(request, avals, call_target)):
         return Division(devices, note="the compiler partitions the kernel; the plan is for the whole arrays")

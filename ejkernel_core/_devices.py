@@ -144,6 +144,18 @@ def processes_of(arrays: Iterable[Any]) -> tuple[int, ...] | None:
     return tuple(sorted({device.process_index for device in devices}))
 
 
+def explicit_mesh(avals: Sequence[Any]) -> Any:
+    """The mesh whose explicit axes the types of these arrays may be sharded over; None where there is none."""
+    meshes = (aval.sharding.mesh for aval in avals if aval.sharding is not None)
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
+
+
+def partly_manual_mesh(avals: Sequence[Any]) -> Any:
+    """The mesh of the types of arrays inside a ``shard_map`` over some of its axes, where the others are automatic."""
+    meshes = (aval.sharding.mesh for aval in avals if aval.sharding is not None)
+    return next((mesh for mesh in meshes if mesh.manual_axes and mesh.auto_axes), None)
+
+
 def _capability(device: Any) -> tuple[int, int] | None:
     text = getattr(device, "compute_capability", None)
     if not isinstance(text, str) or "." not in text:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 import jax
@@ -24,7 +24,15 @@ from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
 from ._choice import candidates_for
-from ._devices import Target, absent_target, current_platform, target, target_of
+from ._devices import (
+    Target,
+    absent_target,
+    current_platform,
+    explicit_mesh,
+    partly_manual_mesh,
+    target,
+    target_of,
+)
 from ._errors import NoKernel, NotDifferentiable, PluginError, Unsupported, message
 from ._fallback import warn_of_reference
 from ._jax_versions import (
@@ -40,11 +48,12 @@ from ._kernel import Invocation
 from ._keys import abstract, content
 from ._labels import call_label
 from ._operation import Arguments, Operation
-from ._partitioning import Partitioning, whole_partitioning
 from ._plan import Plan
 from ._plugins import Plugins
 from ._scopes import EMPTY, Scope
-from ._sharding import by_partitioner, by_shard_map, explicit_mesh, partition_spec, partly_manual_mesh, shards_of_types
+
+if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
+    from ._partitioning import Partitioning
 
 # -- a request: a call without the values of its arrays ----------------------------------------------------------------
 
@@ -107,8 +116,7 @@ class CallContext:
     processes: tuple[int, ...] | None = ()
 
 
-@attrs.frozen
-class MappedAxis:
+class MappedAxis(NamedTuple):
     """An axis over which ``jax.vmap`` maps a call: these arrays, and all results but ``sums``, have it in front."""
 
     arrays: frozenset[str]
@@ -202,6 +210,8 @@ class Request:
         partition = self.operation.partitioning
         if partition is None and not self.mapped:
             return None
+        from ._partitioning import whole_partitioning
+
         elements, reason = self.elements(values), f"{self.operation.name} does not say how it may be sharded"
         try:
             rule = None if partition is None else partition(self.arguments(elements))
@@ -346,6 +356,8 @@ def _abstract_eval(*avals: Any, request: Request) -> list[Any]:
     mesh = explicit_mesh(avals)
     rule = None if mesh is None else request.partitioning(avals)
     if rule is not None:
+        from ._sharding import partition_spec, shards_of_types
+
         specs = [*map(partition_spec, shards_of_types(rule, avals, mesh).specs_of_results)]
     else:
         specs = [PartitionSpec() if r.sharding is None else r.sharding.spec for r in results]
@@ -357,6 +369,8 @@ def _run_eagerly(*arrays: Any, request: Request) -> tuple[Any, ...]:  # only und
     mesh = explicit_mesh(avals)
     rule = None if mesh is None else request.partitioning(avals)
     if rule is not None:
+        from ._sharding import by_shard_map, shards_of_types
+
         run = by_shard_map(shards_of_types(rule, avals, mesh), mesh, mesh.explicit_axes, partial(bind, request))
         return tuple(run(*arrays))
     if request.mapped:
@@ -412,6 +426,8 @@ def _on_shards(request: Request, ctx: Any, call_target: Target) -> Callable[...,
     rule, bind_shard = request.partitioning(ctx.avals_in), partial(bind, request)
     if rule is None:
         return None
+    from ._sharding import by_partitioner, by_shard_map, shards_of_types
+
     if explicit is not None:
         return by_shard_map(shards_of_types(rule, ctx.avals_in, explicit), explicit, explicit.explicit_axes, bind_shard)
     if not has_opaque_kernel(request, ctx.avals_in, call_target):

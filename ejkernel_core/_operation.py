@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import jax
@@ -15,7 +15,9 @@ from ._axes import Axes
 from ._display import brief, suggestion
 from ._errors import PluginError
 from ._example import Example
-from ._partitioning import Partitioning
+
+if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
+    from ._partitioning import Partitioning
 
 Arguments = dict[str, Any]
 Restore = Callable[[tuple[Any, ...]], Any]

@@ -359,6 +359,22 @@ class Shards:
         return ", ".join(f"{_axis_name((f,)) or f} over {', '.join(map(repr, axes))}" for f, axes in names.items())
 
 
+@attrs.frozen
+class Division:
+    """How a call on sharded arrays is divided over devices."""
+
+    devices: int
+    #: The shards that the plan is for; None where it is for the whole arrays.
+    shards: Shards | None = None
+    #: The axes of arrays that every device gets whole, and why.
+    gathers: tuple[Gather, ...] = ()
+    note: str = ""
+
+    def __str__(self) -> str:
+        what = f"each computes its shard, {self.shards}" if self.shards else "each computes the whole call"
+        return "\n  ".join([f"on {self.devices} devices: {self.note or what}", *map(str, self.gathers)])
+
+
 def _axis_name(factors: Factors) -> str:
     """The name of the axis that has these factors; "" for one without a name."""
     name = factors[-1].partition("/")[0] if factors else ""

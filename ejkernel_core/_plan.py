@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from ._display import html_table, html_text, one_line
 from ._kernel import Invocation, LoadedKernel
 from ._keys import Key
-from ._partitioning import Gather, Shards
 from ._records import Record
+
+if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
+    from ._partitioning import Division
 
 
 @attrs.frozen
@@ -99,22 +101,6 @@ class Plan:
         choice = [("configuration", self.cfg), ("chosen by", self.choice), ("for", self.invocation)]
         verdicts = [(v.name, v.provider, v.status, v.reason) for v in self.verdicts]
         return html_table(self.kernel.name, [*choice, *verdicts])
-
-
-@attrs.frozen
-class Division:
-    """How a call on sharded arrays is divided over devices."""
-
-    devices: int
-    #: The shards that the plan is for; None where it is for the whole arrays.
-    shards: Shards | None = None
-    #: The axes of arrays that every device gets whole, and why.
-    gathers: tuple[Gather, ...] = ()
-    note: str = ""
-
-    def __str__(self) -> str:
-        what = f"each computes its shard, {self.shards}" if self.shards else "each computes the whole call"
-        return "\n  ".join([f"on {self.devices} devices: {self.note or what}", *map(str, self.gathers)])
 
 
 @attrs.frozen(eq=False, repr=False)

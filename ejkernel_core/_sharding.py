@@ -22,18 +22,6 @@ Bind = Callable[[Sequence[Any]], Sequence[Any]]
 # -- explicit axes -----------------------------------------------------------------------------------------------------
 
 
-def explicit_mesh(avals: Sequence[Any]) -> Any:
-    """The mesh whose explicit axes the types of these arrays may be sharded over; None where there is none."""
-    meshes = (aval.sharding.mesh for aval in avals if aval.sharding is not None)
-    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
-
-
-def partly_manual_mesh(avals: Sequence[Any]) -> Any:
-    """The mesh of the types of arrays inside a ``shard_map`` over some of its axes, where the others are automatic."""
-    meshes = (aval.sharding.mesh for aval in avals if aval.sharding is not None)
-    return next((mesh for mesh in meshes if mesh.manual_axes and mesh.auto_axes), None)
-
-
 def as_explicit(array: Any) -> Any:
     """The type of an array that is sharded over a mesh, as if the axes of that mesh were explicit. Any other value
     stays as it is.

@@ -21,8 +21,12 @@ from ._timing import Times, interleaved
 #: The mesh axis of all benchmarks here.
 AXIS = "cards"
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
-#: Without it, XLA waits for a transfer before it starts what could run meanwhile. XLA's default is off.
-OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"
+#: Without the first, which is off by default, XLA waits for a transfer before it starts what could run meanwhile.
+#: Without the second, one transfer waits for the other: keys and values travel apart.
+OVERLAP = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+}
 
 
 @attrs.frozen(eq=False)
@@ -48,7 +52,7 @@ def compiled(
     function: Callable[..., Any], arguments: Sequence[Any], mesh: Any = None, has_overlap: bool = True
 ) -> Program:
     """The function, compiled for these arguments. With a ``mesh``, it is traced under ``jax.set_mesh``."""
-    options: Any = {OVERLAP: has_overlap} if jax.default_backend() == "gpu" else None
+    options: Any = OVERLAP if has_overlap and jax.default_backend() == "gpu" else None
     with nullcontext() if mesh is None else jax.set_mesh(mesh):
         lowered = jax.jit(function, compiler_options=options).lower(*arguments)
         labels = find_labels_in_lowered(lowered)

@@ -31,7 +31,7 @@ class Part:
         return cls(out.astype(lse.dtype), lse.swapaxes(1, 2)[..., None])
 
     def where(self, condition: Any) -> Part:
-        """This part, or one of the same shape that has seen no keys."""
+        """The part where the condition holds, else one that has seen no keys."""
         return Part(self.out, jnp.where(condition, self.lse, -jnp.inf))
 
     def results(self, dtype: Any) -> tuple[jax.Array, jax.Array]:

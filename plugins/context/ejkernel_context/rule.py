@@ -5,8 +5,8 @@ All three have the same work, and differ in what is sent and copied. Gathered ke
 n * K < H + K, for n devices, H heads and K key heads. Ulysses also copies every array twice, because heads and tokens
 change places, but its calls are plain ones. The ring divides the work into n steps, each of which is a smaller call
 with a merge. It is for keys that are too many to be gathered: its steps are then long enough to hide the transfers. On
-two H100s with H = 32 and K = 8, forward, the efficiencies of gathered keys, Ulysses and the ring are 0.91, 0.85 and 0.88
-for 32k tokens, and 0.97, 0.93 and 0.94 for 128k (see docs/performance.md).
+two H100s with H = 32 and K = 8, forward, the efficiencies of gathered keys, Ulysses and the ring are 0.92, 0.87 and
+0.92 for 32k tokens, and 0.96, 0.93 and 0.96 for 128k (see docs/performance.md).
 
 All processes of a program have to choose alike, so the rule depends on nothing but the call.
 """
