@@ -348,6 +348,12 @@ def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
         raise ValueError(
             f"axes, multiples: {conflicts.pop()!r} is a multiple and has one; name the smallest axis alone"
         )
+    for name, array_layout in all_layouts:
+        for multiple, base in axes.multiples.items():
+            if {multiple, base} <= array_layout.names & {*axes.independent}:
+                raise ValueError(
+                    f"axes of {name}: {multiple} is a multiple of {base}, so an array has one of them alone"
+                )
     if axes.vmap is not None and axes.vmap not in axes.independent:
         raise ValueError(f"axes, vmap: takes an independent axis; got {axes.vmap!r}")
     if duplicates := {*axes.independent} & {*axes.whole}:

@@ -36,7 +36,7 @@ from ._lowering import (
 from ._operation import NUMBERS, Operation, Restore
 from ._plan import Explanation, Plan
 from ._plugins import Plugins
-from ._validation import check_values, clearer_error, not_static, unhashable
+from ._validation import check_values, clearer_error, not_static, on_other_mesh, unhashable
 
 if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
     from ._partitioning import Division
@@ -223,13 +223,13 @@ class _ScopeMismatch(RuntimeError):
 
 
 def _run(form: Form, run: Callable[..., Any], dependencies: Dependencies, arrays: Sequence[Any]) -> Any:
-    dependencies.fault = None
     try:
         return run(*arrays)
     except jax.errors.JaxRuntimeError as error:
-        if dependencies.fault is None:
+        fault = dependencies.fault  # another thread may have compiled the same call meanwhile
+        if fault is None or type(fault).__qualname__ not in str(error):
             raise
-        raise dependencies.fault from error  # what was raised while the compiler partitioned the call
+        raise fault from error  # what was raised while the compiler partitioned the call
     except (TypeError, ValueError, OverflowError) as error:
         clearer = clearer_error(form.operation, dict(zip(form.array_names, arrays, strict=True)), error)
         if clearer is None:
@@ -336,6 +336,9 @@ def abstract_call(
         prepared.append((request, restore))
         return values
 
+    error = on_other_mesh(name, dict(zip(form.array_names, arrays, strict=True)))
+    if error is not None:
+        raise error
     shapes = functools.partial(jax.eval_shape, trace)
     avals = _run(form, shapes, context.dependencies, [*map(as_explicit, arrays)])
     (request, restore), call_target = prepared[0], target_of(arrays)
@@ -355,7 +358,10 @@ def _division(request: Request, avals: Sequence[Any], call_target: Target, is_ex
     from ._sharding import shards_of_types, specs_of_types
 
     devices, rule = mesh.size, request.partitioning(avals)
-    if rule is None or not (is_explicit or has_opaque_kernel(request, avals, call_target)):
+    if rule is None:
+        note = f"{request.operation.name} does not say how it may be sharded, so the plan is for the whole arrays"
+        return Division(devices, note=note)
+    if not (is_explicit or has_opaque_kernel(request, avals, call_target)):
         return Division(devices, note="the compiler partitions the kernel; the plan is for the whole arrays")
     shards = shards_of_types(rule, avals, mesh)
     return Division(devices, None if shards.is_whole else shards, shards.gathers(specs_of_types(avals)))

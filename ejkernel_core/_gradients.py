@@ -216,7 +216,8 @@ def _reference_gradients(
     function, primals = _by_reference(request, arrays, wrt)
     results, vjp = jax.vjp(function, primals)
     full_cotangents = [
-        jnp.zeros_like(result) if ct is None else ct for ct, result in zip(cotangents, results, strict=True)
+        jnp.zeros_like(result) if ct is None else reshard_like(ct, result)
+        for ct, result in zip(cotangents, results, strict=True)
     ]
     (gradients,) = vjp(tuple(full_cotangents))
     return dict(gradients)

@@ -132,6 +132,8 @@ def _wrong_attributes(plugin: Any) -> Iterator[str]:
     opaque = getattr(plugin, "OPAQUE", ())
     if not (isinstance(opaque, tuple) and all(isinstance(name, str) for name in opaque)):
         yield f"OPAQUE takes a tuple of the names of platforms; got {opaque!r}"
+    elif isinstance(platforms, Mapping) and not {*opaque} <= {*platforms}:
+        yield f"OPAQUE names platforms that PLATFORMS has; got {opaque!r}"
     if type(version := getattr(plugin, "VERSION", 0)) is not int:
         yield f"VERSION takes a whole number; got {version!r}"
     if not isinstance(getattr(plugin, "RANK", 0), int):

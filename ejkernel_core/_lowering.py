@@ -222,7 +222,7 @@ class Request:
             rule = whole_partitioning(dict(zip(self.arrays, elements, strict=True)), results, reason)
         sizes = self.mapped_sizes(values)
         for number, axis in reversed([*enumerate(self.mapped)]):
-            rule = rule.with_mapped_axis(f"mapped {number}", sizes[number], axis.arrays, axis.sums)
+            rule = rule.with_mapped_axis(f"mapped axis {number}", sizes[number], axis.arrays, axis.sums)
         return rule
 
 
@@ -493,7 +493,8 @@ def _by_folding(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...] | No
             [0 if name in outer_axis.arrays else None for name in folded_request.arrays],
         )
         over_results = tuple(None if name in outer_axis.sums else 0 for name in request.results)
-        unfold = jax.vmap(unfold, (over_results,), over_results)
+        if any(place is not None for place in over_results):  # else all results are sums over this axis
+            unfold = jax.vmap(unfold, (over_results,), over_results)
     folded_arrays = fold_arrays(*arrays)
     results = bind(attrs.evolve(folded_request, mapped=tuple(outer)), folded_arrays)
     return tuple(unfold(results))

@@ -378,4 +378,6 @@ class Division:
 def _axis_name(factors: Factors) -> str:
     """The name of the axis that has these factors; "" for one without a name."""
     name = factors[-1].partition("/")[0] if factors else ""
-    return "" if "." in name.removeprefix(LEADING) else name
+    if name.startswith(LEADING):
+        return f"leading axis {name.removeprefix(LEADING)}"
+    return "" if "." in name else name

@@ -20,7 +20,7 @@ def clearer_error(operation: Operation, arrays: Mapping[str, Any], error: Except
         return clearer
     if isinstance(error, TypeError):
         return None
-    return _too_large(operation.name, arrays) or _on_other_mesh(operation.name, arrays)
+    return _too_large(operation.name, arrays) or on_other_mesh(operation.name, arrays)
 
 
 def _too_large(op: str, arrays: Mapping[str, Any]) -> ValueError | None:
@@ -35,7 +35,7 @@ def _too_large(op: str, arrays: Mapping[str, Any]) -> ValueError | None:
     return None
 
 
-def _on_other_mesh(op: str, arrays: Mapping[str, Any]) -> ValueError | None:
+def on_other_mesh(op: str, arrays: Mapping[str, Any]) -> ValueError | None:
     """The error for an array that is sharded over another mesh than the first sharded array; None where all are on one.
 
     Two meshes are the same if they have the same devices and axes.

@@ -86,6 +86,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"arrays": {"x": "batch batch dim"}},
         "axes of x: batch is independent, and stands there twice",
     ),
+    "a multiple beside its base": (
+        {"arrays": {"x": "batch dim"}, "independent": "batch dim", "whole": "", "multiples": {"batch": "dim"}},
+        "axes of x: batch is a multiple of dim, so an array has one of them alone",
+    ),
     "no word": ({"arrays": {"x": "batch 2dim"}}, "axes of x: takes words like batch, #batch, 2*heads, dim/128"),
     "a division by nothing": ({"arrays": {"x": "batch dim/0"}}, "axes of x: takes words like"),
     "leading axes twice": ({"arrays": {"x": "... dim ..."}}, "axes of x: '...' may appear once; got '... dim ...'"),

@@ -58,6 +58,7 @@ def prepare(arguments: Arguments) -> tuple[Arguments, Callable[[tuple[Any, ...]]
         **{name: canonical[name] for name in COMMON},
         "axis": names,
         "axis_size": shards,
+        "is_inside": is_manual(names),
         "layout": arguments["layout"],
         "sliding_window": window,
     }

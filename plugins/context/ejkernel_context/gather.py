@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from ejkernel_core import Invocation, Unsupported, hookimpl
 
 from .layouts import chunk_places, in_sequence
+from .mesh import check_inside
 from .parts import attention, plain_attention
 from .positions import shard_index
 from .rule import gather_rank
@@ -43,6 +44,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     """The results for the queries of this device."""
     if inv["axis_size"] == 1:
         return plain_attention(inv)
+    check_inside(inv)
     if inv["causal"] and inv["layout"] == "zigzag":
         call = packed_chunks(inv)
     elif inv["causal"]:

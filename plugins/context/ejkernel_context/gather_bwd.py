@@ -24,6 +24,7 @@ from .gather import (
     refuse_open_window,
 )
 from .layouts import by_device
+from .mesh import check_inside
 from .parts import apart, gradients, in_order, plain_gradients
 from .rule import gather_rank
 
@@ -47,6 +48,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
     """The gradients that ``wrt`` names, in its order."""
     if inv["axis_size"] == 1:
         return plain_gradients(inv)
+    check_inside(inv)
     key, value = apart(inv["key"], inv["value"])
     keys = gathered_keys(inv.with_arrays({"key": key, "value": value}))
     by_name = _causal(inv, keys) if inv["causal"] else _full(inv, keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -49,6 +50,15 @@ def is_manual(names: Names) -> bool:
 def num_shards(names: Names, mesh: Any) -> int:
     """The number of devices along the axes."""
     return math.prod(mesh.shape[name] for name in names)
+
+
+def check_inside(inv: Mapping[str, Any]) -> None:
+    """Raise where a call outside of ``shard_map`` would run: its arrays are no shards. ``axis_size=`` is for plans."""
+    if not inv["is_inside"]:
+        raise ValueError(
+            f"axis: {in_words(inv['axis'])} is no axis of a shard_map around this call. Call it inside jax.shard_map, "
+            "or call ejkernel_context.context_attention with mesh="
+        )
 
 
 def shards_here(names: Names) -> int | None:

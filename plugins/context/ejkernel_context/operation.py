@@ -19,6 +19,7 @@ def _call(  # type: ignore[no-untyped-def]  # only a signature: the typed functi
     *,
     axis,
     axis_size=None,
+    is_inside=None,  # of ``prepare``: whether the call is inside a ``shard_map`` over the axis
     layout="zigzag",
     q_segment_ids=None,
     kv_segment_ids=None,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ejkernel_core import Invocation, Unsupported, hookimpl
 
-from .mesh import Names
+from .mesh import Names, check_inside
 from .parts import Part, attention, merged, plain_attention, with_sinks
 from .positions import shard_index
 from .rule import RING
@@ -49,6 +49,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     """The results for the queries of this device."""
     if inv["axis_size"] == 1:
         return plain_attention(inv)
+    check_inside(inv)
     part = _causal(inv) if inv["causal"] else _full(inv)
     return with_sinks(part, inv["softmax_aux"]).results(inv["query"].dtype)
 

@@ -19,6 +19,7 @@ from ejkernel_core._call import abstract_call
 from ejkernel_core._devices import Target
 from ejkernel_ops.flash_attention.operation import backward as attention_bwd
 
+from .mesh import check_inside
 from .parts import apart, gradient_call, gradients, in_order, plain_gradients, sink_gradients
 from .ring import (
     PLATFORMS,
@@ -81,6 +82,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
     """The gradients that ``wrt`` names, in its order."""
     if inv["axis_size"] == 1:
         return plain_gradients(inv)
+    check_inside(inv)
     names = _names(inv)
     by_name = (_causal(inv, names) if inv["causal"] else _full(inv, names)) if names else {}
     if "softmax_aux" in inv["wrt"]:

@@ -13,6 +13,7 @@ import jax
 from ejkernel_core import Invocation, Unsupported, hookimpl
 
 from .layouts import by_device, in_sequence
+from .mesh import check_inside
 from .parts import attention, plain_attention
 from .positions import shard_index
 from .rule import ULYSSES, indivisible_heads
@@ -40,6 +41,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     """The results for the queries of this device."""
     if inv["axis_size"] == 1:
         return plain_attention(inv)
+    check_inside(inv)
     out, lse = attention(inv, **whole_call(inv))
     return to_sequence(inv, out), to_sequence(inv, lse, sequence=2, heads=1)
 

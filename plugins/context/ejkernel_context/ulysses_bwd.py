@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from ejkernel_core import Invocation, hookimpl
 
+from .mesh import check_inside
 from .parts import gradients, in_order, plain_gradients
 from .positions import shard_index
 from .ulysses import PLATFORMS, VERSION, Config, refuse_indivisible, to_heads, to_sequence, whole_call
@@ -26,6 +27,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
     """The gradients that ``wrt`` names, in its order."""
     if inv["axis_size"] == 1:
         return plain_gradients(inv)
+    check_inside(inv)
     # XLA sees that the forward has exchanged these too, and keeps them in place of the shards: they are as large.
     call = whole_call(inv)
     of_rows = {name: to_heads(inv, inv[name]) for name in ("out", "d_out")}

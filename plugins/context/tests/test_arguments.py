@@ -187,3 +187,13 @@ def test_what_the_devices_cannot_divide(words: str, arrays: dict[str, Any], opti
     arrays = {"query": X, "key": X, **arrays}
     with pytest.raises(ValueError, match=words):
         context_attention(arrays["query"], arrays["key"], arrays["key"], axis="seq", mesh=mesh_of(2, 4), **options)
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_a_call_outside_of_shard_map_does_not_run(kind: Any) -> None:
+    """``axis_size`` is for plans. On explicit axes, the core would divide the call, with a mesh axis of this name."""
+    mesh = jax.make_mesh((2,), ("seq",), axis_types=(kind,), devices=jax.devices()[:2])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "seq"))
+    array = jax.device_put(jnp.ones((1, 8, 2, 4)), sharding)
+    with pytest.raises(ValueError, match="'seq' is no axis of a shard_map around this call"):
+        ejkernel_core.call("context_attention", array, array, array, axis="seq", axis_size=2, causal=True)

@@ -25,7 +25,7 @@ import ejkernel_xla.flash_attention
 import ejkernel_xla.flash_attention.backward
 import ejkernel_xla.rms_norm
 import ejkernel_xla.rms_norm.backward
-from ejkernel_core import Registry, hookimpl
+from ejkernel_core import Operation, PluginError, Registry, hookimpl
 
 KINDS = (AxisType.Auto, AxisType.Explicit)
 B, T, S, D = 4, 24, 40, 8
@@ -326,6 +326,18 @@ def test_vmap_over_sharded_axes(registry: Any, kind: AxisType, spec: P) -> None:
     assert shapes["flash_attention"]["query"] == (4 // mapped * B // batch, T, 8 // heads, D)
 
 
+@pytest.mark.parametrize("levels", [2, 3])
+def test_the_gradient_of_what_no_outer_vmap_maps(levels: int) -> None:
+    """All gradients are sums over the outer axes."""
+    registry = Registry(plugins="ejkernel-ops,ejkernel-xla")
+    x, weight = jax.random.normal(jax.random.key(0), (2, 3, 2, 4, 16)[-levels - 2 :]), jnp.arange(1.0, 17.0)
+    function = partial(registry.call, "rms_norm")
+    expected = jax.grad(lambda w: (function(x.reshape(-1, 16), w) ** 3).sum())(weight)
+    for _ in range(levels):
+        function = jax.vmap(function, (0, None))
+    assert_close(jax.grad(lambda w: (function(x, w) ** 3).sum())(weight) / 100, expected / 100)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_two_calls_in_scan_and_remat_and_jit(registry: Any, kind: AxisType) -> None:
@@ -405,16 +417,21 @@ def test_arrays_on_different_meshes_are_named(registry: Any, kind: AxisType) -> 
         r"key is on a mesh of \(z=2\) over the devices \[2, 3\], and query on one of \(x=2, y=4\) over the devices"
     )
     with pytest.raises(ValueError, match=message):
+        registry.explain(
+            "flash_attention", **arrays | {"key": jax.device_put(arrays["key"], NamedSharding(mesh, P("z")))}
+        )
+    with pytest.raises(ValueError, match=message):
         call(registry, case, arrays | {"key": jax.device_put(arrays["key"], NamedSharding(mesh, P("z")))})
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_without_jit(registry: Any, kind: AxisType) -> None:
+@pytest.mark.parametrize("kinds", [KINDS[:1] * 2, KINDS[1:] * 2], ids=str)
+def test_without_jit(registry: Any, kinds: Any) -> None:
     case = CASES["batch and heads"]
     arrays, function = arrays_of(case), partial(call, registry, case)
     expected = function(arrays)
-    with jax.set_mesh(mesh_of(kind)), jax.disable_jit():
-        assert_close(function(place(arrays, case.specs, mesh_of(kind))), expected)
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=kinds)
+    with jax.set_mesh(mesh), jax.disable_jit():
+        assert_close(function(place(arrays, case.specs, mesh)), expected)
 
 
 def test_a_kernel_that_fails_on_a_shard_raises_its_own_error(registry: Any) -> None:
@@ -440,3 +457,34 @@ def test_a_kernel_that_fails_on_a_shard_raises_its_own_error(registry: Any) -> N
     with pytest.raises(Exception, match="a fault on a shard") as raised:
         local.call("flash_attention", **sharded)
     assert type(raised.value).__name__ == "NoKernel"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_an_operation_without_axes(kind: AxisType) -> None:
+    """It is not divided, and has the gradients of one device."""
+
+    @hookimpl
+    def run_backend(inv: Any, cfg: Any) -> Any:
+        return inv["x"] ** 3
+
+    local, mesh = Registry(plugins=""), mesh_of(kind)
+    local.register(Operation(name="cube", signature=lambda x: None))
+    local.register(SimpleNamespace(run_backend=run_backend), "cube.reference")
+    x = jnp.arange(8.0).reshape(4, 2)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(x, NamedSharding(mesh, P("x")))
+        total = lambda x: local.call("cube", x).sum()
+        for gradient in (jax.grad(total)(sharded), jax.jit(jax.grad(total))(sharded)):
+            assert_close(gradient, 3 * x**2)
+        assert "cube does not say how it may be sharded" in str(local.explain("cube", sharded))
+
+
+def test_platforms_of_opaque_code_are_those_of_the_kernel() -> None:
+    local = Registry(plugins="ejkernel-ops")
+
+    @hookimpl
+    def run_backend(inv: Any, cfg: Any) -> None: ...
+
+    kernel = SimpleNamespace(PLATFORMS={"gpu": 1}, OPAQUE=("cup",), run_backend=run_backend)
+    with pytest.raises(PluginError, match="OPAQUE names platforms that PLATFORMS has; got"):
+        local.register(kernel, "flash_attention.typo")
