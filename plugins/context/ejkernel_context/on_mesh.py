@@ -51,9 +51,13 @@ class Division:
 
     def placed(self, array: Any, name: str) -> Any:
         """An array, where types have shardings: ``shard_map`` takes it as its spec says."""
-        if AxisType.Explicit not in self.mesh.axis_types:
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        if AxisType.Explicit not in types.values():
             return array
-        return jax.sharding.reshard(array, NamedSharding(self.mesh, self.spec(name)))
+        entries = [
+            tuple(axis for axis in _names(entry) if types[axis] == AxisType.Explicit) for entry in self.spec(name)
+        ]
+        return jax.sharding.reshard(array, NamedSharding(self.mesh, PartitionSpec(*map(_entry, entries))))
 
 
 def call_on_mesh(arguments: Arguments, mesh: Any, spec: Any) -> Any:
@@ -134,8 +138,11 @@ def _division(mesh: Any, names: Names, arrays: Mapping[str, Any], spec: Any) -> 
 def _entries(spec: Any, default: Any) -> list[Names]:
     """The axes of each of the query's four dimensions."""
     entries: Sequence[Any] = tuple(default if spec is None else spec)
-    names = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries]
-    return [*names, *((),) * 4][:4]
+    return [*map(_names, entries), *((),) * 4][:4]
+
+
+def _names(entry: Any) -> Names:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _entry(names: Names) -> Any:

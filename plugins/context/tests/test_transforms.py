@@ -254,6 +254,15 @@ def test_arrays_on_a_mesh(kind: AxisType, jit: bool) -> None:
     close(ordered, whole(*qkv(), return_lse=True))
 
 
+def test_arrays_on_a_mesh_of_both_kinds() -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(EXPLICIT, AUTO), devices=jax.devices()[:4])
+    spec = P("data", "seq")
+    with jax.set_mesh(mesh):
+        arrays = [jax.device_put(array, NamedSharding(mesh, spec)) for array in zigzag(qkv(), shards=2)]
+        out = jax.jit(partial(context_attention, axis="seq", causal=True, mesh=mesh, spec=spec))(*arrays)
+    close([unzigzag(np.asarray(out), shards=2)], [whole(*qkv())])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_gradients_of_arrays_on_a_mesh(kind: AxisType) -> None:
