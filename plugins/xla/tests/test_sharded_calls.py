@@ -216,7 +216,7 @@ def shapes_of_runs(registry: Any) -> dict[str, dict[str, Any]]:
     return shapes
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("name", CASES)
 def test_values_gradients_and_collectives(registry: Any, name: str, kind: AxisType) -> None:
@@ -301,7 +301,7 @@ def sharded_vmap(registry: Any, options: dict[str, Any]) -> Any:
     return jax.vmap(attend, (0, 0, None))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("x", "y"), P("y", None, None, "x")], ids=str)
 def test_vmap_over_sharded_axes(registry: Any, kind: AxisType, spec: P) -> None:
@@ -424,6 +424,7 @@ def test_arrays_on_different_meshes_are_named(registry: Any, kind: AxisType) -> 
         call(registry, case, arrays | {"key": jax.device_put(arrays["key"], NamedSharding(mesh, P("z")))})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kinds", [KINDS[:1] * 2, KINDS[1:] * 2], ids=str)
 def test_without_jit(registry: Any, kinds: Any) -> None:
     case = CASES["batch and heads"]
