@@ -23,19 +23,11 @@ from ._display import brief
 from ._errors import EjkernelError, NotDifferentiable
 from ._kernel import Invocation
 from ._keys import content
-from ._lowering import (
-    CallContext,
-    Dependencies,
-    Request,
-    apply,
-    apply_inline,
-    has_opaque_kernel,
-    make_request,
-    standard_promotion,
-)
+from ._lowering import apply, apply_inline, has_opaque_kernel
 from ._operation import NUMBERS, Operation, Restore
 from ._plan import Explanation, Plan
 from ._plugins import Plugins
+from ._request import CallContext, Dependencies, Request, make_request, standard_promotion
 from ._validation import check_values, clearer_error, not_static, on_other_mesh, unhashable
 
 if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
@@ -226,7 +218,7 @@ def _run(form: Form, run: Callable[..., Any], dependencies: Dependencies, arrays
     try:
         return run(*arrays)
     except jax.errors.JaxRuntimeError as error:
-        fault = dependencies.fault  # another thread may have compiled the same call meanwhile
+        fault, dependencies.fault = dependencies.fault, None  # another thread may have compiled the same call meanwhile
         if fault is None or type(fault).__qualname__ not in str(error):
             raise
         raise fault from error  # what was raised while the compiler partitioned the call

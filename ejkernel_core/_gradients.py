@@ -21,8 +21,9 @@ from jax.interpreters import ad, batching, mlir
 from ._errors import NotDifferentiable, PluginError, UnknownOperation
 from ._jax_versions import Primitive, reshard_like
 from ._kernel import LoadedKernel
-from ._lowering import CALLS, MappedAxis, Request, apply, make_request, with_checkpoint_names
+from ._lowering import apply, with_checkpoint_names
 from ._operation import Operation, gradient_signature
+from ._request import CALLS, MappedAxis, Request, make_request
 
 tangent_call = Primitive("ejkernel_tangents")
 tangent_call.multiple_results = True

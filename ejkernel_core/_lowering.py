@@ -1,17 +1,16 @@
 """A call as JAX sees it: one primitive, which becomes the chosen kernel when JAX lowers it.
 
 No kernel is chosen while JAX traces. The plan is made when JAX lowers the primitive. The shapes are final then: each
-device has its shard, and the axes of ``vmap`` are folded. The platform is known, even when it is
-another machine's. There is no trace that a measurement could disturb. A kernel is traced with its own shapes, and does
-not see how its arguments vary over a mesh.
+device has its shard, and the axes of ``vmap`` are folded. The platform is known, even when it is another machine's.
+There is no trace that a measurement could disturb. A kernel is traced with its own shapes, and does not see how its
+arguments vary over a mesh.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import attrs
 import jax
@@ -24,257 +23,14 @@ from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
 from ._choice import candidates_for
-from ._devices import (
-    Target,
-    absent_target,
-    current_platform,
-    explicit_mesh,
-    partly_manual_mesh,
-    target,
-    target_of,
-)
-from ._errors import NoKernel, NotDifferentiable, PluginError, Unsupported, message
+from ._devices import Target, explicit_mesh, partly_manual_mesh, target, target_of
+from ._errors import NotDifferentiable, PluginError
 from ._fallback import warn_of_reference
-from ._jax_versions import (
-    Primitive,
-    avals_like,
-    is_partitioned,
-    lower_with_devices,
-    lowering_processes,
-    unchecked_varying,
-    vary_alike,
-)
-from ._kernel import Invocation
-from ._keys import abstract, content
+from ._jax_versions import avals_like, is_partitioned, lowering_processes, unchecked_varying, vary_alike
 from ._labels import call_label
-from ._operation import Arguments, Operation
 from ._plan import Plan
-from ._plugins import Plugins
-from ._scopes import EMPTY, Scope
-
-if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
-    from ._partitioning import Partitioning
-
-# -- a request: a call without the values of its arrays ----------------------------------------------------------------
-
-
-class Settings(NamedTuple):
-    """The settings of JAX that change what a function computes.
-
-    They belong to a thread, and are in effect where a call is traced. Its kernel is traced when JAX lowers the call,
-    which may happen in another thread or with other settings.
-    """
-
-    x64: bool
-    precision: Any
-
-    @classmethod
-    def current(cls) -> Settings:
-        """The settings that are in effect now."""
-        config: Any = jax.config
-        return cls(bool(config.jax_enable_x64), config.jax_default_matmul_precision)
-
-    def in_effect(self) -> contextlib.ExitStack:
-        """Put the settings into effect for a ``with`` block."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(jax.enable_x64(self.x64))
-            stack.enter_context(jax.default_matmul_precision(self.precision))
-            stack.enter_context(standard_promotion())
-            return stack.pop_all()
-
-
-def standard_promotion() -> contextlib.AbstractContextManager[None]:
-    """Use standard promotion of dtypes for a ``with`` block: a user's strict promotion is not meant for kernels."""
-    promotion: contextlib.AbstractContextManager[None] = jax.numpy_dtype_promotion("standard")
-    return promotion
-
-
-class Dependencies:
-    """The kinds of keys by which a compiled function has chosen its kernels, with their operations.
-
-    An instance is equal only to itself, so that JAX does not reuse for one function what it cached for another.
-    """
-
-    def __init__(self) -> None:
-        self.kinds: set[tuple[str, str]] = set()
-        #: What was raised last where a call was lowered. The compiler, which lowers it on a shard, shows the text of an
-        #: exception and drops the exception.
-        self.fault: BaseException | None = None
-
-
-@attrs.frozen
-class CallContext:
-    """What a call depends on beside its operation and arguments."""
-
-    registry: Plugins = attrs.field(repr=False)
-    backend: str | None = None
-    cfg: Any = None
-    #: The scope where the call is made. When JAX lowers it, another one may be in effect.
-    scope: Scope = EMPTY
-    dependencies: Dependencies = attrs.field(factory=Dependencies, repr=False)
-    #: The processes of the program around the call, where they are known before it is lowered; see ``Invocation``.
-    processes: tuple[int, ...] | None = ()
-
-
-class MappedAxis(NamedTuple):
-    """An axis over which ``jax.vmap`` maps a call: these arrays, and all results but ``sums``, have it in front."""
-
-    arrays: frozenset[str]
-    #: The gradients that are sums over it.
-    sums: frozenset[str] = frozenset()
-
-
-@attrs.frozen
-class Request:
-    """A call without the values of its arrays. It is hashable, so that it can be a parameter of a primitive."""
-
-    context: CallContext
-    operation: Operation = attrs.field(repr=lambda operation: operation.name)
-    #: The names of the arrays that the call has, in the order of the primitive's operands.
-    arrays: tuple[str, ...]
-    options: tuple[tuple[str, Any], ...]
-    #: The content of the options and of the explicit cfg, which differs where Python's equality does not.
-    content: tuple[Any, ...] = attrs.field(repr=False)
-    #: The settings where the call is traced, with which its kernel is traced too.
-    settings: Settings = attrs.field(factory=Settings.current, repr=False)
-    #: The outermost first. They are merged into one call or a loop where the call is lowered, on the shard of a device:
-    #: merging two axes of which one is sharded would move data between devices.
-    mapped: tuple[MappedAxis, ...] = ()
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        """The names of the results: those of a backward operation are the arrays whose gradients they are."""
-        wrt = dict(self.options).get("wrt")
-        return wrt if isinstance(wrt, tuple) else self.operation.results
-
-    @property
-    def registry(self) -> Plugins:
-        return self.context.registry
-
-    def arguments(self, values: Sequence[Any]) -> Arguments:
-        """Every parameter by name, with these arrays. An array that the call does not have is None."""
-        missing = dict.fromkeys(self.operation.arrays)
-        return {**missing, **dict(self.options), **dict(zip(self.arrays, values, strict=True))}
-
-    def invocation(self, values: Sequence[Any], target: Target) -> Invocation:
-        """The invocation of this request on abstract arrays like these."""
-        return Invocation(
-            self.operation.name,
-            self.arguments([abstract(value) for value in values]),
-            target.platform,
-            target.device_kind,
-            target.compute_capability,
-            self.operation,
-            target.processes,
-        )
-
-    def plan(self, values: Sequence[Any], target: Target) -> Plan:
-        context, inv = self.context, self.invocation(values, target)
-        with contextlib.suppress(TypeError):  # an option without content, so there is no key
-            context.dependencies.kinds.update((key.op, key.kind) for key in inv.tuning_keys)
-        return self.registry.choose(inv, context.backend, context.cfg, context.scope)
-
-    def run(self, plan: Plan, values: Sequence[Any]) -> tuple[Any, ...]:
-        inv = plan.invocation.with_arrays(dict(zip(self.arrays, values, strict=True)))
-        return plan.kernel.run_backend(inv, plan.choice.cfg)
-
-    def elements(self, values: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of these arrays without the mapped axes."""
-        return without_axes(self.mapped, self.arrays, values)
-
-    def outputs(self, values: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The shapes and dtypes of the results."""
-        if not self.mapped:
-            return self._outputs(values)
-        sizes = [*zip(self.mapped, self.mapped_sizes(values), strict=True)]
-        return tuple(
-            jax.ShapeDtypeStruct((*(n for axis, n in sizes if name not in axis.sums), *result.shape), result.dtype)
-            for name, result in zip(self.results, self._outputs(self.elements(values)), strict=True)
-        )
-
-    def mapped_sizes(self, values: Sequence[Any]) -> list[int]:
-        """The sizes of the mapped axes, which are smaller on a shard."""
-        sizes = []
-        for number, axis in enumerate(self.mapped):
-            name, value = next(item for item in zip(self.arrays, values, strict=True) if item[0] in axis.arrays)
-            sizes.append(value.shape[sum(name in outer.arrays for outer in self.mapped[:number])])
-        return sizes
-
-    def _outputs(self, values: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
-        if self.operation.outputs is not None:
-            return tuple(self.operation.outputs(self.arguments(values)))
-        return _outputs_of_reference(self, [abstract(value) for value in values])
-
-    def partitioning(self, values: Sequence[Any]) -> Partitioning | None:
-        """The rule by which this call may be sharded; None where its operation has none, and nothing is mapped."""
-        partition = self.operation.partitioning
-        if partition is None and not self.mapped:
-            return None
-        from ._partitioning import whole_partitioning
-
-        elements, reason = self.elements(values), f"{self.operation.name} does not say how it may be sharded"
-        try:
-            rule = None if partition is None else partition(self.arguments(elements))
-        except Unsupported as refusal:
-            rule, reason = None, message(refusal)
-        if rule is None:
-            results = dict(zip(self.results, self._outputs(elements), strict=True))
-            rule = whole_partitioning(dict(zip(self.arrays, elements, strict=True)), results, reason)
-        sizes = self.mapped_sizes(values)
-        for number, axis in reversed([*enumerate(self.mapped)]):
-            rule = rule.with_mapped_axis(f"mapped axis {number}", sizes[number], axis.arrays, axis.sums)
-        return rule
-
-
-def without_axes(axes: Sequence[MappedAxis], names: Sequence[str], values: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of arrays, given with their names, without these mapped axes."""
-    return [
-        jax.ShapeDtypeStruct(value.shape[sum(name in axis.arrays for axis in axes) :], value.dtype)
-        for name, value in zip(names, values, strict=True)
-    ]
-
-
-def make_request(context: CallContext, operation: Operation, arguments: Mapping[str, Any]) -> tuple[Request, list[Any]]:
-    """Split prepared arguments into a request and its arrays."""
-    names = tuple(name for name in operation.arrays if arguments[name] is not None)
-    options = tuple((name, value) for name, value in arguments.items() if name not in operation.arrays)
-    static = content((*(value for _, value in options), context.cfg))
-    return Request(context, operation, names, options, static), [arguments[name] for name in names]
-
-
-def _outputs_of_reference(request: Request, avals: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    operation = request.operation
-    if operation.reference not in request.registry.backends(operation.name):
-        raise PluginError(
-            f"{operation.name}: nothing says what it returns. Give the Operation axes or outputs, or a kernel "
-            f"{operation.name}.{operation.reference}"
-        )
-    reference = request.registry.kernel(operation.name, operation.reference)
-    invocation = request.invocation(avals, target(current_platform(())))
-    try:
-        cfg = reference.heuristic_cfg(invocation)
-    except Unsupported as refusal:
-        raise NoKernel(f"{reference.name}, which says what {operation.name!r} returns, refuses: {refusal}") from refusal
-
-    def run(*values: Any) -> tuple[Any, ...]:
-        return reference.run_backend(invocation.with_arrays(dict(zip(request.arrays, values, strict=True))), cfg)
-
-    return tuple(jax.eval_shape(run, *avals))
-
-
-# -- the primitive -----------------------------------------------------------------------------------------------------
-
-kernel_call = Primitive("ejkernel_call")
-lower_with_devices(kernel_call)
-#: The same primitive for JAX compiling for an absent device, where it cannot pass devices to ``_lower``.
-absent_device_call = Primitive("ejkernel_call")
-CALLS = (kernel_call, absent_device_call)
-
-
-def bind(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """The results of the best kernel for the request, by the primitive."""
-    primitive = kernel_call if absent_target() is None else absent_device_call
-    return tuple(primitive.bind(*vary_alike(arrays), request=request))
+from ._request import CALLS, Request, bind, standard_promotion
+from ._vmap import batch, run_mapped
 
 
 def apply(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -415,6 +171,11 @@ def _kernel(request: Request, avals: Sequence[Any], call_target: Target, declare
     return run
 
 
+def _run_mapped(request: Request, *arrays: Any) -> tuple[Any, ...]:
+    with request.settings.in_effect():
+        return run_mapped(request, arrays)
+
+
 # -- sharded arrays outside of shard_map -------------------------------------------------------------------------------
 
 
@@ -445,100 +206,11 @@ def has_opaque_kernel(request: Request, avals: Sequence[Any], target: Target) ->
     return any(candidate.kernel.is_opaque_on(inv.platform) for candidate in candidates)
 
 
-# -- vmap: one call on a larger batch if the operation has ``fold``, else a loop ---------------------------------------
-
-
-def _batch(arrays: Sequence[Any], axes: Sequence[int | None], *, request: Request) -> tuple[Sequence[Any], list[int]]:
-    leading = [
-        array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True)
-    ]
-    mapped = frozenset(name for name, axis in zip(request.arrays, axes, strict=True) if axis is not None)
-    results = bind(attrs.evolve(request, mapped=(MappedAxis(mapped), *request.mapped)), leading)
-    return results, [0] * len(results)
-
-
-def _run_mapped(request: Request, *arrays: Any) -> tuple[Any, ...]:
-    with request.settings.in_effect():
-        return run_mapped(request, arrays)
-
-
-def run_mapped(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """The results of a mapped call, by calls without its innermost mapped axis."""
-    return _by_folding(request, arrays) or _by_loop(request, arrays)
-
-
-def _by_folding(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
-    *outer, axis = request.mapped
-    fold = request.operation.fold
-    if fold is None:
-        return None
-    folded_call: list[Any] = []
-    size = request.mapped_sizes(arrays)[-1]
-
-    def fold_arrays(*values: Any) -> list[Any]:
-        folded = fold(request.arguments(values), axis.arrays, size, axis.sums)
-        if folded is None:
-            return []
-        folded_request, folded_arrays = make_request(request.context, request.operation, folded[0])
-        folded_call[:] = folded_request, folded[1]
-        return folded_arrays
-
-    if not jax.eval_shape(fold_arrays, *without_axes(outer, request.arrays, arrays)):
-        return None
-    folded_request, unfold = folded_call
-    for outer_axis in reversed(outer):
-        fold_arrays = jax.vmap(
-            fold_arrays,
-            tuple(0 if name in outer_axis.arrays else None for name in request.arrays),
-            [0 if name in outer_axis.arrays else None for name in folded_request.arrays],
-        )
-        over_results = tuple(None if name in outer_axis.sums else 0 for name in request.results)
-        if any(place is not None for place in over_results):  # else all results are sums over this axis
-            unfold = jax.vmap(unfold, (over_results,), over_results)
-    folded_arrays = fold_arrays(*arrays)
-    results = bind(attrs.evolve(folded_request, mapped=tuple(outer)), folded_arrays)
-    return tuple(unfold(results))
-
-
-def _by_loop(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    *outer, axis = request.mapped
-    element = attrs.evolve(request, mapped=tuple(outer))
-    is_mapped = [name in axis.arrays for name in request.arrays]
-    is_sum = [name in axis.sums for name in request.results]
-
-    def depth(name: str) -> int:
-        """The number of axes in front of this one."""
-        return sum(name in outer_axis.arrays for outer_axis in outer)
-
-    slices = [jnp.moveaxis(a, depth(n), 0) for n, a, m in zip(request.arrays, arrays, is_mapped, strict=True) if m]
-
-    def step(totals: Sequence[Any], slices_at_index: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        mapped_arrays = iter(slices_at_index)
-        results = bind(element, [next(mapped_arrays) if m else a for a, m in zip(arrays, is_mapped, strict=True)])
-        parts = [result for result, is_total in zip(results, is_sum, strict=True) if is_total]
-        sums = [total + part for total, part in zip(totals, parts, strict=True)]
-        return sums, [result for result, is_total in zip(results, is_sum, strict=True) if not is_total]
-
-    outputs = request.outputs(arrays)
-    zeros = [
-        jnp.zeros(out.shape, jnp.promote_types(out.dtype, jnp.float32))
-        for out, is_total in zip(outputs, is_sum, strict=True)
-        if is_total
-    ]
-    totals, stacked = (iter(values) for values in jax.lax.scan(step, zeros, slices))
-    return tuple(
-        next(totals).astype(out.dtype)
-        if is_total
-        else jnp.moveaxis(next(stacked), 0, sum(name not in outer_axis.sums for outer_axis in outer))
-        for name, out, is_total in zip(request.results, outputs, is_sum, strict=True)
-    )
-
-
 for _primitive in CALLS:
     _primitive.multiple_results = True
     _primitive.def_impl(_run_eagerly)
     _primitive.def_abstract_eval(_abstract_eval)
-    batching.primitive_batchers[_primitive] = _batch
+    batching.primitive_batchers[_primitive] = batch
     # A function that is lowered for several platforms gets a plan for each. Any other platform has the last rule.
     for _platform in ("cpu", "cuda", "rocm", "tpu"):
         mlir.register_lowering(_primitive, partial(_lower, platform=_platform), platform=_platform)

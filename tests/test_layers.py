@@ -21,6 +21,8 @@ LAYERS = """
     _call
     _gradients
     _lowering
+    _vmap
+    _request
     _fallback _labels
     _plugins
     _choice

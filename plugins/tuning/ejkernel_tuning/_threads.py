@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import jax
 
-from ejkernel_core import _lowering
+from ejkernel_core import _request
 from ejkernel_core._kernel import Invocation
 
 
@@ -32,7 +32,7 @@ class StillRunningError(Exception):
 class Settings:
     """The settings of JAX that belong to a thread, and the device to run on."""
 
-    numerics: _lowering.Settings
+    numerics: _request.Settings
     device: Any
 
     @classmethod
@@ -44,7 +44,7 @@ class Settings:
     def current(cls) -> Settings:
         """The current settings, with the current device."""
         config: Any = jax.config
-        return cls(_lowering.Settings.current(), config.jax_default_device)
+        return cls(_request.Settings.current(), config.jax_default_device)
 
     @contextlib.contextmanager
     def in_effect(self) -> Iterator[None]:
