@@ -19,7 +19,7 @@ from . import _checks
 from ._outcome import REFERENCE
 from ._processes import DEVICES, VARIABLE, has_one_cpu, run_on_several_devices
 from ._programs import PAIRS, PROGRAMS, programs
-from ._transforms import TRANSFORMS, transforms
+from ._transforms import SEVERAL_DEVICES, TRANSFORMS, transforms
 
 if TYPE_CHECKING:
     import pytest
@@ -143,9 +143,9 @@ class KernelProofs:
     def test_transforms(self, example: Example, transform: str, request: pytest.FixtureRequest) -> None:
         self._skip_if_refused(example)
         # A number of devices that the user has set stays: the check fails, and its message says what to set.
-        if transform == "shard_map" and has_one_cpu() and VARIABLE not in os.environ:
+        if transform in SEVERAL_DEVICES and has_one_cpu() and VARIABLE not in os.environ:
             output = run_on_several_devices(request)
-            prefix = f"transforms: shard_map: {self.kernel} on {example.name}"
+            prefix = f"transforms: {transform}: {self.kernel} on {example.name}"
             assert not output, f"{prefix}: in a process with {DEVICES} devices:\n{output}"
         else:
             transforms(self.registry, self.kernel, example, transform)

@@ -10,7 +10,7 @@ import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ejkernel_core import Example, Registry
 
@@ -66,10 +66,18 @@ class Subject:
         jitted = jax.jit(self.results_and_gradients)
         return stack([jitted(arrays) for arrays in draws])
 
-    def check_equal(self, actual: Any, expected: Any) -> None:
+    def division(self, arrays: Arrays) -> str | None:
+        """The axes that a call on these arrays divides over devices, as a text; None if each computes all of it."""
+        arguments = {**arrays, **options(self.registry, self.example)}
+        division = self.registry.explain(self.example.op, **arguments, backend=self.backend).division
+        if division is None or division.shards is None or division.shards.is_whole:
+            return None
+        return str(division.shards)
+
+    def check_equal(self, actual: Any, expected: Any, prefix: str = "") -> None:
         tolerance = TOLERANCE.get(self.example.dtype) or machine_epsilon(self.example.dtype)
         for (path, a), e in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
-            name = jax.tree_util.keystr(path)
+            name = prefix + jax.tree_util.keystr(path)
             compare(self.check, self.kernel, self.example, name, np.asarray(a), np.asarray(e), tolerance)
 
 
@@ -204,6 +212,30 @@ def check_shard_map(subject: Subject) -> None:
     subject.check_equal(jax.jit(gradients_of_shards)(arrays, ct), expected)
 
 
+def check_sharding(subject: Subject) -> None:
+    """Every axis of every array that the operation divides over devices is sharded over two of them, one at a time."""
+    prefix = f"{subject.check}: {subject.kernel} on {subject.example.name}"
+    assert not has_one_cpu(), (
+        f"{prefix}: there is one device, so nothing can be sharded: set {VARIABLE}={DEVICES} before JAX starts"
+    )
+    (arrays, *_) = subject.draws()
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    replicated = {name: jax.device_put(array, NamedSharding(mesh, PartitionSpec())) for name, array in arrays.items()}
+    run = jax.jit(partial(results_and_gradients, subject.call, subject.example.wrt))
+    ct = subject.weights(subject.call, arrays)
+    expected = jax.jit(subject.results_and_gradients)(arrays)
+    divisions = set()
+    for name, array in replicated.items():
+        for axis in (axis for axis, size in enumerate(array.shape) if size % 2 == 0):
+            spec = PartitionSpec(*(None,) * axis, "devices")
+            sharded = {**replicated, name: jax.device_put(array, NamedSharding(mesh, spec))}
+            division = subject.division(sharded)
+            if division is None or division in divisions:  # gathered, or the same shards as those of another array
+                continue
+            divisions.add(division)
+            subject.check_equal(run(sharded, ct), expected, f"axis {axis} of {name} sharded: ")
+
+
 def check_second_reverse(subject: Subject) -> None:
     """jacrev(jacrev) of all results equals the reference's in float64."""
     actual = _second_derivatives(subject, jax.jacrev, subject.backend, is_float64=False)
@@ -264,9 +296,13 @@ TRANSFORMS: dict[str, Callable[[Subject], None]] = {
     "checkpoint": check_checkpoint,
     "scan": check_scan,
     "shard_map": check_shard_map,
+    "sharding": check_sharding,
     "jacrev_of_jacrev": check_second_reverse,
     "forward_mode": check_forward_mode,
 }
+
+#: Those that need several devices.
+SEVERAL_DEVICES = ("shard_map", "sharding")
 
 
 def transforms(registry: Registry, kernel: str, example: Example, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import ejkernel_testing as testing
-from ejkernel_core import Example, Registry, UnknownBackend, Unsupported, hookimpl
+from ejkernel_core import Axes, Example, Operation, Registry, UnknownBackend, Unsupported, hookimpl
 from ejkernel_ops.flash_attention.dense import dense_attention
 from ejkernel_ops.flash_attention.examples import examples
 from ejkernel_testing import _checks
@@ -353,6 +354,52 @@ class TestRightKernel(testing.KernelProofs):
                 "tiny-of-second-order",
             )
         ]
+
+
+@pytest.mark.parametrize(
+    ("axes", "weight_gradient", "fault"),
+    [
+        ({"independent": "rows", "whole": "columns"}, lambda x, d: (x * d).sum(0), None),
+        ({"independent": "rows columns"}, lambda x, d: (x * d).sum(0), "axis 1 of x sharded: .* is off by"),
+        # Each shard returns the mean over its rows, and the sum of two means is no mean.
+        (
+            {"independent": "rows", "whole": "columns"},
+            lambda x, d: (x * d).mean(0),
+            "axis 0 of x sharded: .*'weight'.* is off by",
+        ),
+    ],
+)
+def test_axes_that_are_not_independent_are_found(axes: Any, weight_gradient: Any, fault: str | None) -> None:
+    """A kernel that subtracts the mean of each row, times a weight."""
+
+    def forward(inv: Mapping[str, Any]) -> Any:
+        return (inv["x"] - inv["x"].mean(1, keepdims=True)) * inv["weight"]
+
+    def backward(inv: Mapping[str, Any]) -> Any:
+        x, d = inv["x"] - inv["x"].mean(1, keepdims=True), inv["d_out"] * inv["weight"]
+        gradients = {"x": d - d.mean(1, keepdims=True), "weight": weight_gradient(x, inv["d_out"])}
+        results = [gradients[name] for name in inv["wrt"]]
+        return tuple(results) if len(results) > 1 else results[0]
+
+    def arguments(draw: int) -> dict[str, Any]:
+        numbers = np.random.default_rng(draw)
+        return {"x": numbers.standard_normal((4, 6)), "weight": numbers.standard_normal(6)}
+
+    operation = Operation(
+        name="centred",
+        signature=lambda x, weight: None,
+        axes=Axes({"x": "rows columns", "weight": "columns"}, {"out": "rows columns"}, **axes),
+        backward="centred_bwd",
+    )
+    registry = Registry(plugins="")
+    registry.register(operation)
+    registry.register(operation.gradients())
+    for backend in ("reference", "plain"):
+        registry.register(SimpleNamespace(**hooks(forward, None)), f"centred.{backend}")
+        registry.register(SimpleNamespace(**hooks(backward, None)), f"centred_bwd.{backend}")
+    example = Example("rows", "centred", arguments, wrt=("x", "weight"))
+    with pytest.raises(AssertionError, match=fault) if fault else contextlib.nullcontext():
+        testing.transforms(registry, "centred.plain", example, "sharding")
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
