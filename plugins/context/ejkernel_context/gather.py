@@ -21,26 +21,20 @@ from .parts import attention, plain_attention
 from .positions import shard_index
 from .rule import gather_rank
 
-#: The version of the kernel and its Config.
+#: The version of the kernel.
 VERSION = 1
 #: By the rule of this package.
 PLATFORMS = {"cpu": gather_rank, "gpu": gather_rank, "tpu": gather_rank}
 
 
-@attrs.frozen
-class Config:
-    """Empty, because there is only one way to run this kernel."""
-
-
 @hookimpl
-def heuristic_cfg(inv: Invocation) -> Config:
-    """The only configuration. A window that ends after its query is refused."""
+def heuristic_cfg(inv: Invocation) -> None:
+    """A window that ends after its query is refused."""
     refuse_open_window(inv)
-    return Config()
 
 
 @hookimpl
-def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
+def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, jax.Array]:
     """The results for the queries of this device."""
     if inv["axis_size"] == 1:
         return plain_attention(inv)

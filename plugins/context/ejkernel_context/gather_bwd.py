@@ -16,7 +16,6 @@ from ejkernel_core import Invocation, hookimpl
 from .gather import (
     VERSION,
     Chunk,
-    Config,
     chunks,
     flat,
     gathered_keys,
@@ -28,7 +27,7 @@ from .mesh import check_inside
 from .parts import apart, gradients, in_order, plain_gradients
 from .rule import gather_rank
 
-__all__ = ["VERSION", "Config"]
+__all__ = ["VERSION"]
 
 #: By the rule of this package.
 PLATFORMS = {"cpu": gather_rank, "gpu": gather_rank, "tpu": gather_rank}
@@ -37,14 +36,13 @@ OF_KEYS = ("key", "value")
 
 
 @hookimpl
-def heuristic_cfg(inv: Invocation) -> Config:
-    """The only configuration. A window that ends after its query is refused."""
+def heuristic_cfg(inv: Invocation) -> None:
+    """A window that ends after its query is refused."""
     refuse_open_window(inv)
-    return Config()
 
 
 @hookimpl
-def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
+def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, ...]:
     """The gradients that ``wrt`` names, in its order."""
     if inv["axis_size"] == 1:
         return plain_gradients(inv)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import jax
 import jax.numpy as jnp
 
@@ -18,25 +17,14 @@ from ejkernel_core import Invocation, hookimpl
 from .parts import OPTIONS
 from .positions import shard_index, shard_positions
 
-#: The version of the kernel and its Config.
+#: The version of the kernel.
 VERSION = 1
 #: The lowest rank, on every platform.
 PLATFORMS = {"cpu": 0, "gpu": 0, "tpu": 0}
 
 
-@attrs.frozen
-class Config:
-    """Empty, because there is only one way to run this kernel."""
-
-
 @hookimpl
-def heuristic_cfg(inv: Invocation) -> Config:
-    """The only configuration."""
-    return Config()
-
-
-@hookimpl
-def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
+def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, jax.Array]:
     """The results for the queries of this device."""
     return dense_attention(inv)
 

@@ -7,19 +7,13 @@ import jax
 from ejkernel_core import Invocation, hookimpl
 
 from .operation import forward
-from .reference import PLATFORMS, VERSION, Config, dense_attention
+from .reference import PLATFORMS, VERSION, dense_attention
 
-__all__ = ["PLATFORMS", "VERSION", "Config"]
-
-
-@hookimpl
-def heuristic_cfg(inv: Invocation) -> Config:
-    """The only configuration."""
-    return Config()
+__all__ = ["PLATFORMS", "VERSION"]
 
 
 @hookimpl
-def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
+def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, ...]:
     """The gradients that ``wrt`` names. Without ``out`` and ``lse``, derivatives of any order are right."""
     gradients: tuple[jax.Array, ...] = forward.gradients_by_jax(dense_attention, inv)
     return gradients

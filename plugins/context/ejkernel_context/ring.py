@@ -22,7 +22,7 @@ from .parts import Part, attention, merged, plain_attention, with_sinks
 from .positions import shard_index
 from .rule import RING
 
-#: The version of the kernel and its Config.
+#: The version of the kernel.
 VERSION = 1
 #: By the rule of this package.
 PLATFORMS = {"cpu": RING, "gpu": RING, "tpu": RING}
@@ -32,20 +32,14 @@ PLATFORMS = {"cpu": RING, "gpu": RING, "tpu": RING}
 MOST_JOINED = 2**24
 
 
-@attrs.frozen
-class Config:
-    """Empty, because there is only one way to run this kernel."""
-
-
 @hookimpl
-def heuristic_cfg(inv: Invocation) -> Config:
-    """The only configuration. Windows, and a causal mask in the contiguous layout, are refused."""
+def heuristic_cfg(inv: Invocation) -> None:
+    """Windows, and a causal mask in the contiguous layout, are refused."""
     refuse_uneven_steps(inv)
-    return Config()
 
 
 @hookimpl
-def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
+def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, jax.Array]:
     """The results for the queries of this device."""
     if inv["axis_size"] == 1:
         return plain_attention(inv)

@@ -24,7 +24,6 @@ from .parts import apart, gradient_call, gradients, in_order, plain_gradients, s
 from .ring import (
     PLATFORMS,
     VERSION,
-    Config,
     Keys,
     both_pairs,
     halves,
@@ -34,21 +33,20 @@ from .ring import (
     whole_step_call,
 )
 
-__all__ = ["PLATFORMS", "VERSION", "Config"]
+__all__ = ["PLATFORMS", "VERSION"]
 
 Gradients = dict[str, jax.Array]
 RESULTS = ("out", "lse", "d_out", "d_lse")
 
 
 @hookimpl
-def heuristic_cfg(inv: Invocation) -> Config:
-    """The only configuration. What the forward refuses is refused, and steps that only the reference could do."""
+def heuristic_cfg(inv: Invocation) -> None:
+    """What the forward refuses is refused, and steps that only the reference could do."""
     refuse_uneven_steps(inv)
     names = _names(inv)
     if inv["axis_size"] > 1 and names:
         first_step = {**whole_step_call(inv, Keys.own(inv), causal=inv["causal"]), **_results(inv)}
         _step_backend(inv, gradient_call(inv, names, **first_step))
-    return Config()
 
 
 def _step_backend(inv: Invocation, call: Mapping[str, Any]) -> str:
@@ -78,7 +76,7 @@ def _step_gradients(inv: Invocation, names: tuple[str, ...], call: Mapping[str, 
 
 
 @hookimpl
-def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
+def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, ...]:
     """The gradients that ``wrt`` names, in its order."""
     if inv["axis_size"] == 1:
         return plain_gradients(inv)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
 import jax
 
 from ejkernel_core import Invocation, Unsupported, hookimpl
@@ -18,26 +17,20 @@ from .parts import attention, plain_attention
 from .positions import shard_index
 from .rule import ULYSSES, indivisible_heads
 
-#: The version of the kernel and its Config.
+#: The version of the kernel.
 VERSION = 1
 #: By the rule of this package.
 PLATFORMS = {"cpu": ULYSSES, "gpu": ULYSSES, "tpu": ULYSSES}
 
 
-@attrs.frozen
-class Config:
-    """Empty, because there is only one way to run this kernel."""
-
-
 @hookimpl
-def heuristic_cfg(inv: Invocation) -> Config:
-    """The only configuration. Heads that the devices do not divide are refused."""
+def heuristic_cfg(inv: Invocation) -> None:
+    """Heads that the devices do not divide are refused."""
     refuse_indivisible(inv)
-    return Config()
 
 
 @hookimpl
-def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
+def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, jax.Array]:
     """The results for the queries of this device."""
     if inv["axis_size"] == 1:
         return plain_attention(inv)

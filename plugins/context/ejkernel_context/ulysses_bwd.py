@@ -10,20 +10,19 @@ from ejkernel_core import Invocation, hookimpl
 from .mesh import check_inside
 from .parts import gradients, in_order, plain_gradients
 from .positions import shard_index
-from .ulysses import PLATFORMS, VERSION, Config, refuse_indivisible, to_heads, to_sequence, whole_call
+from .ulysses import PLATFORMS, VERSION, refuse_indivisible, to_heads, to_sequence, whole_call
 
-__all__ = ["PLATFORMS", "VERSION", "Config"]
+__all__ = ["PLATFORMS", "VERSION"]
 
 
 @hookimpl
-def heuristic_cfg(inv: Invocation) -> Config:
-    """The only configuration. Heads that the devices do not divide are refused."""
+def heuristic_cfg(inv: Invocation) -> None:
+    """Heads that the devices do not divide are refused."""
     refuse_indivisible(inv)
-    return Config()
 
 
 @hookimpl
-def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
+def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, ...]:
     """The gradients that ``wrt`` names, in its order."""
     if inv["axis_size"] == 1:
         return plain_gradients(inv)
