@@ -1,0 +1,12 @@
+"""The command ``ejkernel``. Its subcommands are the entry points of the group ``ejkernel.commands``.
+
+A subcommand is a ``click.Command``. The first line of its module's docstring is what ``ejkernel --help`` says about it,
+read from the source: no subcommand is imported for that, and none imports JAX before it runs.
+"""
+
+from __future__ import annotations
+
+from ._main import main
+from ._output import Failure, json_option, print_json, print_line, print_table
+
+__all__ = ["Failure", "json_option", "main", "print_json", "print_line", "print_table"]
