@@ -232,7 +232,7 @@ def test_a_suite_may_have_examples_of_its_own(registry):
 
 def test_the_examples_of_benchmarks_are_selected(registry):
     assert benchmark_examples("scaled", registry) == [EXAMPLE, FORWARD_ONLY]
-    assert len(benchmark_examples("flash_attention", ejkernel_core.registry)) == 37
+    assert len(benchmark_examples("flash_attention", ejkernel_core.registry)) == 44
 
 
 def test_infinities_have_to_be_the_same(registry):

@@ -18,7 +18,7 @@ from ejkernel_bench.records import calls_of
 from ejkernel_core import Example, Invocation
 from ejkernel_core._choice import candidates_for
 from ejkernel_cudnn.flash_attention import library
-from ejkernel_ops.flash_attention.sizes import self_attention
+from ejkernel_ops.flash_attention.sizes import TRAINED, self_attention
 from ejkernel_triton.launch import _jax_triton
 
 CARD = "NVIDIA H100 80GB HBM3"
@@ -102,6 +102,18 @@ ATTENTION = {
 @pytest.mark.parametrize("sizes", ATTENTION)
 def test_attention_has_the_fastest_kernel_of_each_pass(sizes: tuple[int, int, int, int]) -> None:
     assert backends(self_attention(*sizes, "bfloat16")) == ATTENTION[sizes]
+
+
+@pytest.mark.parametrize("example", TRAINED, ids=lambda example: example.name)
+def test_grouped_heads_have_the_fastest_kernel_of_each_pass(example: Example) -> None:
+    """cuDNN has the fastest backward for groups of eight heads, and Gluon for those of four."""
+    groups_of_eight = "H32/8" not in example.name
+    assert backends(example) == ["gluon_sm90", "cudnn" if groups_of_eight else "gluon_sm90"]
+
+
+def test_every_call_that_benchmarks_measure_has_records() -> None:
+    for example in benchmark_examples("flash_attention"):
+        assert None not in backends(example), example.name
 
 
 def test_a_forward_that_is_left_to_xla_has_no_record() -> None:

@@ -42,6 +42,10 @@ def on_h200(example: Example) -> list[Invocation]:
     return [attrs.evolve(inv, **card) for inv in calls_of(example)]
 
 
+#: Records that are older than the kernel's declaration of these lack them.
+CUDNN = {"nvidia-cudnn-cu12", "nvidia-cudnn-cu13"}
+
+
 def select(inv: Invocation, **software: str) -> tuple[Choice | None, list[Candidate]]:
     candidates, _ = candidates_for(inv, ejkernel_core.registry.kernels(inv.op)[0], None, None)
     candidates = [attrs.evolve(candidate, software={**candidate.software, **software}) for candidate in candidates]
@@ -65,7 +69,7 @@ def test_every_record_has_a_provenance() -> None:
         arguments = record["problem"].get("arguments") or record["problem"]["bucket"]
         assert ("gluon_sm90" in provenance["backends"]) == ("bias" not in arguments)
         versions = {"jax", "jaxlib", "triton", "jax-triton", *(f"{op}.{name}" for name in provenance["backends"])}
-        assert {*provenance["software"]} == versions
+        assert {*provenance["software"]} - CUDNN == versions
         times = {variant: time for variant, time in provenance["tried"] if isinstance(time, float)}
         own_times = [time for variant, time in times.items() if variant.startswith(f"{backend} ")]
         assert provenance["milliseconds"] in own_times

@@ -141,6 +141,12 @@ SCALED = (
     self_attention(1, 131072, 2, 128, BF16),
     self_attention(2, 8192, 32, 128, BF16, kv_heads=4),
 )
+#: Training with grouped heads on one device and on a few: batch and heads are divided over devices.
+TRAINED = (
+    *(self_attention(batch, 4096, 32, 128, BF16, kv_heads=8) for batch in (1, 2, 4)),
+    self_attention(1, 8192, 32, 128, BF16, kv_heads=8),
+    *(self_attention(4, 4096, heads, 128, BF16, kv_heads=heads // 8) for heads in (8, 16, 32)),
+)
 #: Long calls that cuDNN refuses.
 WITHOUT_CUDNN = (
     self_attention(1, 16384, 16, 128, BF16, soft_cap=30.0),
@@ -199,7 +205,7 @@ FOR_TPU_TIME = (
 def sizes() -> tuple[Example, ...]:
     """Each call once, with all its uses."""
     examples: dict[str, Example] = {}
-    measured = (*COMMON, *SCALED, *WITHOUT_CUDNN, *VARIED)
+    measured = (*COMMON, *SCALED, *TRAINED, *WITHOUT_CUDNN, *VARIED)
     for example in (*measured, *FOR_GPUS, *FOR_TPU_MEMORY, *FOR_TPU_TIME):
         uses = examples[example.name].uses if example.name in examples else frozenset[str]()
         examples[example.name] = attrs.evolve(example, uses=example.uses | uses)
