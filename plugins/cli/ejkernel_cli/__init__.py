@@ -6,7 +6,19 @@ read from the source: no subcommand is imported for that, and none imports JAX b
 
 from __future__ import annotations
 
+from ._calls import CALL_SETTINGS, Call, call_options, parse_call
 from ._main import main
 from ._output import Failure, json_option, print_json, print_line, print_table
 
-__all__ = ["Failure", "json_option", "main", "print_json", "print_line", "print_table"]
+__all__ = [
+    "CALL_SETTINGS",
+    "Call",
+    "Failure",
+    "call_options",
+    "json_option",
+    "main",
+    "parse_call",
+    "print_json",
+    "print_line",
+    "print_table",
+]

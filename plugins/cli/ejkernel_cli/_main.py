@@ -23,10 +23,10 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit: 0, 1 where it failed, 2 where it was used wrongly."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
+    words = _debug_first(sys.argv[1:] if arguments is None else list(arguments))
     try:
         code = ejkernel.main(words, prog_name="ejkernel", standalone_mode=False)
-        sys.stdout.flush()  # a closed pipe shows here, where it can be handled
+        sys.stdout.flush()  # a closed pipe and a full disk show here, where they can be handled
     except click.exceptions.NoArgsIsHelpError as help_text:
         click.echo(help_text.format_message())
         sys.exit(0)
@@ -36,29 +36,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (click.Abort, KeyboardInterrupt):
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains while it exits
+        _drop_output()
         sys.exit(0)
     except click.ClickException as error:
         sys.exit(_fail(error.format_message(), error.exit_code))
     except Exception as error:
-        if _is_debug(words):
+        if "--debug" in words:
             raise
         sys.exit(_fail(f"{_text(error)} (--debug shows where)", 1))
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _is_debug(words: Sequence[str]) -> bool:
-    return "--debug" in words
+def _debug_first(words: Sequence[str]) -> list[str]:
+    """The words with ``--debug``, which may be anywhere before ``--``, at the front, where the group reads it."""
+    end = words.index("--") if "--" in words else len(words)
+    if "--debug" not in words[:end]:
+        return list(words)
+    return ["--debug", *(word for word in words[:end] if word != "--debug"), *words[end:]]
+
+
+def _drop_output() -> None:
+    """Have nowhere to write what is left of the output, or Python complains about it while it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _text(error: Exception) -> str:
     """The error in one line. The type says something where it is not one of those for wrong arguments."""
     text = " ".join(str(error).split()) or "no message"
-    return text if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {text}"
+    is_clear = isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("ejkernel_")
+    return text if is_clear else f"{type(error).__name__}: {text}"
 
 
 def _fail(text: str, code: int) -> int:
+    """Show an error in one line, and return the exit code."""
     click.echo(f"ejkernel: {' '.join(text.split())}", err=True)
+    try:
+        sys.stdout.flush()
+    except OSError:  # what was to be written is what failed
+        _drop_output()
     return code
 
 
@@ -78,7 +93,7 @@ class Commands(click.Group):
         try:
             command = points[0].load()
         except Exception as error:
-            if _is_debug(sys.argv):
+            if ctx.params.get("debug"):
                 raise
             raise click.ClickException(
                 f"{name!r} of {provider(points[0])} cannot be imported: {type(error).__name__}: {error}"
@@ -94,7 +109,7 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         names = self.list_commands(ctx)
-        if args and args[0] not in names and not args[0].startswith("-"):
+        if args and args[0] not in names and not args[0].startswith("-") and not ctx.resilient_parsing:
             similar = difflib.get_close_matches(args[0], names, 1)
             hint = f"; did you mean {similar[0]!r}?" if similar else f"; there are {', '.join(names)}"
             raise click.UsageError(f"no command is called {args[0]!r}{hint}", ctx)

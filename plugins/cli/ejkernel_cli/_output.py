@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +13,10 @@ import click
 Function = TypeVar("Function", bound=Callable[..., Any])
 #: The width of tables in a pipe, where there is no terminal to ask.
 PIPE_WIDTH = 80
+#: The longest word that no column breaks where there is space.
+MAX_WORD = 26
+#: The spaces between two columns.
+GAP = 3
 
 
 class Failure(click.ClickException):
@@ -41,9 +46,21 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: st
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False, show_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
-    width = None if sys.stdout.isatty() else PIPE_WIDTH
-    Console(file=sys.stdout, width=width, highlight=False).print(table)
+    cells = [[str(cell) for cell in row] for row in rows]
+    text = io.StringIO()
+    is_terminal = sys.stdout.isatty()
+    console = Console(highlight=False) if is_terminal else Console(file=text, width=PIPE_WIDTH, color_system=None)
+    widths = [_longest_word(column, *(row[place] for row in cells)) for place, column in enumerate(columns)]
+    is_wide = sum(widths) + GAP * (len(widths) - 1) <= console.width
+    for column, width in zip(columns, widths, strict=True):
+        table.add_column(column, overflow="fold", min_width=width if is_wide else None)
+    for row in cells:
+        table.add_row(*map(Text, row))
+    console.print(table)
+    if not is_terminal:
+        click.echo("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
+
+
+def _longest_word(*texts: str) -> int:
+    """The width below which a column would break a word."""
+    return min(max((len(word) for text in texts for word in text.split()), default=1), MAX_WORD)

@@ -1,0 +1,357 @@
+"""A call described by words: ``flash_attention --shape 4x4096x16x128 --causal --dtype bfloat16``.
+
+``--shape`` is the shape of the first array. Other arrays have options of their own names (``--key 4x4096x2x128``). The
+shapes of the required ones follow from the axes of the operation where they are not given. Everything else is an option
+of the operation: ``--causal``, ``--no-causal``, ``--sliding-window 128,0``.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import attrs
+import click
+
+from ._devices import platform
+from ._metadata import OPERATIONS, entry_points
+
+if TYPE_CHECKING:  # JAX takes half a second, and --help does not need it
+    import jax
+
+    from ejkernel_core import Axes, Operation
+    from ejkernel_core._layout import Axis, Layout
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Shape = tuple[int, ...]
+
+#: The ``context_settings`` of a command with ``call_options``: which options there are depends on the operation.
+CALL_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
+#: What else may be written for these values.
+CONSTANTS = {"true": True, "false": False, "none": None}
+#: An array in words: a shape, and a dtype if it is to have another one than ``--dtype``.
+_ARRAY = re.compile(r"(?P<shape>\(\)|scalar|\d+(?:[x,]\d+)*)(?::(?P<dtype>\w+))?")
+
+
+@attrs.frozen(eq=False)
+class Call:
+    """A call of an operation on arrays of which only shapes and dtypes are known."""
+
+    operation: str
+    arrays: dict[str, jax.ShapeDtypeStruct]
+    options: dict[str, Any]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arrays and options by name, as ``ejkernel_core.plan`` and the others take them."""
+        return {**self.arrays, **self.options}
+
+
+def call_options(function: Function) -> Function:
+    """The parameters ``operation`` and ``words`` of a command whose call ``parse_call`` reads.
+
+    The command also needs ``context_settings=CALL_SETTINGS``.
+    """
+    with_words = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="--shape SHAPE [OPTIONS OF IT]...")
+    return click.argument("operation", shell_complete=_matching_operations)(with_words(function))
+
+
+def _matching_operations(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    return sorted({point.name for point in entry_points(OPERATIONS) if point.name.startswith(incomplete)})
+
+
+def parse_call(operation: str, words: Sequence[str]) -> Call:
+    """The call that the words after the name of an operation describe.
+
+    Raises ``click.UsageError`` for words that describe none. The operation checks the shapes when it is called.
+    """
+    import ejkernel_core
+
+    if operation.startswith("-"):
+        raise click.UsageError(f"the operation comes before its options; got {operation!r} first")
+    try:
+        definition = ejkernel_core.registry.operation(operation)
+    except ejkernel_core.UnknownOperation as error:
+        raise click.UsageError(str(error)) from None
+    values = _values_by_name(definition, words)
+    options = {name: value for name, value in values.items() if name not in definition.arrays}
+    texts = {name: value for name, value in values.items() if name in definition.arrays}
+    dtype = options.pop("dtype", None) if "dtype" not in definition.signature.parameters else None
+    return Call(operation, _arrays(definition, texts, options, dtype), options)
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _values_by_name(operation: Operation, words: Sequence[str]) -> dict[str, Any]:
+    """The value of each argument that the words name: text for an array, any literal for an option."""
+    values: dict[str, Any] = {}
+    for word, text in _pairs(words):
+        name, value = _argument(operation, word, text)
+        if name in values:
+            raise click.UsageError(f"{word}: {name} is given twice")
+        values[name] = value
+    return values
+
+
+def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Every option with its text, or with None where it has none."""
+    place = 0
+    while place < len(words):
+        word = words[place]
+        if not word.startswith("--"):
+            raise click.UsageError(f"{word!r} follows no option; a shape is given by --shape, as --shape 4x4096x16x128")
+        place += 1
+        if "=" in word:
+            name, _, text = word.partition("=")
+            yield name, text
+        elif place < len(words) and not words[place].startswith("--"):
+            yield word, words[place]
+            place += 1
+        else:
+            yield word, None
+
+
+def _argument(operation: Operation, word: str, text: str | None) -> tuple[str, Any]:
+    """The name and the value of one argument."""
+    parameters = operation.signature.parameters
+    name = word.removeprefix("--").replace("-", "_")
+    if name == "shape" and name not in parameters:
+        name = _first_array(operation)
+    if name == "dtype" and name not in parameters:
+        return name, _required_text(word, text, "bfloat16")
+    if name.startswith("no_") and name not in parameters and name[3:] in parameters:
+        if text is not None:
+            raise click.UsageError(f"{word} takes no value; got {text!r}")
+        return name[3:], False
+    if name not in parameters:
+        raise click.UsageError(f"{operation.name} has no option {word}{_hint(name, operation)}")
+    if name in operation.arrays:
+        return name, _required_text(word, text, "4x4096x16x128")
+    if text is None and not isinstance(parameters[name].default, bool):
+        raise click.UsageError(f"{word} takes a value, as {word} 128, or {word} true")
+    return name, True if text is None else literal(text)
+
+
+def _first_array(operation: Operation) -> str:
+    if not operation.arrays:
+        raise click.UsageError(f"{operation.name} takes no array, so it has no --shape")
+    return operation.arrays[0]
+
+
+def _required_text(word: str, text: str | None, example: str) -> str:
+    if text is None:
+        raise click.UsageError(f"{word} takes a value, as {word} {example}")
+    return text
+
+
+def _hint(name: str, operation: Operation) -> str:
+    """The end of a sentence about an unknown option: the most similar one, or all that there are."""
+    names = ["shape", "dtype", *operation.signature.parameters]
+    similar = [*(n for n in names if name in n.split("_")), *difflib.get_close_matches(name, names, 1)]
+    if similar:
+        return f"; did you mean {_option(similar[0])}?"
+    return f"; it has {', '.join(map(_option, names))}"
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def literal(text: str) -> Any:
+    """The value that a text stands for: a literal of Python, a tuple where it has commas, or else the text itself.
+
+    >>> literal("0.5"), literal("128,0"), literal("true"), literal("query,key"), literal("fp8_row")
+    (0.5, (128, 0), True, ('query', 'key'), 'fp8_row')
+    """
+    if text.lower() in CONSTANTS:
+        return CONSTANTS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        pass
+    if "," in text:
+        return tuple(literal(part.strip()) for part in text.split(",") if part.strip())
+    return text
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------------
+
+
+def _arrays(
+    operation: Operation, texts: Mapping[str, str], options: Mapping[str, Any], dtype: str | None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of the call, in the order of the operation's parameters."""
+    import jax
+
+    layouts = operation.axes.layouts(operation.complete(options)) if operation.axes else {}
+    parsed = {name: _array(name, text, layouts.get(name)) for name, text in texts.items()}
+    shapes = {name: shape for name, (shape, _) in parsed.items()}
+    first = operation.arrays[0] if operation.arrays else None
+    if first is not None and first not in shapes and _is_required(operation, first):
+        raise click.UsageError(f"the shape of {first} is missing, as --shape 4x4096x16x128")
+    shapes |= _following_shapes(operation, layouts, shapes)
+    dtypes = _Dtypes(operation, shapes, dtype)
+    return {
+        name: jax.ShapeDtypeStruct(shapes[name], dtypes.of(name, parsed[name][1] if name in parsed else None))
+        for name in operation.arrays
+        if name in shapes
+    }
+
+
+def _is_required(operation: Operation, name: str) -> bool:
+    """Whether a call needs the array. A backward operation needs the cotangent of the first result, too."""
+    axes = operation.axes
+    is_cotangent = axes is not None and axes.of_gradients and name == f"d_{next(iter(axes.results))}"
+    return is_cotangent or operation.signature.parameters[name].default is inspect.Parameter.empty
+
+
+def _array(name: str, text: str, layout: Layout | None) -> tuple[Shape, str | None]:
+    """The shape and the dtype in a text. Where a layout has no axes, a number is the value of a scalar."""
+    match = _ARRAY.fullmatch(text)
+    if match is None:
+        raise click.UsageError(f"{name} takes a shape, as 4x4096x16x128, or with a dtype 4x4096:int32; got {text!r}")
+    lengths = [] if match["shape"] in ("()", "scalar") else [int(n) for n in re.split("[x,]", match["shape"])]
+    is_value = layout is not None and not layout.axes and len(lengths) == 1
+    return () if is_value else tuple(lengths), match["dtype"]
+
+
+def _following_shapes(
+    operation: Operation, layouts: Mapping[str, Layout], shapes: Mapping[str, Shape]
+) -> dict[str, Shape]:
+    """The shapes of required arrays that are not given: an axis has the size that it has in another array."""
+    missing = [name for name in operation.arrays if name not in shapes and _is_required(operation, name)]
+    if not missing:
+        return {}
+    first = operation.arrays[0]
+    if operation.axes is None:
+        return dict.fromkeys(missing, shapes[first])
+    sizes = _Sizes(operation.axes, layouts[first], shapes[first])
+    for name in (first, *(name for name in operation.arrays if name in shapes)):
+        sizes.add(layouts[name], shapes[name])
+    following: dict[str, Shape] = {}
+    for name in missing:
+        shape = sizes.shape(layouts[name])
+        if shape is None:
+            raise click.UsageError(
+                f"{operation.name}: the shape of {name} does not follow from the others; pass {_option(name)} with the "
+                f"lengths of {layouts[name]}"
+            )
+        following[name] = shape
+        sizes.add(layouts[name], shape)
+    return following
+
+
+class _Sizes:
+    """The sizes of named axes, as far as the arrays so far have them."""
+
+    def __init__(self, axes: Axes, first_layout: Layout, first_shape: Shape) -> None:
+        self._multiples = {**axes.multiples, **{base: multiple for multiple, base in axes.multiples.items()}}
+        self._first_layout, self._first_shape = first_layout, first_shape
+        self._sizes: dict[str, Any] = {}
+
+    @property
+    def _num_left_out(self) -> int:
+        """The number of leading axes that the caller may leave out, and has: those of a packed call, for example."""
+        is_shorter = not self._first_layout.has_leading
+        return max(len(self._first_layout.axes) - len(self._first_shape), 0) if is_shorter else 0
+
+    def add(self, layout: Layout, shape: Shape) -> None:
+        """Take over the sizes of an array, where its shape fits its layout."""
+        for axis, length in _lengths(layout, shape):
+            if axis.name and axis.divisor == 1 and not axis.is_broadcast:
+                size = length if axis.is_plain else axis.size(length)
+                if size is not None:
+                    self._sizes.setdefault(axis.name, size)
+
+    def shape(self, layout: Layout) -> Shape | None:
+        """The shape of another array; None where an axis of it is in no array so far."""
+        is_like_first = len(layout.axes) == len(self._first_layout.axes)
+        left_out = self._num_left_out if is_like_first else 0
+        shape: list[int] = []
+        for place, axis in enumerate(layout.axes):
+            if place >= left_out:
+                length = self._length(axis, place - len(layout.axes) if is_like_first else None)
+                if length is None:
+                    return None
+                shape += length if isinstance(length, tuple) else (length,)
+        return tuple(shape)
+
+    def _length(self, axis: Axis, place: int | None) -> Any:
+        if not axis.name:
+            return axis.offset
+        size = self._sizes.get(axis.name, self._sizes.get(self._multiples.get(axis.name, "")))
+        if size is None and place is not None and -place <= len(self._first_shape):
+            size = self._first_shape[place]
+        return None if size is None else axis.length(size)
+
+
+def _lengths(layout: Layout, shape: Shape) -> list[tuple[Axis, Any]]:
+    """The axes of an array with their lengths. The caller may have left out leading axes; none for a longer shape."""
+    if layout.fits(len(shape)):
+        return layout.lengths(shape)
+    if layout.has_leading or len(shape) > len(layout.axes):
+        return []
+    return list(zip(layout.axes[len(layout.axes) - len(shape) :], shape, strict=True))
+
+
+class _Dtypes:
+    """The dtypes of the arrays of a call: one for floating arrays, and for others that of the operation's examples."""
+
+    def __init__(self, operation: Operation, names: Collection[str], dtype: str | None) -> None:
+        self._operation = operation
+        self._floating = _dtype(dtype or default_dtype())
+        self._in_examples = _dtypes_in_examples(operation, names)
+
+    def of(self, name: str, explicit: str | None) -> Any:
+        import numpy as np
+
+        if explicit is not None:
+            return _dtype(explicit)
+        axes = self._operation.axes
+        if axes is not None and name.removeprefix("d_") in axes.statistics:
+            return np.promote_types(self._floating, np.float32)
+        return self._in_examples.get(name) or self._floating
+
+
+def default_dtype() -> str:
+    """The dtype of floating arrays without ``--dtype``: float32 on a CPU, bfloat16 elsewhere."""
+    return "float32" if platform() == "cpu" else "bfloat16"
+
+
+def _dtype(name: str) -> Any:
+    import jax.numpy as jnp
+
+    try:
+        return jnp.dtype(name)
+    except TypeError:
+        names = ("bfloat16", "float16", "float32", "float64", "int8", "int32", "int64", "bool", "uint32")
+        similar = difflib.get_close_matches(name, names, 1)
+        hint = f"; did you mean {similar[0]}?" if similar else f", as {', '.join(names[:3])}"
+        raise click.UsageError(f"{name!r} is no dtype{hint}") from None
+
+
+def _dtypes_in_examples(operation: Operation, names: Collection[str]) -> dict[str, Any]:
+    """The dtypes of those arrays that are not of floating-point numbers in the operation's examples."""
+    import jax.numpy as jnp
+
+    dtypes: dict[str, Any] = {}
+    for example in operation.examples() if operation.examples is not None else ():
+        if example.op == operation.name:
+            arguments = example.abstract()
+            dtypes |= {name: _dtype_of(arguments[name]) for name in names if arguments.get(name) is not None}
+        if all(name in dtypes for name in names):
+            break
+    return {name: dtype for name, dtype in dtypes.items() if not jnp.issubdtype(dtype, jnp.floating)}
+
+
+def _dtype_of(value: Any) -> Any:
+    import jax.numpy as jnp
+
+    if hasattr(value, "dtype"):
+        return value.dtype
+    return jnp.dtype("bool" if isinstance(value, bool) else "int32" if isinstance(value, int) else "float32")

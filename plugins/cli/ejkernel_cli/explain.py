@@ -1,0 +1,185 @@
+"""Explain which kernel a call runs, why the others do not, and what was measured.
+
+Nothing runs: the choice is made from shapes, as a call on this machine would make it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ._calls import CALL_SETTINGS, call_options, parse_call
+from ._metadata import KERNELS, entry_points
+from ._output import Failure, json_option, print_json, print_line, print_table
+
+if TYPE_CHECKING:
+    from ejkernel_core import Explanation, Plan, Provenance, Verdict
+
+#: How many measured configurations are shown; --json has all of them.
+MOST_TIMES = 8
+
+
+def _matching_backends(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    operation = ctx.params.get("operation")
+    kernels = [point.name.rpartition(".") for point in entry_points(KERNELS)]
+    return sorted({b for op, _, b in kernels if op == (operation or op) and b.startswith(incomplete)})
+
+
+@click.command("explain", context_settings=CALL_SETTINGS)
+@call_options
+@click.option("--backend", shell_complete=_matching_backends, help="Explain the choice for this backend alone.")
+@json_option
+def command(operation: str, words: tuple[str, ...], backend: str | None, as_json: bool) -> None:
+    """Explain which kernel a call of OPERATION runs on this machine.
+
+    --shape is the shape of the first array. Other arrays are given by their names (--key 4x4096x2x128); the shapes of
+    those that every call needs follow from the first where they are not given. --dtype is that of all arrays of
+    floating-point numbers, by default float32 on a CPU and bfloat16 elsewhere. All other options are those of the
+    operation.
+
+    \b
+    ejkernel explain flash_attention --shape 4x4096x16x128 --causal
+    ejkernel explain flash_attention --shape 1x1x32x128 --key 1x8192x8x128
+    ejkernel explain rms_norm --shape 4096x1024 --weight 1024
+    """  # noqa: D301  (click reads the character, after which it keeps the lines)
+    explanation = _explanation(operation, words, backend)
+    if as_json:
+        print_json(as_dict(explanation))
+    else:
+        _print(explanation)
+    if explanation.plan is None:
+        raise Failure(f"no kernel runs this call of {operation}; the table has each kernel's reason")
+
+
+def _explanation(operation: str, words: tuple[str, ...], backend: str | None) -> Explanation:
+    call = parse_call(operation, words)
+    import ejkernel_core
+
+    try:
+        return ejkernel_core.registry.explain(operation, backend=backend, **call.arguments)
+    except ejkernel_core.UnknownBackend as error:
+        raise click.UsageError(str(error)) from None
+    except (TypeError, ValueError) as error:  # what is wrong with the arguments, in the operation's own words
+        text = str(error)
+        raise Failure(text if text.startswith(operation) else f"{operation}: {text}") from error
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def _print(explanation: Explanation) -> None:
+    plan = explanation.plan
+    print_line(f"{plan.invocation}" if plan else str(explanation.error).partition("\n")[0])
+    if plan:
+        print_line(f"{plan.kernel.name} runs, chosen by {plan.origin}{_remark(plan)}")
+    print_line()
+    # The heading has the operation. A policy has its whole name.
+    prefix = f"{explanation.op}."
+    rows = [(v.name.removeprefix(prefix), v.status, _configuration(v, plan), v.reason) for v in explanation.verdicts]
+    print_table(("backend", "verdict", "configuration", "reason"), rows)
+    if plan and plan.choice.record and plan.choice.record.provenance:
+        _print_times(plan.choice.record.provenance)
+    if explanation.division:
+        print_line(str(explanation.division))
+    if explanation.backward:
+        print_line()
+        _print(explanation.backward)
+
+
+def _remark(plan: Plan) -> str:
+    return f" ({plan.choice.note})" if plan.choice.note else ""
+
+
+def _configuration(verdict: Verdict, plan: Plan | None) -> str:
+    """The configuration of the chosen kernel, and that which another one would take by its heuristic."""
+    import ejkernel_core
+
+    if plan is None or verdict.status not in ("chosen", "able"):
+        return ""
+    if verdict.status == "chosen":
+        cfg = plan.cfg
+    else:
+        operation, _, backend = verdict.name.rpartition(".")
+        cfg = ejkernel_core.registry.kernel(operation, backend).heuristic_cfg(plan.invocation)
+    return "" if cfg is None else _without_type(str(cfg))
+
+
+def _without_type(cfg: str) -> str:
+    """A configuration without the name of its type, which is Config for almost every kernel."""
+    return cfg.removeprefix("Config(").removesuffix(")") if cfg.startswith("Config(") else cfg
+
+
+def _print_times(provenance: Provenance) -> None:
+    times = measured_times(provenance)
+    print_line()
+    print_line(f"{provenance}{_lead(times)}")
+    if times:
+        fastest = times[0][1]
+        rows = [(text, f"{ms:.4g}", f"{ms / fastest:.2f}x") for text, ms in times[:MOST_TIMES]]
+        print_table(("measured", "ms", "of the fastest"), rows)
+    failures = len(provenance.tried) - len(times)
+    rest = [f"{len(times) - MOST_TIMES} more were slower"] if len(times) > MOST_TIMES else []
+    rest += [f"{failures} were left out or failed"] if failures else []
+    if rest:
+        print_line(f"{' and '.join(rest)}; --json has all")
+
+
+def measured_times(provenance: Provenance) -> list[tuple[str, float]]:
+    """The configurations that have a time, with their milliseconds, the fastest first."""
+    return sorted(((text, ms) for text, ms in provenance.tried if not isinstance(ms, str)), key=lambda row: row[1])
+
+
+def _lead(times: list[tuple[str, float]]) -> str:
+    """By how much the winner won: against the next configuration, and against the next kernel."""
+    if len(times) < 2:
+        return ""
+    fastest = max(times[0][1], 1e-9)
+    text = f"; {times[1][1] / fastest:.2f}x as fast as the next configuration"
+    winner = times[0][0].partition(" ")[0]
+    other = next(((name, ms) for name, ms in times if name.partition(" ")[0] != winner), None)
+    if other is not None:
+        text += f", {other[1] / fastest:.2f}x as fast as {other[0].partition(' ')[0]}"
+    return text
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def as_dict(explanation: Explanation) -> dict[str, Any]:
+    """An explanation as JSON has it."""
+    plan = explanation.plan
+    provenance = plan.choice.record.provenance if plan and plan.choice.record else None
+    return {
+        "operation": explanation.op,
+        "call": str(plan.invocation) if plan else None,
+        "error": explanation.error,
+        "kernel": plan.kernel.name if plan else None,
+        "config": _fields(plan.cfg) if plan else None,
+        "origin": plan.origin if plan else None,
+        "note": plan.choice.note if plan else "",
+        "measured": None if provenance is None else _provenance(provenance),
+        "verdicts": [
+            {
+                "name": v.name,
+                "distribution": v.provider,
+                "verdict": v.status,
+                "config": _configuration(v, plan),
+                "reason": v.reason,
+            }
+            for v in explanation.verdicts
+        ],
+        "backward": as_dict(explanation.backward) if explanation.backward else None,
+    }
+
+
+def _fields(cfg: Any) -> Any:
+    import attrs
+
+    return attrs.asdict(cfg) if attrs.has(type(cfg)) else None if cfg is None else str(cfg)
+
+
+def _provenance(provenance: Provenance) -> dict[str, Any]:
+    import attrs
+
+    return {**attrs.asdict(provenance), "tried": [list(entry) for entry in provenance.tried]}

@@ -1,0 +1,209 @@
+"""A call described by words, for operations of the project and for some made here."""
+
+from __future__ import annotations
+
+import click
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_core
+from ejkernel_cli import parse_call
+from ejkernel_cli._calls import literal
+from ejkernel_core import Axes, Example, Operation, Registry
+
+
+def shapes(operation: str, line: str) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in parse_call(operation, line.split()).arrays.items()}
+
+
+def dtypes(operation: str, line: str) -> dict[str, str]:
+    return {name: str(array.dtype) for name, array in parse_call(operation, line.split()).arrays.items()}
+
+
+def options(operation: str, line: str) -> dict[str, object]:
+    return parse_call(operation, line.split()).options
+
+
+def complaint(operation: str, line: str) -> str:
+    with pytest.raises(click.UsageError) as error:
+        parse_call(operation, line.split())
+    assert "\n" not in error.value.message
+    return error.value.message
+
+
+@pytest.fixture
+def registry(use_registry, monkeypatch):
+    registry = Registry()
+    use_registry(registry)
+    return registry
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_other_arrays_of_attention_follow_from_the_first():
+    expected = dict.fromkeys(("query", "key", "value"), (4, 256, 16, 128))
+    assert shapes("flash_attention", "--shape 4x256x16x128") == expected
+    assert shapes("flash_attention", "--query 4,256,16,128") == expected
+    assert shapes("flash_attention", "--shape=4x256x16x128") == expected
+
+
+def test_an_axis_has_the_size_that_a_given_array_has():
+    line = "--shape 2x1x8x64 --key 2x4096x2x64"
+    assert shapes("flash_attention", line)["value"] == (2, 4096, 2, 64)
+    line = "--shape 2x7x8x64 --value 2x9x4x32"
+    assert shapes("flash_attention", line) == {"query": (2, 7, 8, 64), "key": (2, 9, 4, 64), "value": (2, 9, 4, 32)}
+
+
+def test_a_packed_call_has_packed_arrays():
+    line = "--shape 1024x8x64 --cum-seqlens-q 5 --cum_seqlens_k 5"
+    expected = {**dict.fromkeys(("query", "key", "value"), (1024, 8, 64)), "cum_seqlens_q": (5,), "cum_seqlens_k": (5,)}
+    assert shapes("flash_attention", line) == expected
+
+
+def test_optional_arrays_are_present_only_if_named():
+    assert [*shapes("rms_norm", "--shape 3x4x256")] == ["x"]
+    assert shapes("rms_norm", "--shape 3x4x256 --weight 256") == {"x": (3, 4, 256), "weight": (256,)}
+
+
+def test_a_backward_operation_gets_results_and_a_cotangent():
+    expected = {
+        **dict.fromkeys(("query", "out", "d_out"), (2, 60, 8, 64)),
+        **dict.fromkeys(("key", "value"), (2, 60, 4, 64)),
+        "lse": (2, 8, 60),
+    }
+    line = "--shape 2x60x8x64 --key 2x60x4x64 --wrt query,key --dtype bfloat16"
+    assert shapes("flash_attention_bwd", line) == expected
+    assert options("flash_attention_bwd", line) == {"wrt": ("query", "key")}
+    assert dtypes("flash_attention_bwd", line)["lse"] == "float32"
+    assert dtypes("flash_attention_bwd", line)["d_out"] == "bfloat16"
+    assert shapes("rms_norm_bwd", "--shape 3x7x256 --wrt x")["rstd"] == (3, 7)
+
+
+def test_the_parsed_call_can_be_explained():
+    call = parse_call(
+        "flash_attention", ["--shape", "2x60x8x64", "--key", "2x70x4x64", "--causal", "--sliding-window", "8,0"]
+    )
+    inv = ejkernel_core.plan(call.operation, **call.arguments).invocation
+    assert (inv["causal"], inv["sliding_window"], inv["key"].shape) == (True, (8, 0), (2, 70, 4, 64))
+
+
+@pytest.fixture
+def mixture(registry):
+    """An operation with axes of every kind: none but the rank of an array says what follows."""
+    axes = Axes(
+        {"x": "rows dim", "pairs": "2*dim", "labels": "rows", "table": "groups dim width", "bounds": "groups+1"},
+        {"out": "rows"},
+        independent="rows",
+        whole="dim groups width",
+        counts="rows",
+    )
+
+    def examples():
+        def arguments(draw):
+            ones = np.ones((2, 3))
+            return {"x": ones, "pairs": np.ones(6), "labels": np.zeros(2, np.int32), "table": np.ones((1, 3, 1))}
+
+        yield Example("small", "mixture", arguments)
+
+    operation = Operation(
+        name="mixture",
+        signature=lambda x, pairs, labels, table=None, bounds=None, *, mode="sum", scale=1.0: None,
+        axes=axes,
+        examples=examples,
+    )
+    return registry.register(operation)
+
+
+def test_factors_and_named_axes_are_followed(mixture):
+    assert shapes("mixture", "--shape 5x8") == {"x": (5, 8), "pairs": (16,), "labels": (5,)}
+    assert shapes("mixture", "--shape 5x8 --table 3x8x2 --bounds 4")["bounds"] == (4,)
+
+
+def test_the_examples_say_which_arrays_hold_integers(mixture):
+    line = "--shape 5x8 --dtype float16"
+    assert dtypes("mixture", line) == {"x": "float16", "pairs": "float16", "labels": "int32"}
+    assert dtypes("mixture", f"{line} --labels 5:int16")["labels"] == "int16"
+    line = "--shape 1x64x8x64 --attention-mask 1x1x64x64 --q-segment-ids 1x64 --kv-segment-ids 1x64 --dropout-seed 7"
+    assert dtypes("flash_attention", line) == {
+        **dict.fromkeys(("query", "key", "value"), "float32"),
+        "attention_mask": "bool",
+        "q_segment_ids": "int32",
+        "kv_segment_ids": "int32",
+        "dropout_seed": "int32",
+    }
+    assert shapes("flash_attention", line)["dropout_seed"] == ()
+
+
+def test_an_array_that_does_not_follow_is_asked_for(registry):
+    axes = Axes({"x": "rows k", "table": "groups k n"}, {"out": "rows n"}, independent="n", whole="rows k groups")
+    registry.register(Operation(name="grouped", signature=lambda x, table: None, axes=axes))
+    assert complaint("grouped", "--shape 5x8") == (
+        "grouped: the shape of table does not follow from the others; pass --table with the lengths of (groups, k, n)"
+    )
+    assert shapes("grouped", "--shape 5x8 --table 2x8x3")["table"] == (2, 8, 3)
+
+
+def test_the_arrays_of_an_operation_without_axes_have_one_shape(registry):
+    registry.register(Operation(name="both", signature=lambda x, y, *, shape=None: None))
+    assert shapes("both", "--x 5x8 --shape 3") == {"x": (5, 8), "y": (5, 8)}
+    assert options("both", "--x 5x8 --shape 3") == {"shape": 3}
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def test_options_are_flags_or_literals():
+    line = "--shape 1x4x2x8 --no-causal --sliding-window 128,0 --softmax-scale 0.5 --return_lse"
+    expected = {"causal": False, "sliding_window": (128, 0), "softmax_scale": 0.5, "return_lse": True}
+    assert options("flash_attention", line) == expected
+    assert options("flash_attention", "--causal --shape 1x4x2x8") == {"causal": True}
+    assert options("flash_attention", "--causal false --shape 1x4x2x8") == {"causal": False}
+    assert options("rms_norm_quantized", "--shape 3x256 --quantize fp8_row") == {"quantize": "fp8_row"}
+    assert options("rms_norm", "--shape 3x256 --weight-offset -1.0") == {"weight_offset": -1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-5", 1e-5), ("None", None), ("128, 0", (128, 0)), ("x,weight", ("x", "weight")), ("'1'", "1"), ("a-b", "a-b")],
+)
+def test_a_literal_is_one_of_python_or_a_text(text, value):
+    assert literal(text) == value
+    assert type(literal(text)) is type(value)
+
+
+def test_the_dtype_is_that_of_floating_arrays_and_has_a_default():
+    assert {*dtypes("flash_attention", "--shape 1x4x2x8").values()} == {"float32"}  # on a CPU, where tests run
+    assert {*dtypes("flash_attention", "--shape 1x4x2x8 --dtype float16").values()} == {"float16"}
+    line = "--shape 1x4x2x8 --bias 1x2x4x4:float32 --dtype bfloat16"
+    assert dtypes("flash_attention", line)["bias"] == "float32"
+    assert parse_call("rms_norm", ["--shape", "3x4", "--dtype", "bfloat16"]).arrays["x"].dtype == jnp.bfloat16
+
+
+# -- wrong words -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operation", "line", "message"),
+    [
+        ("flash_atention", "--shape 3", "no operation 'flash_atention' is installed; did you mean 'flash_attention'?"),
+        ("--causal", "flash_attention", "the operation comes before its options; got '--causal' first"),
+        ("flash_attention", "", "the shape of query is missing, as --shape 4x4096x16x128"),
+        ("flash_attention", "--key 1x2x3x4", "the shape of query is missing"),
+        ("flash_attention", "4x4", "'4x4' follows no option; a shape is given by --shape"),
+        ("flash_attention", "--shape 4y4", "query takes a shape, as 4x4096x16x128"),
+        ("flash_attention", "--shape -4x4", "query takes a shape, as 4x4096x16x128"),
+        ("flash_attention", "--shape", "--shape takes a value"),
+        ("flash_attention", "--shape 1x2x3x4 --query 1x2x3x4", "--query: query is given twice"),
+        ("flash_attention", "--shape 1x2x3x4 --scale 2", "no option --scale; did you mean --softmax-scale?"),
+        ("flash_attention", "--shape 1x2x3x4 --casual", "no option --casual; did you mean --causal?"),
+        ("rms_norm", "--shape 3x4 --zzz 1", "no option --zzz; it has --shape, --dtype, --x, --weight"),
+        ("flash_attention", "--shape 1x2x3x4 --softmax-scale", "--softmax-scale takes a value"),
+        ("flash_attention", "--shape 1x2x3x4 --no-causal 1", "--no-causal takes no value; got '1'"),
+        ("flash_attention", "--shape 1x2x3x4 --dtype bf16", "'bf16' is no dtype; did you mean bfloat16?"),
+        ("flash_attention", "--shape 1x2x3x4:zzz", "'zzz' is no dtype, as bfloat16, float16, float32"),
+    ],
+)
+def test_wrong_words_are_refused_by_what_to_write(operation, line, message):
+    assert message in complaint(operation, line)
