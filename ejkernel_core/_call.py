@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _gradients, _scopes
+from . import _environment, _gradients, _scopes
 from ._choice import with_space_faults
 from ._devices import Target, explicit_mesh, target_of
 from ._display import brief
@@ -125,7 +125,8 @@ class Registry(Plugins):
         ('flash_attention', 'flash_attention_bwd')
         """
         call = abstract_call(self, op, args, kwargs, backend, cfg)
-        explanation = attrs.evolve(_explain(call.request, call.avals, call.target), division=call.division)
+        explanation = _explain(call.request, call.avals, call.target)
+        explanation = attrs.evolve(explanation, division=call.division, remarks=_environment.remarks())
         if explanation.plan is None or call.request.operation.backward is None:
             return explanation
         try:

@@ -21,6 +21,8 @@ GROUPS = (OPERATIONS, KERNELS, POLICIES)
 #: The distribution of the core. Its extras name the project's other distributions, which share the prefix ``FAMILY``.
 CORE = "ejkernel-core"
 FAMILY = "ejkernel-"
+#: The distribution that has the command ``ejkernel``.
+COMMAND = "ejkernel-cli"
 #: One line of a distribution's requirements that holds for an extra alone.
 _REQUIREMENT = r"""(?P<name>[\w.-]+).*;.*\bextra\s*==\s*['"](?P<extra>[\w.-]+)['"]"""
 

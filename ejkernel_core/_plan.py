@@ -116,10 +116,13 @@ class Explanation:
     #: None for a call on one device.
     division: Division | None = None
     note: str = "a function that JAX has already compiled keeps its choice until it is traced again"
+    #: About the process: the environment variables that look like ours and are read by nothing.
+    remarks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         text = (str(self.plan) if self.plan else self.error or "") + (f"\n  {self.division}" if self.division else "")
-        return text + (f"\n{self.backward}" if self.backward else f"\n  ({self.note})")
+        text += f"\n{self.backward}" if self.backward else f"\n  ({self.note})"
+        return "\n  ".join([text, *self.remarks])
 
     @property
     def summary(self) -> str:
@@ -132,7 +135,7 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         html = self.plan._repr_html_() if self.plan else html_text(self.error)
-        html += html_text(self.division) if self.division else ""
+        html += "".join(map(html_text, filter(None, (self.division, *self.remarks))))
         if self.backward:
             return html + self.backward._repr_html_()
         return html + (html_text(self.note) if self.plan else "")

@@ -276,7 +276,9 @@ class Plugins:
         """The sentence that says how to list the installed plugins."""
         cause = "EJKERNEL_PLUGINS is " if self._is_selected_by_environment else "this registry has plugins="
         filtered = f" ({cause}{self.plugins!r})" if self.plugins is not None else ""
-        return f"'python -m ejkernel_core' lists what is installed{filtered}"
+        if _discovery.version_of(_discovery.COMMAND) == "not installed":
+            return f"'pip install {_discovery.COMMAND}' brings 'ejkernel list', which lists what is installed{filtered}"
+        return f"'ejkernel list' lists what is installed{filtered}"
 
     def hints(self) -> str:
         """Both sentences."""

@@ -210,12 +210,12 @@ DOCUMENTED = [
 
 
 def modules_with_doctests() -> list[str]:
-    """The modules of the core, agreement, operations, classes, context, proofs and tuner that have an example in a docstring."""
+    """The modules of the core, agreement, command, operations, classes, context, proofs and tuner that have an example in a docstring."""
     packages = {
         "ejkernel_core": ROOT,
         **{
             f"ejkernel_{name}": ROOT / "plugins" / name
-            for name in ("agree", "classes", "context", "ops", "testing", "tuning")
+            for name in ("agree", "classes", "cli", "context", "ops", "testing", "tuning")
         },
     }
     modules = []

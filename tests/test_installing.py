@@ -14,7 +14,6 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core import NoKernel, Operation, Registry, UnknownBackend, UnknownOperation, _discovery
-from ejkernel_core.__main__ import listing
 from tests.conftest import KERNEL, MakeDistribution
 from tests.test_imports import imported_packages
 
@@ -91,7 +90,7 @@ def test_the_error_for_a_misspelt_backend_suggests_a_similar_one(
 ) -> None:
     text = message(UnknownBackend, Registry(), "double", backend=backend)
     assert text.startswith(f"no backend {backend!r} of 'double' is installed{package}")
-    assert text.endswith("'python -m ejkernel_core' lists what is installed")
+    assert text.endswith("'ejkernel list' lists what is installed")
 
 
 def test_an_installed_package_is_not_suggested_for_installation(
@@ -114,7 +113,7 @@ def test_a_distribution_of_this_project_need_not_be_installed_to_be_left_out(ext
 def test_no_package_is_suggested_for_an_unknown_operation(extras: None, double: None) -> None:
     text = message(UnknownOperation, Registry(plugins="good-dist"), "duoble")
     assert text == (
-        "no operation 'duoble' is installed; did you mean 'double'? Known: double. 'python -m ejkernel_core' lists "
+        "no operation 'duoble' is installed; did you mean 'double'? Known: double. 'ejkernel list' lists "
         "what is installed (this registry has plugins='good-dist')"
     )
 
@@ -125,7 +124,7 @@ STANDARD_PLUGINS = "'pip install \"ejkernel-core[cpu]\"' (or moon, all) brings t
 def test_without_operations_the_standard_plugins_are_suggested(extras: None) -> None:
     text = message(UnknownOperation, Registry(plugins=""), "double")
     assert text == (
-        f"no operation 'double' is installed. Known: none. {STANDARD_PLUGINS}; 'python -m ejkernel_core' lists what is "
+        f"no operation 'double' is installed. Known: none. {STANDARD_PLUGINS}; 'ejkernel list' lists what is "
         "installed (this registry has plugins='')"
     )
 
@@ -137,10 +136,14 @@ def test_without_kernels_the_standard_plugins_are_suggested(extras: None) -> Non
     assert f"no kernel is installed\n{STANDARD_PLUGINS}; " in text
 
 
-def test_an_empty_listing_suggests_the_standard_plugins(extras: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ejkernel_core.__main__.registry", Registry(plugins=""))
-    lines = listing().splitlines()
-    assert lines[:3] == ["EJKERNEL_PLUGINS=''", "operations", f"  none; {STANDARD_PLUGINS}"]
+def test_without_the_command_the_hint_says_what_brings_it(extras: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"ejkernel-core": "1.0"}
+    monkeypatch.setattr(_discovery, "version_of", lambda name: versions.get(name, "not installed"))
+    assert message(UnknownOperation, Registry(plugins=""), "double").endswith(
+        "; 'pip install ejkernel-cli' brings 'ejkernel list', which lists what is installed (this registry has plugins='')"
+    )
+    versions["ejkernel-cli"] = "1.0"
+    assert Registry().listing_hint() == "'ejkernel list' lists what is installed"
 
 
 # -- the extras of this core -----------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import ejkernel_core
 PACKAGE = Path(ejkernel_core.__file__).parent
 #: From the top down, as in docs/design.md. Modules of one line do not import one another.
 LAYERS = """
-    __main__
     __init__
     _call
     _gradients
@@ -39,7 +38,7 @@ LAYERS = """
     _layout
     _keys
     _devices _errors _display
-    _jax_versions
+    _jax_versions _environment
 """
 DEPTH = {module: depth for depth, line in enumerate(LAYERS.split("\n")) for module in line.split()}
 MODULES = {path.stem: path for path in PACKAGE.glob("*.py")}

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from ejkernel_core import Operation, Registry, _fallback
-from ejkernel_core.__main__ import listing
 from tests.conftest import KERNEL, OPERATION, MakeDistribution
 from tests.test_plugin_traps import HOOKS
 
@@ -67,7 +66,7 @@ def test_a_reference_without_other_kernels_warns_once(reference: None) -> None:
     (warning,) = warnings_of(registry)
     assert warning == (
         START + "no other kernel of it is installed, and its distribution, meaning-dist 1.0, provides none. "
-        "'python -m ejkernel_core' lists what is installed (this registry has plugins='meaning-dist'). Or pass "
+        "'ejkernel list' lists what is installed (this registry has plugins='meaning-dist'). Or pass "
         "backend='reference', and nothing is said"
     )
     assert warnings_of(registry) == warnings_of(Registry(plugins="meaning-dist")) == []
@@ -77,7 +76,7 @@ def test_an_operation_registered_at_run_time_has_no_distribution(reference: None
     registry = Registry(plugins="meaning-dist")
     registry.register(Operation(name="double", signature=lambda x: None, outputs=lambda a: (a["x"],)))
     (warning,) = warnings_of(registry)
-    assert warning.startswith(START + "no other kernel of it is installed. 'python -m ejkernel_core' lists")
+    assert warning.startswith(START + "no other kernel of it is installed. 'ejkernel list' lists")
 
 
 def test_the_standard_plugins_are_suggested_for_a_standard_operation() -> None:
@@ -86,15 +85,14 @@ def test_the_standard_plugins_are_suggested_for_a_standard_operation() -> None:
     (warning,) = warnings_of(registry, lambda: registry.call("flash_attention", query, query, query))
     assert (
         "no other kernel of it is installed. 'pip install \"ejkernel-core[cpu]\"' brings the standard ones; "
-        "'python -m ejkernel_core' lists what is installed (this registry has plugins='ejkernel-ops'). Or pass "
+        "'ejkernel list' lists what is installed (this registry has plugins='ejkernel-ops'). Or pass "
         "backend='reference', and nothing is said"
     ) in warning
 
 
-def test_plan_and_explain_do_not_warn(reference: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_and_explain_do_not_warn(reference: None) -> None:
     registry = Registry(plugins="meaning-dist")
-    monkeypatch.setattr("ejkernel_core.__main__.registry", registry)
-    functions = [lambda: registry.plan("double", X), lambda: registry.explain("double", X), listing]
+    functions = [lambda: registry.plan("double", X), lambda: registry.explain("double", X), registry.inspect]
     assert warnings_of(registry, *functions) == []
     assert len(warnings_of(registry)) == 1
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import attrs
@@ -27,7 +23,6 @@ from ejkernel_core import (
     Unsupported,
     hookimpl,
 )
-from ejkernel_core.__main__ import main
 from ejkernel_core._policies import fault_of_choice
 from tests.conftest import KERNEL, MakeDistribution
 
@@ -147,11 +142,11 @@ def test_an_explicit_cfg_is_refused_by_a_kernel_without_a_config(registry: Regis
 
 def test_errors_for_unknown_names_suggest_a_similar_name_and_the_listing(registry: Registry) -> None:
     with pytest.raises(
-        UnknownOperation, match=r"no operation 'scael' is installed; did you mean 'scale'\?.*python -m ejkernel_core"
+        UnknownOperation, match=r"no operation 'scael' is installed; did you mean 'scale'\?.*'ejkernel list'"
     ):
         registry.call("scael", X)
     with pytest.raises(
-        UnknownBackend, match=r"no backend 'tow' of 'scale' is installed; did you mean 'two'\?.*python -m ejkernel_core"
+        UnknownBackend, match=r"no backend 'tow' of 'scale' is installed; did you mean 'two'\?.*'ejkernel list'"
     ):
         registry.call("scale", X, backend="tow")
 
@@ -414,51 +409,6 @@ def test_the_selected_distributions_are_a_text(plugins: object) -> None:
     message = f"^plugins: takes a text of names, with commas; got {type(plugins).__name__}$"
     with pytest.raises(TypeError, match=message):
         Registry(plugins=plugins)  # type: ignore[arg-type]
-
-
-def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ejkernel_core", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-    )
-
-
-def test_the_command_has_help_and_refuses_arguments() -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["--help"])
-    assert end.value.code == 0
-    process = run_command("list")
-    assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr.startswith("usage: python -m ejkernel_core [-h]\n")
-    assert process.stderr.endswith("error: unrecognized arguments: list\n")
-
-
-def test_the_list_refuses_an_unknown_distribution() -> None:
-    process = run_command(EJKERNEL_PLUGINS="-ejkernel-opps")
-    assert (process.returncode, process.stdout) == (1, "")
-    assert process.stderr.startswith("EJKERNEL_PLUGINS: takes names of installed distributions")
-    assert process.stderr.endswith("got '-ejkernel-opps'; did you mean 'ejkernel-ops'?\n")
-
-
-def test_the_listing_shows_providers_and_broken_plugins(distribution: MakeDistribution, double: None) -> None:
-    folder = distribution(
-        "bad-dist", {"bad": "1/0"}, version="0.3", kernels={"double.bad": "bad"}, policies={"bad": "bad"}
-    )
-    path = os.pathsep.join([str(folder), str(Path(folder).parent / "site1"), os.environ.get("PYTHONPATH", "")])
-    process = run_command(PYTHONPATH=path)
-    assert process.returncode == 0
-    lines = [" ".join(line.split()) for line in process.stdout.splitlines()]
-    assert "double good-dist 1.0" in lines
-    assert "double.good good-dist 1.0" in lines
-    index = lines.index("double.bad bad-dist 0.3")
-    assert lines[index + 1] == (
-        "broken: 'double.bad' of bad-dist 0.3 (bad) does not load: ZeroDivisionError: division by zero"
-    )
-    assert "heuristic built in" in lines
-    assert lines.count("bad bad-dist 0.3") == 1
 
 
 def test_a_policy_of_a_third_party_comes_before_the_heuristic(distribution: MakeDistribution, double: None) -> None:

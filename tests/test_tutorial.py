@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -74,7 +75,8 @@ def file_in_page(language: str, name: str) -> str:
 
 def run_python(folder: Path, *arguments: str, plugins: str | None = None) -> str:
     """The output of an interpreter with the plugin on its path."""
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
     environment.pop("EJKERNEL_PLUGINS", None)
     if plugins is not None:
         environment["EJKERNEL_PLUGINS"] = plugins
@@ -90,10 +92,9 @@ def kernel_lines(text: str) -> list[str]:
 
 
 def test_the_listing_has_the_plugin_with_its_distribution(folder):
-    listing = run_python(folder, "-m", "ejkernel_core")
-    assert re.search(r"flash_attention\.mine +my-attention 1\.0$", listing, re.MULTILINE)
-    following = listing.partition("flash_attention.mine")[2].splitlines()[1]
-    assert "broken" not in following
+    listing = json.loads(run_python(folder, "-m", "ejkernel_cli", "list", "--here", "--json"))
+    (row,) = [row for row in listing["kernels"] if row["distribution"] == "my-attention"]
+    assert (row["operation"], row["backend"], row["status"]) == ("flash_attention", "mine", "runs")
 
 
 def test_calls_choose_the_plugin_and_agree_with_the_reference(folder):
@@ -113,14 +114,16 @@ def test_explain_reports_the_plugin_and_its_refusal(folder):
 
 @pytest.mark.long
 def test_the_plugin_can_be_excluded(folder):
-    assert "my-attention" not in run_python(folder, "-m", "ejkernel_core", plugins="-my-attention").partition("\n")[2]
+    assert "my-attention" in run_python(folder, "-m", "ejkernel_cli", "list", "--json")
+    selected = run_python(folder, "-m", "ejkernel_cli", "list", plugins="-my-attention")
+    assert "my-attention" not in selected.partition("\n")[2]
     supported = run_python(folder, "-c", EXPLAIN.partition('print("---")')[0], plugins="-my-attention")
     assert "flash_attention.mine" not in supported
     assert "flash_attention.reference" in supported
 
 
 def test_the_plugin_is_not_installed_in_this_environment():
-    assert "my-attention" not in run_python(Path(__file__).parent, "-m", "ejkernel_core")
+    assert "my-attention" not in run_python(Path(__file__).parent, "-m", "ejkernel_cli", "list")
 
 
 @pytest.mark.long

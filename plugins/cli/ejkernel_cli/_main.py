@@ -14,9 +14,8 @@ from typing import Any
 
 import click
 
-from ._metadata import entry_points, provider
+from ._metadata import COMMANDS, entry_points, provider
 
-COMMANDS = "ejkernel.commands"
 #: The exit code of a program that was interrupted, as shells have it.
 INTERRUPTED = 130
 

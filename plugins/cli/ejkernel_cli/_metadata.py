@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from importlib import metadata
+
+from ._output import Failure
 
 OPERATIONS = "ejkernel.operations"
 KERNELS = "ejkernel.kernels"
 POLICIES = "ejkernel.policies"
+BENCHMARKS = "ejkernel.benchmarks"
+COMMANDS = "ejkernel.commands"
+
+#: The distribution of the core. Its extras name the others of the project, which share the prefix ``FAMILY``.
+CORE = "ejkernel-core"
+FAMILY = "ejkernel-"
+#: By JAX's names for platforms: the extra of the core that has what is for it.
+EXTRAS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
 @functools.cache
@@ -22,10 +33,68 @@ def entry_points(group: str) -> tuple[metadata.EntryPoint, ...]:
 
 def distribution(point: metadata.EntryPoint) -> str:
     """The distribution of an entry point, as pip names it."""
-    name = (point.dist.metadata["Name"] if point.dist else None) or "unknown distribution"
+    return normalized((point.dist.metadata["Name"] if point.dist else None) or "unknown distribution")
+
+
+def normalized(name: str) -> str:
+    """The name of a distribution in its normal form, in which names are compared."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def provider(point: metadata.EntryPoint) -> str:
     """The distribution of an entry point with its version."""
     return f"{distribution(point)} {(point.dist and point.dist.version) or ''}".rstrip()
+
+
+def version(name: str) -> str | None:
+    """The version of a distribution; None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except (metadata.PackageNotFoundError, ValueError):  # ValueError for an empty name
+        return None
+
+
+def extras() -> dict[str, tuple[str, ...]]:
+    """By the extras of the core: the distributions of the project that each of them installs."""
+    try:
+        requirements = metadata.requires(CORE) or []
+    except metadata.PackageNotFoundError:
+        return {}
+    names: dict[str, tuple[str, ...]] = {}
+    for line in requirements:
+        match = re.match(r"""([\w.-]+).*;.*\bextra\s*==\s*['"]([\w.-]+)['"]""", line)
+        if match and normalized(match[1]).startswith(FAMILY) and normalized(match[1]) != CORE:
+            names[match[2]] = (*names.get(match[2], ()), normalized(match[1]))
+    return names
+
+
+def absent_distributions(platform: str) -> list[str]:
+    """The distributions for this platform, by JAX's name, that are not installed."""
+    return [name for name in extras().get(EXTRAS.get(platform, ""), ()) if version(name) is None]
+
+
+# -- EJKERNEL_PLUGINS, as the core reads it ----------------------------------------------------------------------------
+
+
+def selection() -> str | None:
+    """The value of EJKERNEL_PLUGINS."""
+    return os.environ.get("EJKERNEL_PLUGINS")
+
+
+def is_selected(name: str, words: str | None) -> bool:
+    """Whether the value of EJKERNEL_PLUGINS includes the distribution."""
+    if words is None:
+        return True
+    names = [word.strip() for word in words.split(",") if word.strip()]
+    excluded = {normalized(word[1:]) for word in names if word.startswith("-")}
+    included = {normalized(word) for word in names if not word.startswith("-")}
+    return name not in excluded and (name in included or (bool(excluded) and not included))
+
+
+def check_selection(words: str | None) -> None:
+    """Raise ``Failure`` for a name in EJKERNEL_PLUGINS that is no distribution's."""
+    known = {name for names in extras().values() for name in names}
+    for word in filter(None, (word.strip() for word in (words or "").split(","))):
+        name = normalized(word.removeprefix("-"))
+        if version(name) is None and not (word.startswith("-") and name in known):
+            raise Failure(f"EJKERNEL_PLUGINS takes names of installed distributions, with or without '-'; got {word!r}")

@@ -85,6 +85,8 @@ def _print(explanation: Explanation) -> None:
     if explanation.backward:
         print_line()
         _print(explanation.backward)
+    for remark in explanation.remarks:
+        print_line(f"\n{remark}")
 
 
 def _remark(plan: Plan) -> str:
@@ -170,6 +172,7 @@ def as_dict(explanation: Explanation) -> dict[str, Any]:
             for v in explanation.verdicts
         ],
         "backward": as_dict(explanation.backward) if explanation.backward else None,
+        "remarks": list(explanation.remarks),
     }
 
 
