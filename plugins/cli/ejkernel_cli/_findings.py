@@ -1,0 +1,374 @@
+"""What ``ejkernel doctor`` looks at. Every examination yields findings, and none of them raises.
+
+The first ones need neither JAX nor the core. Where these cannot be imported, one finding says so.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import click
+
+from ._environment import core_environment
+from ._metadata import (
+    COMMANDS,
+    CORE,
+    EXTRAS,
+    POLICIES,
+    absent_distributions,
+    check_selection,
+    distribution,
+    entry_points,
+    extras,
+    is_selected,
+    normalized,
+    provider,
+    selection,
+    version,
+)
+from ._output import Failure
+
+if TYPE_CHECKING:
+    from ejkernel_core import Registry
+
+OK, NOTE, BROKEN = "ok", "note", "broken"
+#: What is not ours and matters to speed and faults.
+COMPILERS = (
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "libtpu",
+    "triton",
+    "jax-triton",
+)
+#: jaxlib before 0.11 has wrong sums in float32 on CPUs, unless XLA_FLAGS has this flag with nothing after its last "=".
+FUSION_FLAG = "--xla_cpu_experimental_ynn_fusion_type="
+
+
+@attrs.frozen
+class Finding:
+    """One thing that was looked at, and what to do about it."""
+
+    subject: str
+    #: "ok"; "note", which may be as it is; "broken".
+    status: str
+    text: str
+    advice: str = ""
+
+
+Findings = Iterator[Finding]
+
+
+# -- without JAX -------------------------------------------------------------------------------------------------------
+
+
+def software() -> Findings:
+    """The versions of Python, JAX and the compilers."""
+    yield Finding("python", OK, platform.python_version())
+    for name in COMPILERS:
+        if (installed := version(name)) is not None:
+            yield Finding(name, OK, installed)
+
+
+def distributions() -> Findings:
+    """The distributions of the project: one version for all, and nothing missing that they require."""
+    expected = version(CORE)
+    for name in _family():
+        installed = version(name)
+        missing = _missing_requirements(name)
+        if installed != expected:
+            text = f"{installed}, and {CORE} has {expected}; all are released together"
+            yield Finding(name, BROKEN, text, f"pip install -U {CORE} {name}")
+        elif missing:
+            text = f"{installed}, and {', '.join(missing)}, which it requires, is not installed"
+            yield Finding(name, BROKEN, text, f"pip install {' '.join(missing)}")
+        else:
+            yield Finding(name, OK, str(installed))
+
+
+def _family() -> list[str]:
+    """The installed distributions of the project."""
+    names = {normalized(dist.metadata["Name"] or "") for dist in metadata.distributions()}
+    return sorted(names & {CORE, *(name for extra in extras().values() for name in extra)})
+
+
+def _missing_requirements(name: str) -> list[str]:
+    """The distributions that one requires, without those for an extra or another platform, and that are absent."""
+    lines = [line for line in metadata.requires(name) or () if ";" not in line]
+    names = [match[0] for line in lines if (match := re.match(r"[\w.-]+", line))]
+    return [name for name in names if version(name) is None]
+
+
+def environment() -> Findings:
+    """The variables of the project that are set, and those that look like one and are read by nothing."""
+    core = core_environment()
+    fault = _selection_fault()
+    for variable in core.VARIABLES:
+        if variable.name in os.environ and not (fault and variable.name == "EJKERNEL_PLUGINS"):
+            yield Finding(variable.name, OK, repr(os.environ[variable.name]))
+    if fault:
+        yield Finding("EJKERNEL_PLUGINS", BROKEN, fault, "unset EJKERNEL_PLUGINS; ejkernel list")
+    for name, similar in core.unread_variables().items():
+        if similar:
+            yield Finding(name, BROKEN, "nothing reads it", f"unset {name}; the name is {similar}")
+        else:
+            yield Finding(name, NOTE, "nothing of this project reads it")
+
+
+def _selection_fault() -> str:
+    try:
+        check_selection(selection())
+    except Failure as fault:
+        return fault.message
+    return ""
+
+
+def cache() -> Findings:
+    """Whether the folder of measured configurations can be read and written."""
+    if version("ejkernel-cache") is None:
+        yield Finding("cache", NOTE, "measured configurations are not kept", "pip install ejkernel-cache")
+        return
+    if not _selection_fault() and not is_selected("ejkernel-cache", selection()):
+        yield Finding("cache", NOTE, "EJKERNEL_PLUGINS leaves ejkernel-cache out")
+        return
+    yield _folder_finding(cache_folder())
+
+
+def cache_folder() -> Path:
+    """The folder of ejkernel-cache, which is not imported."""
+    import platformdirs
+
+    folder = os.environ.get("EJKERNEL_CACHE_DIR")
+    return (
+        Path(folder or Path(platformdirs.user_cache_dir("ejkernel", appauthor=False), "configs"))
+        .expanduser()
+        .absolute()
+    )
+
+
+def _folder_finding(folder: Path) -> Finding:
+    advice = "set EJKERNEL_CACHE_DIR to a folder that can be written to"
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        os.listdir(existing)
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"ejkernel")
+            file.flush()
+    except OSError as fault:
+        return Finding("cache", BROKEN, f"{folder} cannot be used: {existing}: {fault.strerror or fault}", advice)
+    if existing != folder:
+        return Finding("cache", OK, f"{folder}, which is made when there is something to store")
+    damaged = len(list(folder.glob(".damaged/*")))
+    if damaged:
+        files = "1 damaged file that was" if damaged == 1 else f"{damaged} damaged files that were"
+        return Finding("cache", NOTE, f"{folder}, with {files} moved to .damaged")
+    return Finding("cache", OK, str(folder))
+
+
+# -- with JAX ----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Machine:
+    """JAX's devices, and the registry of the core; None where they are not to be had."""
+
+    devices: tuple[Any, ...] = ()
+    registry: Registry | None = None
+
+    @property
+    def platform(self) -> str | None:
+        return self.devices[0].platform if self.devices else None
+
+
+def start() -> tuple[Machine, list[Finding]]:
+    """Import JAX and the core, and have JAX look for devices."""
+    try:
+        import jax
+
+        import ejkernel_core
+    except Exception as fault:  # a library that does not load may raise anything
+        text = f"JAX or the core cannot be imported: {_description(fault)}"
+        return Machine(), [Finding("jax", BROKEN, text, f"pip install -U jax jaxlib {CORE}")]
+    registry = ejkernel_core.registry
+    try:
+        devices = tuple(jax.local_devices())
+        return Machine(devices, registry), list(_device_findings(devices))
+    except Exception as fault:
+        platforms = os.environ.get("JAX_PLATFORMS")
+        other = 'pip install -U "jax[cuda13]", or "jax[tpu]"'
+        advice = f"unset JAX_PLATFORMS, which is {platforms!r}" if platforms else other
+        return Machine((), registry), [Finding("devices", BROKEN, f"JAX has none: {_description(fault)}", advice)]
+
+
+def _description(fault: BaseException) -> str:
+    text = " ".join(str(fault).split())
+    return f"{type(fault).__name__}: {text}" if text else type(fault).__name__
+
+
+def _device_findings(devices: tuple[Any, ...]) -> Findings:
+    """The devices by name, with the versions that their client knows."""
+    counts: dict[tuple[str, str], int] = {}
+    for device in devices:
+        key = device.platform, _device_name(device)
+        counts[key] = counts.get(key, 0) + 1
+    for (platform_name, name), count in counts.items():
+        device = next(d for d in devices if d.platform == platform_name)
+        versions = " ".join(str(device.client.platform_version).split())
+        capability = getattr(device, "compute_capability", None)
+        text = f"{count} x {name}" + (f", compute capability {capability}" if capability else "")
+        yield Finding(platform_name, OK, text + (f" ({versions})" if versions != platform_name else ""))
+    if devices[0].platform == "cpu" and _has_nvidia_device():
+        text = "there is an NVIDIA GPU, and JAX does not use it"
+        yield Finding("gpu", NOTE, text, 'pip install -U "jax[cuda13]", or "jax[cuda12]" for an older driver')
+
+
+def _device_name(device: Any) -> str:
+    from ejkernel_core._devices import device_name
+
+    return device_name(device)
+
+
+def _has_nvidia_device() -> bool:
+    return Path("/dev/nvidiactl").exists()
+
+
+def flags(machine: Machine) -> Findings:
+    """Whether XLA_FLAGS has what jaxlib 0.10 needs on a CPU."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version("jaxlib") or "99")[:2])
+    is_set = FUSION_FLAG in os.environ.get("XLA_FLAGS", "").split()
+    if machine.platform == "cpu" and numbers < (0, 11) and not is_set:
+        text = f"jaxlib {version('jaxlib')} can give wrong sums in float32 on a CPU without {FUSION_FLAG}"
+        yield Finding("XLA_FLAGS", NOTE, text, f'export XLA_FLAGS="{FUSION_FLAG} $XLA_FLAGS"')
+
+
+def plugins(machine: Machine) -> Findings:
+    """The plugins that cannot be used."""
+    registry = machine.registry
+    if registry is None or registry.selection_fault:  # both have findings of their own
+        return
+    entries = registry.inspect()
+    broken = [(entry, fault) for entry, fault in entries if fault]
+    for entry, fault in broken:
+        advice = f"pip uninstall {entry.distribution}, or export EJKERNEL_PLUGINS=-{entry.distribution}"
+        yield Finding(entry.name, BROKEN, " ".join(fault.reason.split()), advice)
+    yield Finding("plugins", OK, f"{len(entries) - len(broken)} of {len(entries)} can be used")
+
+
+def commands() -> Findings:
+    """The subcommands that cannot be used."""
+    for point in entry_points(COMMANDS):
+        try:
+            value = point.load()
+        except Exception as fault:
+            text = f"{point.value} of {provider(point)} cannot be imported: {_description(fault)}"
+            yield Finding(f"ejkernel {point.name}", BROKEN, text, f"pip install -U {distribution(point)}")
+            continue
+        if not isinstance(value, click.Command):
+            text = f"{point.value} of {provider(point)} is no click.Command"
+            yield Finding(f"ejkernel {point.name}", BROKEN, text, f"pip install -U {distribution(point)}")
+
+
+def speed(machine: Machine) -> Findings:
+    """What would make calls faster on this machine."""
+    if machine.platform is None:
+        return
+    names = absent_distributions(machine.platform)
+    if names:
+        text = f"not installed: {', '.join(names)}"
+        yield Finding("plugins", NOTE, text, f'pip install "{CORE}[{EXTRAS[machine.platform]}]"')
+    if machine.registry is not None and not machine.registry.selection_fault:
+        from ._here import kernels_here
+
+        needs: dict[str, list[str]] = {}
+        for row in kernels_here(machine.registry, machine.platform):
+            if row.status == "needs":
+                needs.setdefault(row.reason, []).append(f"{row.operation}.{row.backend}")
+        for reason, kernels in needs.items():
+            yield Finding(", ".join(kernels), NOTE, reason)
+        yield from _records(machine)
+
+
+def _records(machine: Machine) -> Findings:
+    """How many records answer on this device: of this machine, and of packages."""
+    name = _device_name(machine.devices[0])
+    counts = {source: count for source, count in _record_counts(name).items() if count}
+    if counts:
+        text = ", ".join(f"{count} in {source}" for source, count in counts.items())
+        yield Finding("records", OK, f"for {name}: {text}")
+    elif version("ejkernel-tuning") is not None:
+        yield Finding("records", NOTE, f"none for {name}: heuristics choose", "ejkernel tune --help")
+
+
+def _record_counts(device: str) -> dict[str, int]:
+    if version("ejkernel-cache") is None:
+        return {}
+    from ejkernel_cache import PackagedRecords
+    from ejkernel_cache._names import component
+
+    folder = component(device)
+    counts = {"the cache": _count(cache_folder() / folder)} if is_selected("ejkernel-cache", selection()) else {}
+    for point in entry_points(POLICIES):
+        if not is_selected(distribution(point), selection()):
+            continue
+        try:
+            policy = point.load()
+        except Exception:  # it has a finding as a plugin
+            continue
+        if isinstance(policy, PackagedRecords):
+            root = importlib.resources.files(policy.where) if isinstance(policy.where, str) else Path(policy.where)
+            counts[distribution(point)] = _count(root.joinpath(folder))
+    return counts
+
+
+def _count(folder: Any) -> int:
+    """The number of records below a folder: files, and lines of files that have several."""
+    try:
+        entries = list(folder.iterdir())
+        files = [entry for entry in entries if entry.is_file()]
+        lines = [len(file.read_text().splitlines()) for file in files if file.name.endswith(".jsonl")]
+        records = sum(file.name.endswith(".json") for file in files)
+        return int(records + sum(lines)) + sum(_count(entry) for entry in entries if entry.is_dir())
+    except OSError:
+        return 0
+
+
+# -- all ---------------------------------------------------------------------------------------------------------------
+
+
+def examine() -> dict[str, list[Finding]]:
+    """All findings, by heading."""
+    early = {
+        "software": software,
+        "distributions": distributions,
+        "environment": environment,
+        "cache": cache,
+        "commands": commands,
+    }
+    findings = {heading: _findings(heading, examination) for heading, examination in early.items()}
+    machine, devices = start()
+    late: dict[str, Callable[[Machine], Findings]] = {"plugins": plugins, "speed": speed}
+    return {
+        "devices": [*devices, *_findings("devices", lambda: flags(machine))],
+        **findings,
+        **{name: _findings(name, lambda call=call: call(machine)) for name, call in late.items()},  # type: ignore[misc]
+    }
+
+
+def _findings(heading: str, examination: Callable[[], Findings]) -> list[Finding]:
+    """The findings of one examination. Where it fails itself, that is the finding, and the others go on."""
+    try:
+        return list(examination())
+    except Exception as fault:
+        return [Finding(heading, BROKEN, f"could not be examined: {_description(fault)}")]
