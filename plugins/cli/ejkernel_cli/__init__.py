@@ -6,9 +6,13 @@ read from the source: no subcommand is imported for that, and none imports JAX b
 
 from __future__ import annotations
 
-from ._calls import CALL_SETTINGS, Call, call_options, parse_call
+from typing import TYPE_CHECKING, Any
+
 from ._main import main
 from ._output import Failure, json_option, print_json, print_line, print_table
+
+if TYPE_CHECKING:
+    from ._calls import CALL_SETTINGS, Call, call_options, parse_call
 
 __all__ = [
     "CALL_SETTINGS",
@@ -22,3 +26,11 @@ __all__ = [
     "print_line",
     "print_table",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("CALL_SETTINGS", "Call", "call_options", "parse_call"):  # most subcommands take no call
+        from . import _calls
+
+        return getattr(_calls, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,6 +6,7 @@ import functools
 import os
 import re
 from importlib import metadata
+from typing import Any
 
 from ._output import Failure
 
@@ -23,17 +24,30 @@ EXTRAS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
 @functools.cache
+def _all_entry_points() -> Any:
+    """All entry points, which are read once. Their type differs between Python 3.11 and 3.12."""
+    return metadata.entry_points()
+
+
+@functools.cache
 def entry_points(group: str) -> tuple[metadata.EntryPoint, ...]:
     """The entry points of the group. Of a distribution that is on the path twice, the first one counts."""
     unique: dict[tuple[str, str, str], metadata.EntryPoint] = {}
-    for point in metadata.entry_points(group=group):
+    for point in _all_entry_points().select(group=group):
         unique.setdefault((distribution(point), point.name, point.value), point)
     return tuple(unique.values())
 
 
+@functools.cache  # reading the metadata of a distribution takes most of the time of a list
+def _name_and_version(dist: metadata.Distribution | None) -> tuple[str, str]:
+    if dist is None:
+        return "unknown distribution", ""
+    return normalized(dist.metadata["Name"] or "unknown distribution"), dist.metadata["Version"] or ""
+
+
 def distribution(point: metadata.EntryPoint) -> str:
     """The distribution of an entry point, as pip names it."""
-    return normalized((point.dist.metadata["Name"] if point.dist else None) or "unknown distribution")
+    return _name_and_version(point.dist)[0]
 
 
 def normalized(name: str) -> str:
@@ -43,7 +57,7 @@ def normalized(name: str) -> str:
 
 def provider(point: metadata.EntryPoint) -> str:
     """The distribution of an entry point with its version."""
-    return f"{distribution(point)} {(point.dist and point.dist.version) or ''}".rstrip()
+    return " ".join(filter(None, _name_and_version(point.dist)))
 
 
 def version(name: str) -> str | None:

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
 
-import attrs
 import click
 
 from ._metadata import (
@@ -130,6 +129,8 @@ def _list_here(as_json: bool) -> None:
     # Operations and policies that do not load; kernels have rows of their own.
     broken = {e.title: fault.reason for e, fault in ejkernel_core.registry.inspect() if fault and e.group != KERNELS}
     if as_json:
+        import attrs
+
         kernels = [attrs.asdict(row) for row in rows]
         name = device_name(device)
         print_json({"device": name, "platform": platform, "kernels": kernels, "broken": broken})

@@ -1,4 +1,4 @@
-"""A command line in a process of its own, and small distributions that are installed for it."""
+"""Command lines, in this process or one of their own, and small distributions that are installed for them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,52 @@ from pathlib import Path
 
 import pytest
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
+from ejkernel_cli import _metadata, main
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """``run("list", "--json", EJKERNEL_PLUGINS="")`` runs the command in a folder of its own."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """``run("list", "--json", EJKERNEL_PLUGINS="")`` runs the command in this process, where JAX and the core may be
+    imported. ``path`` is a folder of distributions.
+    """
 
-    def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: str, path: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        if path:
+            monkeypatch.syspath_prepend(path)
+            for file in Path(path).glob("*.py"):
+                monkeypatch.delitem(sys.modules, file.stem, raising=False)
+        _forget_metadata()
+        try:
+            main(list(words))
+        except SystemExit as end:
+            code = end.code or 0
+        for name in environment:
+            monkeypatch.delenv(name)
+        if path:
+            sys.path.remove(path)
+        _forget_metadata()
+        return subprocess.CompletedProcess(words, int(code), *capfd.readouterr())
+
+    monkeypatch.delenv("EJKERNEL_PLUGINS", raising=False)
+    return run
+
+
+def _forget_metadata() -> None:
+    _metadata._all_entry_points.cache_clear()
+    _metadata.entry_points.cache_clear()
+
+
+@pytest.fixture
+def run_process(tmp_path: Path) -> Run:
+    """The same in a process of its own, for what is decided when JAX and the core are imported."""
+
+    def run(*words: str, path: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
         variables = {name: value for name, value in os.environ.items() if not name.startswith("EJKERNEL_")}
-        paths = [environment.pop("path", ""), variables.get("PYTHONPATH", "")]
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [path, variables.get("PYTHONPATH", "")]))
         variables |= {"EJKERNEL_CACHE_DIR": str(tmp_path / "configs"), "XLA_FLAGS": "", **environment}
         return subprocess.run(
             [sys.executable, "-m", "ejkernel_cli", *words],
@@ -32,13 +67,13 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def install(tmp_path: Path) -> Callable[..., str]:
-    """``install("my-dist", {"module": source}, kernels={...})`` installs a distribution; returns what is to be in PYTHONPATH."""
+    """``install("my-dist", {"module": source}, kernels={...})`` installs a distribution; returns its folder."""
 
-    def install(name: str, modules: Mapping[str, str], version: str = "1.0", **groups: Mapping[str, str]) -> str:
+    def install(name: str, modules: Mapping[str, str], **groups: Mapping[str, str]) -> str:
         folder = tmp_path / f"site-{name}"
-        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
         info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         sections = [
             f"[ejkernel.{group}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items())
             for group, entries in groups.items()

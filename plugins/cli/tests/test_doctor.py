@@ -26,8 +26,8 @@ def broken(process) -> set[str]:
     return {f["subject"] for group in findings(process).values() for f in group.values() if f["status"] == BROKEN}
 
 
-def test_a_good_installation_has_the_device_the_versions_and_no_fault(run, tmp_path):
-    process = run("doctor", "--json", XLA_FLAGS=FLAG)
+def test_a_good_installation_has_the_device_the_versions_and_no_fault(run_process, tmp_path):
+    process = run_process("doctor", "--json", XLA_FLAGS=FLAG)
     groups = findings(process)
     # Commands of other distributions are theirs to prove.
     assert {subject for subject in broken(process) if not subject.startswith("ejkernel ")} == set()
@@ -44,9 +44,10 @@ def test_a_good_installation_has_the_device_the_versions_and_no_fault(run, tmp_p
     assert groups["environment"]["EJKERNEL_CACHE_DIR"]["text"] == repr(str(tmp_path / "configs"))
 
 
-def test_the_text_has_the_lines_to_copy(run, install):
+@pytest.mark.long
+def test_the_text_has_the_lines_to_copy(run_process, install):
     path = install("bad-dist", {"bad": "1/0"}, kernels={"rms_norm.bad": "bad"})
-    process = run("doctor", path=path, EJKERNEL_AUTOTNUE="on_miss")
+    process = run_process("doctor", path=path, EJKERNEL_AUTOTNUE="on_miss")
     assert process.returncode == 1
     lines = process.stdout.splitlines()
     assert "  rms_norm.bad: pip uninstall bad-dist, or export EJKERNEL_PLUGINS=-bad-dist" in lines
@@ -56,19 +57,21 @@ def test_the_text_has_the_lines_to_copy(run, install):
     assert max(map(len, lines[:start])) <= 80
 
 
-def test_a_broken_plugin_is_found_with_its_reason(run, install):
+@pytest.mark.long
+def test_a_broken_plugin_is_found_with_its_reason(run_process, install):
     path = install("bad-dist", {"bad": "1/0"}, kernels={"rms_norm.bad": "bad"}, commands={"worse": "bad:command"})
-    process = run("doctor", "--json", path=path)
+    process = run_process("doctor", "--json", path=path)
     groups = findings(process)
     assert process.returncode == 1
     assert "bad-dist 1.0 (bad) does not load: ZeroDivisionError" in groups["plugins"]["rms_norm.bad"]["text"]
     assert "cannot be imported: ZeroDivisionError" in groups["commands"]["ejkernel worse"]["text"]
 
 
-def test_it_goes_on_without_jax(run, tmp_path):
+@pytest.mark.long
+def test_it_goes_on_without_jax(run_process, tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "jax.py").write_text("raise ImportError('libjax.so is missing')\n")
-    process = run("doctor", "--json", path=str(tmp_path / "broken"))
+    process = run_process("doctor", "--json", path=str(tmp_path / "broken"))
     groups = findings(process)
     assert (process.returncode, process.stderr) == (1, "")
     assert groups["devices"]["jax"]["text"].endswith("cannot be imported: ImportError: libjax.so is missing")
@@ -76,9 +79,10 @@ def test_it_goes_on_without_jax(run, tmp_path):
     assert groups["cache"]["cache"]["status"] == OK
 
 
-def test_it_goes_on_without_a_device_and_names_every_fault_of_the_environment(run):
+@pytest.mark.long
+def test_it_goes_on_without_a_device_and_names_every_fault_of_the_environment(run_process):
     variables = {"JAX_PLATFORMS": "cuda", "EJKERNEL_PLUGINS": "zzz", "EJKERNEL_CACHEDIR": "x", "EJKERNEL_ZZZ": "1"}
-    process = run("doctor", "--json", **variables)
+    process = run_process("doctor", "--json", **variables)
     groups = findings(process)
     assert process.returncode == 1
     assert groups["devices"]["devices"]["advice"] == "unset JAX_PLATFORMS, which is 'cuda'"

@@ -66,8 +66,8 @@ def test_the_extras_are_those_of_the_core():
     assert _metadata.extras() == _discovery.extras() != {}
 
 
-def test_here_shows_ranks_and_what_runs_elsewhere(run):
-    listing = json.loads(run("list", "--here", "--json", EJKERNEL_PLUGINS="-ejkernel-triton").stdout)
+def test_here_shows_ranks_and_what_runs_elsewhere(run_process):
+    listing = json.loads(run_process("list", "--here", "--json", EJKERNEL_PLUGINS="-ejkernel-triton").stdout)
     rows = {(row["operation"], row["backend"]): row for row in listing["kernels"]}
     assert listing["platform"] == "cpu"
     assert (rows["flash_attention", "xla"]["status"], rows["flash_attention", "xla"]["rank"]) == ("runs", 10)
@@ -90,10 +90,11 @@ def run_backend(inv, cfg): ...
 """
 
 
-def test_here_shows_what_is_broken_and_what_is_missing(run, install):
+@pytest.mark.long
+def test_here_shows_what_is_broken_and_what_is_missing(run_process, install):
     kernels = {"rms_norm.bad": "bad", "rms_norm.needy": "needy"}
     path = install("bad-dist", {"bad": "1/0", "needy": NEEDY}, kernels=kernels, policies={"worse": "bad"})
-    process = run("list", "--here", "--json", path=path)
+    process = run_process("list", "--here", "--json", path=path)
     listing = json.loads(process.stdout)
     rows = {row["backend"]: row for row in listing["kernels"] if row["distribution"] == "bad-dist"}
     assert rows["bad"]["status"] == "broken"
@@ -102,8 +103,9 @@ def test_here_shows_what_is_broken_and_what_is_missing(run, install):
     assert [*listing["broken"]] == ["'worse' of bad-dist 1.0 (bad)"]
 
 
-def test_here_without_a_device_says_so_in_one_line(run):
-    process = run("list", "--here", JAX_PLATFORMS="cuda")
+@pytest.mark.long
+def test_here_without_a_device_says_so_in_one_line(run_process):
+    process = run_process("list", "--here", JAX_PLATFORMS="cuda")
     assert (process.returncode, process.stdout) == (1, "")
     assert process.stderr.startswith("ejkernel: JAX has no device: JAX_PLATFORMS is 'cuda', and it cannot start that")
     assert process.stderr.count("\n") == 1
