@@ -1,0 +1,188 @@
+"""Make a package for a kernel, an operation, a store or a policy, which builds, installs and is tested.
+
+The files under ``templates`` are a package of each kind, with words that are replaced: ``my-package`` and so on.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import importlib.util
+import keyword
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+import click
+
+from ._metadata import OPERATIONS, distribution, entry_points, normalized, version
+from ._output import Failure, print_line
+
+SUFFIX = ".template"
+#: What a package of each kind is called.
+KINDS = {"kernel": "a kernel", "operation": "an operation", "store": "a store", "policy": "a policy"}
+#: A shape for the next steps, by operation.
+SHAPES = {"flash_attention": "1x512x4x64"}
+
+
+def _matching_operations(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    return [name for name in _operations() if name.startswith(incomplete)]
+
+
+@click.command("new")
+@click.argument("name")
+@click.option("--kind", type=click.Choice([*KINDS]), default="kernel", show_default=True, help="What the package has.")
+@click.option("--operation", shell_complete=_matching_operations, help="Of a kernel: the operation that it computes. "
+              "Of an operation: its name, by default that of the package.")  # fmt: skip
+@click.option("--backend", help="The name of the kernel's backend; by default that of the package.")
+@click.option("--into", type=click.Path(path_type=Path), default=".", help="The folder in which its folder is made.")
+def command(name: str, kind: str, operation: str | None, backend: str | None, into: Path) -> None:
+    """Make a package in the folder NAME.
+
+    It builds, installs, is listed, and has tests, which pass: write your own code in the place of the example.
+
+    \b
+    ejkernel new my-attention --operation flash_attention
+    ejkernel new my-norm --kind operation
+    """  # noqa: D301  (click reads the character, after which it keeps the lines)
+    module = _module(name)
+    if kind not in ("kernel", "operation") and (operation or backend):
+        raise click.UsageError(f"--operation and --backend are for a kernel or an operation, not for {KINDS[kind]}")
+    operation = _operation(kind, operation, module)
+    words = {
+        "my-package": name,
+        "my_package": module,
+        "MY_PACKAGE": module.upper(),
+        "my_operation": operation,
+        "my_backend": _backend(backend, "rows" if kind == "operation" else module),
+        "my-provider": _provider(operation),
+    }
+    folder = into / name
+    files = _files(kind, operation, words)
+    _write(folder, files)
+    _print_next_steps(folder, kind, files, words)
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def _module(name: str) -> str:
+    """The name of the package's module. Raises for a name that no distribution or module may have."""
+    module = re.sub(r"[-.]+", "_", name).lower()
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name) or not module.isidentifier():
+        raise click.UsageError(f"{name!r} is no name for a package; take letters, digits and '-', as in my-attention")
+    if keyword.iskeyword(module):
+        raise click.UsageError(f"{name!r} is a word of Python; take another name, as my-{name}")
+    if version(normalized(name)) is not None or importlib.util.find_spec(module) is not None:
+        raise click.UsageError(f"a package {name!r} is installed already; take another name, as my-{name}")
+    return module
+
+
+def _operations() -> list[str]:
+    return sorted({point.name for point in entry_points(OPERATIONS)})
+
+
+def _operation(kind: str, operation: str | None, module: str) -> str:
+    """The name of the operation. A kernel has one that is installed, and an operation is a new one."""
+    known = _operations()
+    if kind == "kernel":
+        forward = (operation or "").removesuffix("_bwd")
+        if operation in known and operation != forward and forward in known:
+            line = f'"{operation}.BACKEND" = "MODULE"'
+            raise click.UsageError(
+                f"{operation} is the backward of {forward}: make a kernel of {forward}, and add the entry point {line}"
+            )
+        if operation not in known:
+            problem = f"{operation!r} is not installed" if operation else "a kernel needs --operation"
+            raise click.UsageError(f"{problem}; there are {', '.join(known) or 'none'}")
+        return operation
+    name = operation or module
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise click.UsageError(f"{name!r} is no name for an operation; take letters, digits and '_', as in my_norm")
+    if kind == "operation" and name in known:
+        raise click.UsageError(f"an operation {name!r} is installed already; take another name")
+    return name
+
+
+def _backend(backend: str | None, default: str) -> str:
+    name = backend or default
+    if not re.fullmatch(r"[A-Za-z]\w*", name) or name == "reference":
+        raise click.UsageError(f"{name!r} is no name for a backend; take letters, digits and '_', as in my_gpu")
+    return name
+
+
+def _provider(operation: str) -> str:
+    """The distribution of an installed operation."""
+    return next((distribution(point) for point in entry_points(OPERATIONS) if point.name == operation), "ejkernel-core")
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _files(kind: str, operation: str, words: Mapping[str, str]) -> dict[str, str]:
+    """The path of each file of the package, and its content."""
+    templates = importlib.resources.files("ejkernel_cli").joinpath("templates")
+    files = dict(_templates(templates.joinpath(kind)))
+    special = templates.joinpath(f"{kind}-{operation}")
+    if special.is_dir():
+        files |= dict(_templates(special))
+    return {_replaced(path, words): _replaced(text, words) for path, text in sorted(files.items())}
+
+
+def _templates(folder: Traversable, path: str = "") -> Iterator[tuple[str, str]]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _templates(entry, f"{path}{entry.name}/")
+        elif entry.name.endswith(SUFFIX):
+            yield path + entry.name.removesuffix(SUFFIX), entry.read_text(encoding="utf-8")
+
+
+def _replaced(text: str, words: Mapping[str, str]) -> str:
+    pattern = "|".join(map(re.escape, words))
+    return re.sub(pattern, lambda match: words[match[0]], text)
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    """Write all files, or none: they are written elsewhere first, and moved."""
+    if folder.exists() or folder.is_symlink():
+        raise Failure(f"{folder} exists; remove it, or take another name")
+    try:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+            unfinished = Path(temporary, folder.name)
+            for path, text in files.items():
+                file = unfinished / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+            shutil.move(unfinished, folder)
+    except OSError as fault:
+        raise Failure(f"{folder} cannot be written: {fault.strerror or fault}; nothing was made") from fault
+
+
+# -- what to do next ---------------------------------------------------------------------------------------------------
+
+
+def _print_next_steps(folder: Path, kind: str, files: Mapping[str, str], words: Mapping[str, str]) -> None:
+    operation, backend = words["my_operation"], words["my_backend"]
+    what = {
+        "kernel": f"the kernel {operation}.{backend}",
+        "operation": f"the operation {operation}, and the kernel {operation}.{backend}",
+    }.get(kind, f"the {kind} {words['my_package']}")
+    print_line(f"{folder} has {what}:\n")
+    for path in files:
+        print_line(f"  {folder / path}")
+    print_line("\nNext:\n")
+    is_proved = kind in ("kernel", "operation")
+    print_line(f'  pip install -e "{_path(folder)}[test]"')
+    print_line("  ejkernel list" + (" --here" if is_proved else ""))
+    print_line("  python -m pytest " + ('-m "not long" ' if is_proved else "") + str(folder))
+    if kind == "operation":
+        print_line(f"  ejkernel tune {operation} --shape 128x512 --slope 512")
+    elif kind == "kernel":
+        print_line(f"  ejkernel tune {operation} --shape {SHAPES.get(operation, '128x512')}")
+
+
+def _path(folder: Path) -> str:
+    """The folder as pip takes it: a bare name would be one of an index."""
+    return str(folder) if folder.is_absolute() or folder.parts[:1] == ("..",) else f"./{folder}"

@@ -1,0 +1,233 @@
+"""``ejkernel new``: the packages that it makes install, are listed, pass their tests and can be tuned."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+KINDS = {
+    "my-attention": ("--operation", "flash_attention", "--backend", "mine"),
+    "my-fast-norm": ("--operation", "rms_norm"),
+    "my-swish": ("--kind", "operation"),
+    "my-store": ("--kind", "store"),
+    "my-policy": ("--kind", "policy"),
+}
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def new(run, tmp_path, monkeypatch):
+    """``new("my-attention", ...)`` makes a package in a folder of its own, which it returns."""
+    monkeypatch.chdir(tmp_path)
+
+    def new(name: str, *options: str) -> Path:
+        process = run("new", name, *options)
+        assert (process.returncode, process.stderr) == (0, "")
+        assert f'pip install -e "./{name}[test]"' in process.stdout
+        return tmp_path / name
+
+    return new
+
+
+def install(folder: Path, target: Path) -> None:
+    """Put a package where PYTHONPATH has it, with the metadata that pip writes, without pip."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    module = project["name"].replace("-", "_")
+    shutil.copytree(folder / module, target / module)
+    info = target / f"{module}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    groups = project["entry-points"].items()
+    sections = [f"[{g}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items()) for g, points in groups]
+    (info / "entry_points.txt").write_text("\n".join(sections))
+
+
+def run_python(target: Path, *arguments: str) -> str:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("EJKERNEL_")}
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(target), os.environ.get("PYTHONPATH"))))
+    variables["EJKERNEL_CACHE_DIR"] = str(target / "cache")
+    process = subprocess.run(
+        [sys.executable, *arguments],
+        env=variables, cwd=target, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, f"{process.stdout}\n{process.stderr}"
+    return process.stdout
+
+
+# -- what is made ------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_has_the_names_that_were_given(new):
+    folder = new("my-attention", *KINDS["my-attention"])
+    made = files(folder)
+    assert [*sorted(made)] == ["README.md", "my_attention/__init__.py", "pyproject.toml", "test_my_attention.py"]
+    project = tomllib.loads(made["pyproject.toml"])["project"]
+    assert project["entry-points"] == {"ejkernel.kernels": {"flash_attention.mine": "my_attention"}}
+    assert project["dependencies"] == ["ejkernel-core", "ejkernel-ops"]
+    assert "def _attend(inv, query, first):" in made["my_attention/__init__.py"]
+
+
+def test_a_kernel_of_another_operation_begins_as_the_reference(new):
+    folder = new("my-fast-norm", *KINDS["my-fast-norm"])
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"] == {"ejkernel.kernels": {"rms_norm.my_fast_norm": "my_fast_norm"}}
+
+
+def test_an_operation_has_all_its_entry_points(new):
+    project = tomllib.loads((new("my-swish", *KINDS["my-swish"]) / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["ejkernel.operations"] == {
+        "my_swish": "my_swish:forward",
+        "my_swish_bwd": "my_swish:backward",
+    }
+    assert [*project["entry-points"]["ejkernel.kernels"]] == [
+        "my_swish.reference",
+        "my_swish_bwd.reference",
+        "my_swish.rows",
+    ]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_word_of_a_template_is_left_and_the_code_is_in_order(new, name):
+    folder = new(name, *KINDS[name])
+    text = "\n".join([*files(folder), *files(folder).values()])
+    assert re.findall(r"my[-_]package|MY_PACKAGE|my_operation|my_backend|my-provider|\.template", text) == []
+    for path, content in files(folder).items():
+        if path.endswith(".py"):
+            compile(content, path, "exec")
+    ruff = shutil.which("ruff")
+    if ruff:
+        options = ["--isolated", "--line-length", "120"]
+        subprocess.run([ruff, "check", *options, "--select", "E,F,I,B", folder], check=True, timeout=60)
+        subprocess.run([ruff, "format", "--check", *options, folder], check=True, timeout=60)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["my-attention"], 2, "a kernel needs --operation; there are context_attention"),
+        (["my-attention", "--operation", "zzz"], 2, "'zzz' is not installed; there are"),
+        (["my-attention", "--operation", "rms_norm_bwd"], 2, "make a kernel of rms_norm, and add the entry point"),
+        (["my attention", "--kind", "store"], 2, "'my attention' is no name for a package"),
+        (["1a", "--kind", "store"], 2, "'1a' is no name for a package"),
+        (["../a", "--kind", "store"], 2, "'../a' is no name for a package"),
+        (["import", "--kind", "store"], 2, "'import' is a word of Python; take another name, as my-import"),
+        (["json", "--kind", "store"], 2, "a package 'json' is installed already"),
+        (["ejkernel-ops", "--kind", "store"], 2, "a package 'ejkernel-ops' is installed already"),
+        (["a-b", "--kind", "operation", "--operation", "rms_norm"], 2, "'rms_norm' is installed already"),
+        (["a-b", "--kind", "operation", "--operation", "Rms"], 2, "'Rms' is no name for an operation"),
+        (["a-b", "--operation", "rms_norm", "--backend", "a.b"], 2, "'a.b' is no name for a backend"),
+        (["a-b", "--kind", "store", "--backend", "x"], 2, "--operation and --backend are for a kernel"),
+        (["a-b", "--kind", "shop"], 2, "'shop' is not one of"),
+        (["a-b", "--kind", "store", "--into", "absent"], 1, "absent/a-b cannot be written: No such file or directory"),
+        (["a-b", "--kind", "store", "--into", "/proc"], 1, "/proc/a-b cannot be written: "),
+        (["made", "--kind", "store"], 1, "made exists; remove it, or take another name"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_made_is_told_in_one_line(run, tmp_path, monkeypatch, words, code, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "file").write_text("kept")
+    process = run("new", *words)
+    assert process.returncode == code
+    assert message in process.stderr
+    assert process.stderr.count("\n") == 1
+    assert files(tmp_path) == {"made/file": "kept"}
+
+
+def test_a_full_disk_leaves_nothing(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_text = Path.write_text
+
+    def full(self: Path, text: str, **options: str) -> int:
+        if self.name == "pyproject.toml":
+            raise OSError(28, "No space left on device")
+        return write_text(self, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    process = run("new", "my-store", "--kind", "store")
+    assert process.stderr == "ejkernel: my-store cannot be written: No space left on device; nothing was made\n"
+    assert [*tmp_path.iterdir()] == []
+
+
+# -- what is made works ------------------------------------------------------------------------------------------------
+
+TUNE = """
+import ejkernel_core
+from ejkernel_tuning import autotune
+
+operation, backend = "{operation}", "{backend}"
+example = next(iter(ejkernel_core.registry.operation(operation).examples()))
+result = autotune(operation, **example.abstract(), backend=backend, direction="forward", budget_s=60)
+print(result)
+plan = ejkernel_core.plan(operation, **example.abstract(), backend=backend)
+assert plan.origin != "heuristic", plan
+print(plan.kernel.name)
+"""
+
+
+@pytest.fixture
+def target(tmp_path):
+    (tmp_path / "target").mkdir()
+    return tmp_path / "target"
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["my-store", "my-policy"])
+def test_the_tests_of_a_policy_pass(new, target, name):
+    folder = new(name, *KINDS[name])
+    install(folder, target)
+    output = run_python(target, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder))
+    assert re.search(r"^\d passed", output, re.MULTILINE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "kernel", "selection"),
+    [
+        # Of attention the examples alone: the other proofs take minutes, and are those of the page on plugins.
+        ("my-attention", "flash_attention.mine", "test_example and not grid"),
+        ("my-fast-norm", "rms_norm.my_fast_norm", "not programs"),
+        ("my-swish", "my_swish.rows", ""),
+    ],
+)
+def test_a_kernel_is_listed_passes_its_proofs_and_is_tuned(new, target, name, kernel, selection):
+    folder = new(name, *KINDS[name])
+    install(folder, target)
+    operation, _, backend = kernel.rpartition(".")
+    listing = json.loads(run_python(target, "-m", "ejkernel_cli", "list", "--here", "--json"))
+    rows = {(row["operation"], row["backend"]): row["status"] for row in listing["kernels"]}
+    assert rows[operation, backend] == "runs"
+    options = ["-q", "-p", "no:cacheprovider", "-m", "not long", "-k", selection]
+    output = run_python(target, "-m", "pytest", *options, "--rootdir", str(folder), str(folder))
+    assert re.search(r"^\d+ passed", output, re.MULTILINE)
+    output = run_python(target, "-c", TUNE.format(operation=operation, backend=backend))
+    assert output.splitlines()[-1] == kernel
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", KINDS)
+def test_a_package_builds_and_installs(new, target, name):
+    folder = new(name, *KINDS[name])
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    # Where setuptools is at hand, nothing is fetched.
+    isolation = ["--no-build-isolation"] if importlib.util.find_spec("setuptools") else []
+    subprocess.run([*pip, "install", "--no-deps", *isolation, "--target", target, folder], check=True, timeout=300)
+    listing = json.loads(run_python(target, "-m", "ejkernel_cli", "list", "--json"))
+    providers = [row["distribution"] for row in listing["kernels"]] + [*listing["policies"].values()]
+    assert f"{name} 0.1.0" in providers
