@@ -1,0 +1,259 @@
+"""``ejkernel_ops.jax_nn.dot_product_attention`` has the results and the gradients of ``jax.nn``'s."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_core
+from ejkernel_ops.jax_nn import dot_product_attention, placed
+
+TOLERANCE = {"float32": (2e-5, 1e-4), "bfloat16": (2e-2, 2e-2)}
+
+
+def inputs(length: int, kv_length: int, dtype: str = "float32", batch: int = 2) -> tuple[jax.Array, ...]:
+    """Queries of four heads, keys and values of two."""
+    keys = jax.random.split(jax.random.key(31 * length + kv_length), 3)
+    shapes = (batch, length, 4, 8), (batch, kv_length, 2, 8), (batch, kv_length, 2, 8)
+    return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+
+
+def floats(*shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(5), shape)
+
+
+def booleans(*shape: int) -> jax.Array:
+    return jax.random.bernoulli(jax.random.key(6), 0.6, shape)
+
+
+def lengths(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def results(function: Any, arrays: Any, bias: Any, options: dict[str, Any]) -> Any:
+    """What the function returns, and the gradients of a weighted sum of its output."""
+    out_shape = arrays[0].shape
+    weights = jax.random.normal(jax.random.key(7), out_shape)
+
+    def loss(arrays: Any, bias: Any) -> Any:
+        returned = function(*arrays, bias, **options)
+        out = returned[0] if isinstance(returned, tuple) else returned
+        return (out.astype(jnp.float32) * weights).sum(), returned
+
+    return jax.jit(jax.grad(loss, (0, 1) if bias is not None else (0,), has_aux=True))(arrays, bias)
+
+
+def assert_same(arrays: Any, bias: Any = None, dtype: str = "float32", **options: Any) -> None:
+    actual, expected = (
+        results(f, arrays, bias, options) for f in (dot_product_attention, jax.nn.dot_product_attention)
+    )
+    atol, rtol = TOLERANCE[dtype]
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), atol=atol, rtol=rtol)
+
+
+LENGTHS = ((5, 5), (5, 9), (9, 5), (1, 7), (7, 1), (13, 13))
+SIDES = {
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (3, 1)},
+    "one number": {"local_window_size": 2},
+    "causal window": {"is_causal": True, "local_window_size": (1, 4)},
+    "own key": {"local_window_size": (0, 0)},
+    "no key of its own": {"local_window_size": (2, -1)},
+    "later keys": {"local_window_size": (-1, 3)},
+    "empty window": {"local_window_size": (1, -2)},
+    "nothing": {},
+}
+
+
+def lengths_cases() -> dict[str, Any]:
+    return {
+        "key lengths": lambda T, S: {"key_value_seq_lengths": lengths(S // 2 + 1, S)},
+        "no keys": lambda T, S: {"key_value_seq_lengths": lengths(0, S)},
+        "query lengths": lambda T, S: {"query_seq_lengths": lengths(T, T // 2)},
+        "both": lambda T, S: {
+            "query_seq_lengths": lengths(T, 0),
+            "key_value_seq_lengths": lengths(0, S // 2 + 1),
+            "is_causal": True,
+        },
+    }
+
+
+BIASES = {
+    "bias of everything": lambda T, S: ((2, 4, T, S), None),
+    "bias without batch": lambda T, S: ((4, T, S), (1, 1, T, S)),
+    "bias of keys": lambda T, S: ((2, 1, 1, S), (2, 4, T, 1)),
+    "bias of rows": lambda T, S: ((1, 4, T, 1), (T, S)),
+    "mask alone": lambda T, S: (None, (2, 1, 1, S)),
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", SIDES)
+@pytest.mark.parametrize("sizes", LENGTHS, ids=str)
+def test_causality_and_windows_start_at_the_first_token(sizes: Any, name: str) -> None:
+    assert_same(inputs(*sizes), return_residual=True, **SIDES[name])
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", lengths_cases())
+@pytest.mark.parametrize("sizes", LENGTHS, ids=str)
+def test_lengths(sizes: Any, name: str) -> None:
+    """A row without keys is the mean of all values, and a row after the query's length is 0."""
+    assert_same(inputs(*sizes), return_residual=True, **lengths_cases()[name](*sizes))
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("side", ["nothing", "causal", "window"])
+@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("sizes", [(5, 5), (5, 9), (9, 5)], ids=str)
+def test_bias_and_mask(sizes: Any, name: str, side: str) -> None:
+    bias, mask = BIASES[name](*sizes)
+    array = None if bias is None else floats(*bias)
+    assert_same(inputs(*sizes), array, mask=booleans(*mask) if mask else None, return_residual=True, **SIDES[side])
+
+
+def test_bfloat16() -> None:
+    mask = booleans(9, 5).at[3].set(False)  # a row that sees nothing
+    assert_same(inputs(9, 5, "bfloat16"), None, "bfloat16", mask=mask, is_causal=True, scale=0.4)
+
+
+def test_all_at_once() -> None:
+    assert_same(
+        inputs(9, 7),
+        floats(4, 9, 7),
+        mask=booleans(2, 1, 9, 7),
+        is_causal=True,
+        scale=0.3,
+        query_seq_lengths=lengths(6, 9),
+        key_value_seq_lengths=lengths(7, 3),
+        local_window_size=(4, 2),
+        return_residual=True,
+    )
+
+
+def test_without_a_batch() -> None:
+    arrays = tuple(array[0] for array in inputs(5, 7))
+    assert_same(arrays, floats(4, 5, 7), mask=booleans(5, 7), is_causal=True, return_residual=True)
+
+
+def test_a_scale_may_be_traced() -> None:
+    query, key, value = inputs(5, 7)
+    losses = [
+        jax.jit(jax.value_and_grad(lambda scale, f=f: (f(query, key, value, scale=scale) ** 2).sum()))
+        for f in (dot_product_attention, jax.nn.dot_product_attention)
+    ]
+    actual, expected = (loss(jnp.float32(0.7)) for loss in losses)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
+    assert abs(expected[1]) > 1e-2
+
+
+def test_a_bias_of_integers_is_added() -> None:
+    query, key, value = inputs(5, 7)
+    bias = jnp.arange(7) % 3
+    actual, expected = (f(query, key, value, bias) for f in (dot_product_attention, jax.nn.dot_product_attention))
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
+
+
+def test_vmap_and_scan() -> None:
+    query, key, value = (jnp.stack([array, -array, 2 * array]) for array in inputs(5, 7))
+    ends = jnp.stack([lengths(7, 0), lengths(2, 3), lengths(0, 7)])
+
+    def mapped(function: Any) -> Any:
+        call = lambda q, k, v, n: function(q, k, v, is_causal=True, key_value_seq_lengths=n)
+        return jax.vmap(call)(query, key, value, ends)
+
+    def scanned(function: Any) -> Any:
+        def step(total: Any, arrays: Any) -> Any:
+            q, k, v, n = arrays
+            out = function(q + total, k, v, is_causal=True, key_value_seq_lengths=n)
+            return out, out
+
+        return jax.lax.scan(step, jnp.zeros_like(query[0]), (query, key, value, ends))[1]
+
+    for transform in (mapped, scanned):
+        actual, expected = map(transform, (dot_product_attention, jax.nn.dot_product_attention))
+        np.testing.assert_allclose(actual, expected, atol=5e-5, rtol=1e-4)
+
+
+def test_implementations_are_backends() -> None:
+    query, key, value = inputs(5, 5)
+    expected = jax.nn.dot_product_attention(query, key, value)
+    np.testing.assert_allclose(dot_product_attention(query, key, value, implementation="xla"), expected, atol=2e-5)
+    with pytest.raises((ejkernel_core.NoKernel, ejkernel_core.UnknownBackend), match="cudnn|cuDNN"):
+        dot_product_attention(query, key, value, implementation="cudnn")  # float32
+    with pytest.raises(ValueError, match="implementation: takes None, 'xla' or 'cudnn'; got str 'triton'"):
+        dot_product_attention(query, key, value, implementation="triton")  # type: ignore[call-overload]
+
+
+Q, K, V = (np.ones((2, n, heads, 8), np.float32) for n, heads in ((5, 4), (7, 2), (7, 2)))
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "rank": ({"query": Q[0, 0]}, ValueError, "query: takes (batch, length, heads, head_dim)"),
+    "value": ({"value": V[..., :4]}, ValueError, "value: takes the key's shape (2, 7, 2, 8); got (2, 7, 2, 4)"),
+    "batch": ({"query": Q[:1]}, ValueError, "key: takes the batch and the head_dim"),
+    "heads": ({"query": Q[:, :, :3]}, ValueError, "query: heads must be a multiple of the key's 2; got 3"),
+    "dtype": ({"query": Q.astype(np.float16)}, ValueError, "take the query's dtype float16"),
+    "mask of numbers": ({"mask": np.ones((5, 7))}, ValueError, "mask: takes booleans; got float32 (numbers to add"),
+    "mask shape": (
+        {"mask": np.ones((5, 6), bool)},
+        ValueError,
+        "broadcasts to (B, N, T, S) = (2, 4, 5, 7); got (5, 6)",
+    ),
+    "bias heads": ({"bias": np.ones((2, 5, 7), np.float32)}, ValueError, "bias: takes a shape that broadcasts"),
+    "bias rank": ({"bias": np.ones((1, 1, 1, 1, 1), np.float32)}, ValueError, "bias: takes a shape that broadcasts"),
+    "lengths": (
+        {"query_seq_lengths": lengths(1)},
+        ValueError,
+        "query_seq_lengths: takes integers (2,); got int32 (1,)",
+    ),
+    "float lengths": (
+        {"key_value_seq_lengths": np.ones(2, np.float32)},
+        ValueError,
+        "key_value_seq_lengths: takes integers (2,); got float32",
+    ),
+    "window": ({"local_window_size": (1, 2, 3)}, TypeError, "local_window_size: takes an int, a pair"),
+    "traced causality": ({"is_causal": np.ones(2, bool)}, TypeError, "is_causal: takes True or False"),
+    "scale": ({"scale": np.ones(2, np.float32)}, ValueError, "scale: takes one number; got shape (2,)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name: str) -> None:
+    arguments, kind, message = WRONG[name]
+    with pytest.raises(kind) as error:
+        dot_product_attention(**{"query": Q, "key": K, "value": V, **arguments})
+    assert message in str(error.value)
+
+
+def test_placed() -> None:
+    """The options make every query see the keys of its window, and no others."""
+    sides = (None, *range(-4, 9))
+    for length, kv_length, left, right in itertools.product(range(7), range(7), sides, sides):
+        rows, keys, options = placed(length, kv_length, left, right)
+        query, key = np.arange(length)[:, None], np.arange(kv_length)
+        expected = np.ones((length, kv_length), bool)
+        expected &= True if left is None else key >= query - left
+        expected &= True if right is None else key <= query + right
+        actual = np.zeros_like(expected)
+        before, after = options.get("sliding_window", (99, 99))
+        assert before >= 0
+        assert after >= 0
+        after = 0 if options.get("causal") else after
+        own = np.arange(rows)[:, None] + keys - rows
+        actual[:rows, :keys] = (own - before <= np.arange(keys)) & (np.arange(keys) <= own + after)
+        assert (actual == expected).all(), (length, kv_length, left, right, options)
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (64, 100), (100, 64)], ids=str)
+def test_no_mask_is_made_for_causality(sizes: Any) -> None:
+    """So kernels that take no mask run it, and nothing of size T x S is in memory."""
+    text = str(jax.make_jaxpr(lambda *arrays: dot_product_attention(*arrays, is_causal=True))(*inputs(*sizes)))
+    assert "ejkernel_call" in text
+    assert f"{sizes[0]},{sizes[1]}]" not in text
+    assert "bool[" not in text
