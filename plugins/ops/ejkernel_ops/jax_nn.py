@@ -104,29 +104,53 @@ def dot_product_attention(
     q, k, v = (_with_batch(name, array) for name, array in (("query", query), ("key", key), ("value", value)))
     _check_shapes(q, k, v)
     scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    left, right = _sides(is_causal, local_window_size)
-    rows, keys, options = placed(*scores[2:], left, right)
-    has_empty_rows = rows < scores[2] or (right is not None and right < 0)  # known before anything runs
-    q, options["softmax_scale"] = _scaled(q, scale)
-    options["backend"] = _backend(implementation)
-    options["bias"] = _visible_part(_bias(bias, scores), rows, keys)
-    options["attention_mask"] = _visible_part(_mask(mask, scores), rows, keys)
-    in_query, in_keys = _prefixes(scores, query_seq_lengths, key_value_seq_lengths)
-    if in_query is not None or in_keys is not None:
-        options["q_segment_ids"] = _ids(in_query, scores[0], rows)
-        options["kv_segment_ids"] = _ids(in_keys, scores[0], keys)
-
-    present = {name: option for name, option in options.items() if option is not None}
-    arrays = q[:, :rows], k[:, :keys], v[:, :keys]
-    out, lse = ejkernel_core.call("flash_attention", *arrays, **present, return_lse=True)
-
-    out = _lengthened(out, scores[2], 0)
-    lse = _lengthened(jax.lax.stop_gradient(lse).mT, scores[2], -jnp.inf)
-    if mask is not None or in_keys is not None or has_empty_rows:
-        out = _with_mean_of_values(out, lse == -jnp.inf, in_query, v)
+    q, softmax_scale = _scaled(q, scale)
+    out, lse = attend(
+        (q, k, v),
+        _bias(bias, scores),
+        _mask(mask, scores),
+        sides(is_causal, local_window_size),
+        _prefix("query_seq_lengths", query_seq_lengths, scores[0], scores[2]),
+        _prefix("key_value_seq_lengths", key_value_seq_lengths, scores[0], scores[3]),
+        softmax_scale=softmax_scale,
+        backend=_backend(implementation),
+    )
     if not return_residual:
         return out.reshape(shape)
     return out.reshape(shape), jnp.where(lse == -jnp.inf, MASKED_LOGIT, lse).astype(k.dtype).reshape(shape[:-1])
+
+
+def attend(
+    arrays: tuple[jax.Array, jax.Array, jax.Array],
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    limits: tuple[int | None, int | None],
+    in_query: jax.Array | None = None,
+    in_keys: jax.Array | None = None,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """The output and the log-sum-exp, (B, T, N), of query, key and value with all four axes.
+
+    A bias and a mask have four axes too. ``limits`` are those of `placed`. ``in_query``, (B, T), and ``in_keys``,
+    (B, S), are False after the end of a sequence. ``options`` are the operation's; None is no option.
+    """
+    q, k, v = arrays
+    batch, length, kv_length = q.shape[0], q.shape[1], k.shape[1]
+    rows, keys, window = placed(length, kv_length, *limits)
+    has_empty_rows = rows < length or (limits[1] is not None and limits[1] < 0)  # known before anything runs
+    options |= window
+    options |= {"bias": _visible_part(bias, rows, keys), "attention_mask": _visible_part(mask, rows, keys)}
+    if in_query is not None or in_keys is not None:
+        options |= {"q_segment_ids": _ids(in_query, batch, rows), "kv_segment_ids": _ids(in_keys, batch, keys)}
+
+    present = {name: option for name, option in options.items() if option is not None}
+    out, lse = ejkernel_core.call("flash_attention", q[:, :rows], k[:, :keys], v[:, :keys], **present, return_lse=True)
+
+    out = _lengthened(out, length, 0)
+    lse = _lengthened(jax.lax.stop_gradient(lse).mT, length, -jnp.inf)
+    if mask is not None or in_keys is not None or has_empty_rows:
+        out = _with_mean_of_values(out, lse == -jnp.inf, in_query, v)
+    return out, lse
 
 
 def placed(length: int, kv_length: int, left: int | None, right: int | None) -> tuple[int, int, dict[str, Any]]:
@@ -157,20 +181,20 @@ def placed(length: int, kv_length: int, left: int | None, right: int | None) -> 
     return rows, keys, {"sliding_window": window}
 
 
-def _sides(is_causal: bool, window: Any) -> tuple[int | None, int | None]:
+def sides(is_causal: bool, window: Any) -> tuple[int | None, int | None]:
     """How many keys before and after the key of its own index a query sees; None is no limit."""
     if not isinstance(is_causal, (bool, np.bool_)):
         raise TypeError(f"is_causal: takes True or False, known while tracing; got {type_and_value(is_causal)}")
-    sides = (window, window) if isinstance(window, numbers.Integral) else window
-    if sides is None:
+    pair = (window, window) if isinstance(window, numbers.Integral) else window
+    if pair is None:
         return None, 0 if is_causal else None
-    is_pair = isinstance(sides, (tuple, list)) and len(sides) == 2
-    if not is_pair or not all(isinstance(side, numbers.Integral) for side in sides):
+    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+    if not is_pair or not all(isinstance(side, numbers.Integral) for side in pair):
         raise TypeError(
             "local_window_size: takes an int, a pair (left, right) of ints, or None, known while tracing; got "
             f"{type_and_value(window)}"
         )
-    left, right = (int(side) for side in sides)
+    left, right = (int(side) for side in pair)
     return left, min(right, 0) if is_causal else right
 
 
@@ -242,14 +266,8 @@ def _visible_part(array: jax.Array | None, rows: int, keys: int) -> jax.Array | 
     return array[:, :, : max(rows, 1) if array.shape[2] == 1 else rows, : max(keys, 1) if array.shape[3] == 1 else keys]
 
 
-def _prefixes(scores: tuple[int, ...], q_lengths: Any, k_lengths: Any) -> tuple[jax.Array | None, jax.Array | None]:
-    """Which queries, (B, T), and which keys, (B, S), are before the end of their sequences; None where all are."""
-    by_name = {"query_seq_lengths": (q_lengths, scores[2]), "key_value_seq_lengths": (k_lengths, scores[3])}
-    first, second = (_prefix(name, scores[0], *pair) for name, pair in by_name.items())
-    return first, second
-
-
-def _prefix(name: str, batch: int, lengths: ArrayLike | None, length: int) -> jax.Array | None:
+def _prefix(name: str, lengths: ArrayLike | None, batch: int, length: int) -> jax.Array | None:
+    """Which tokens, (batch, length), are before the end of their sequence; None where all are."""
     if lengths is None:
         return None
     array = jnp.asarray(lengths)
