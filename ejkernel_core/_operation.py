@@ -92,6 +92,9 @@ class Operation:
     cost: Callable[[Mapping[str, Any]], Cost] | None = attrs.field()
     #: The calls that kernels are tested, measured and compiled with.
     examples: Callable[[], Iterable[Example]] | None = None
+    #: By the names that other libraries use: the name of the parameter here, or a sentence that says what to do. The
+    #: error for an unknown argument has them.
+    other_names: Mapping[str, str] = attrs.field(factory=dict)
 
     @arrays.default
     def _arrays(self) -> tuple[str, ...]:
@@ -147,13 +150,23 @@ class Operation:
             raise ValueError(
                 f"{self.name}: {reserved[0]!r} is an option of every call, and no parameter of an operation"
             )
+        self._check_other_names()
         if self.axes is not None:
             self._check_parameters([*self.axes.arrays, *(option for option, _ in self.axes.when)])
 
     def _check_parameters(self, names: Iterable[str]) -> None:
         for name in names:
             if name not in self.signature.parameters:
-                raise ValueError(f"axes of {self.name}: {name!r} is no parameter{self._nearest([name])}")
+                hint = suggestion(name, self.signature.parameters)
+                raise ValueError(f"axes of {self.name}: {name!r} is no parameter{hint}")
+
+    def _check_other_names(self) -> None:
+        names = (*self.signature.parameters, *CALL_OPTIONS)
+        for other, name in self.other_names.items():
+            if other in names:
+                raise ValueError(f"other_names of {self.name}: {other!r} is a parameter, and no other name")
+            if name.isidentifier() and name not in names:
+                raise ValueError(f"other_names of {self.name}: {name!r} is no parameter{suggestion(name, names)}")
 
     def prepared(self, arguments: Arguments) -> tuple[Arguments, Restore]:
         """The checked canonical arguments, and the function that turns the results into what the caller gets."""
@@ -179,6 +192,7 @@ class Operation:
             "differentiable": (*self.differentiable, *(name for name in axes.arrays if name not in self.axes.arrays)),
             "prepare": self.prepare_gradients,
             "validate": self.validate,
+            "other_names": self.other_names,
         }
         return Operation(**{**derived, **fields})
 
@@ -249,8 +263,15 @@ class Operation:
         return {name: arguments.get(name, p.default) for name, p in self.signature.parameters.items()}
 
     def _nearest(self, kwargs: Iterable[str]) -> str:
+        """The end of a sentence about the first unknown name for which there is one here; "" where there is none."""
         unknown = (name for name in kwargs if name not in self.signature.parameters)
-        return next(filter(None, (suggestion(name, self.signature.parameters) for name in unknown)), "")
+        return next(filter(None, map(self._name_here, unknown)), "")
+
+    def _name_here(self, name: str) -> str:
+        here = self.other_names.get(name)
+        if here is None:
+            return suggestion(name, (*self.signature.parameters, *CALL_OPTIONS))
+        return f"; {name!r} is called {here!r} here" if here.isidentifier() else f"; {here}"
 
 
 def as_tuple(results: Any) -> tuple[Any, ...]:

@@ -151,6 +151,33 @@ def test_errors_for_unknown_names_suggest_a_similar_name_and_the_listing(registr
         registry.call("scale", X, backend="tow")
 
 
+def test_errors_for_the_names_of_other_libraries_have_the_name_here() -> None:
+    registry = Registry(plugins="")
+    names = {"factor": "scale", "impl": "backend", "axis": "the last axis is taken: move it there"}
+    operation = Operation(name="product", signature=lambda x, *, scale=1.0: None, other_names=names)
+    registry.register(operation)
+    start = "product: got an unexpected keyword argument"
+    for name, end in {
+        "factor": "'factor'; 'factor' is called 'scale' here",
+        "impl": "'impl'; 'impl' is called 'backend' here",
+        "axis": "'axis'; the last axis is taken: move it there",
+        "bakend": "'bakend'; did you mean 'backend'?",
+        "unknown": "'unknown'",
+    }.items():
+        for entry in (registry.call, registry.plan, registry.explain):
+            with pytest.raises(TypeError) as error:
+                entry("product", X, **{name: 1})
+            assert str(error.value) == f"{start} {end}"
+
+
+def test_other_names_are_checked() -> None:
+    signature = lambda x, *, scale=1.0: None
+    with pytest.raises(ValueError, match="other_names of product: 'scale' is a parameter, and no other name"):
+        Operation(name="product", signature=signature, other_names={"scale": "x"})
+    with pytest.raises(ValueError, match="other_names of product: 'scael' is no parameter; did you mean 'scale'"):
+        Operation(name="product", signature=signature, other_names={"factor": "scael"})
+
+
 def test_unknown_and_unhashable_options_are_refused_by_name(registry: Registry) -> None:
     with pytest.raises(TypeError, match=r"scale: got an unexpected keyword argument 'lout'; did you mean 'loud'\?"):
         registry.call("scale", X, lout=True)

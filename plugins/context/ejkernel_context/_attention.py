@@ -11,6 +11,7 @@ import ejkernel_core
 from .arguments import NOT_HERE
 from .mesh import axis_names, is_manual
 from .on_mesh import call_on_mesh
+from .operation import forward
 
 #: Why an argument of attention is not one of this operation.
 REASONS = {
@@ -104,6 +105,7 @@ def _refuse(others: dict[str, Any]) -> None:
     """Raise for arguments that this operation does not have, with the reason."""
     for name, value in others.items():
         if name not in NOT_HERE:
-            raise TypeError(f"context_attention: got an unexpected keyword argument {name!r}")
+            # It raises for the name, with the most similar one.
+            forward.bind((None, None, None), {"axis": None, name: value})
         if value is not None and not (name == "dropout_prob" and value == 0.0):
             raise TypeError(f"{name}: flash_attention takes it, and context_attention does not: {REASONS[name]}")

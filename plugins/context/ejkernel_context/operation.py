@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ejkernel_core import Axes, Operation, Unsupported
+from ejkernel_ops.flash_attention.other_names import OTHER_NAMES
 
 from .arguments import prepare
 from .examples import examples
@@ -72,5 +73,6 @@ forward = Operation(
     backward="context_attention_bwd",
     samples=samples,
     examples=examples,
+    other_names={other: name for other, name in OTHER_NAMES.items() if name in SIGNATURE.parameters},
 )
 backward = forward.gradients(samples=samples)

@@ -70,7 +70,8 @@ ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "a mask": (TypeError, "attention_mask: flash_attention takes it", {"attention_mask": X}),
     "dropout": (TypeError, "dropout_prob: .*depends on places in the whole sequence", {"dropout_prob": 0.1}),
     "boundaries": (TypeError, "cum_seqlens_q: .*use segment ids", {"cum_seqlens_q": X}),
-    "a typo": (TypeError, "unexpected keyword argument 'causl'", {"causl": True}),
+    "a typo": (TypeError, "unexpected keyword argument 'causl'; did you mean 'causal'", {"causl": True}),
+    "another name": (TypeError, "'scale'; 'scale' is called 'softmax_scale' here", {"scale": 1.0}),
     "ids alone": (
         ValueError,
         "q_segment_ids and kv_segment_ids must be passed together",

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from ejkernel_core import Registry, hookimpl
-from ejkernel_ops import flash_attention
+from ejkernel_ops import flash_attention, layer_norm, rms_norm
+from ejkernel_ops.flash_attention import other_names
 from ejkernel_ops.flash_attention.arguments import prepare
 from ejkernel_ops.flash_attention.operation import backward, forward
 
@@ -366,3 +367,36 @@ def test_preparing_canonical_arguments_changes_nothing() -> None:
     assert {name: getattr(v, "shape", v) for name, v in once.items()} == {
         name: getattr(v, "shape", v) for name, v in twice.items()
     }
+
+
+OTHER_NAMES = {
+    "scale": "'softmax_scale'",
+    "is_causal": "'causal'",
+    "window_size": "'sliding_window'",
+    "mask": "'attention_mask'",
+    "implementation": "'backend'",
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_the_names_of_other_libraries_are_translated(call: Any, name: str) -> None:
+    for function in (call, flash_attention):
+        with pytest.raises(TypeError) as error:
+            function(Q, K, V, **{name: None})
+        ending = f"unexpected keyword argument {name!r}; {name!r} is called {OTHER_NAMES[name]} here"
+        assert str(error.value) == f"flash_attention: got an {ending}"
+
+
+def test_every_other_name_of_attention_has_one_meaning_here() -> None:
+    names = [other for others in other_names.BY_NAME.values() for other in others.split()]
+    assert sorted(set(names)) == sorted(names)
+    assert forward.other_names["sm_scale"] == backward.other_names["sm_scale"] == "softmax_scale"
+
+
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_the_names_of_other_libraries_for_norms_are_translated(norm: Any) -> None:
+    for kwargs in ({"eps": 1e-5}, {"eps": 1e-5, "quantize": "int8_row"}):
+        with pytest.raises(TypeError, match=f"^{norm.__name__}: got an .* 'eps'; 'eps' is called 'epsilon' here$"):
+            norm(np.ones((2, 8), np.float32), **kwargs)
+    with pytest.raises(TypeError, match="'axis'; the last axis is normalized: jnp.moveaxis"):
+        norm(np.ones((2, 8), np.float32), axis=0)

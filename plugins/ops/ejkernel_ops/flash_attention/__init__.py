@@ -8,16 +8,97 @@ weights are dropped, ``far`` the gradients of rows whose lse is too far from 0 t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
+import jax
 from jax.typing import ArrayLike
 
 import ejkernel_core
+from ejkernel_ops.front_door import front_door
 
 #: Arguments that may not be None: an explicit None is passed on, and refused.
 NEVER_NONE = ("causal", "dropout_prob", "return_lse", "validate")
 
 
+@overload
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    attention_mask: ArrayLike | None = None,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None,
+    softmax_aux: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    sliding_window: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+    cfg: Any = None,
+    validate: bool = False,
+) -> jax.Array: ...
+
+
+@overload
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    attention_mask: ArrayLike | None = None,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None,
+    softmax_aux: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    sliding_window: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: ArrayLike | None = None,
+    return_lse: Literal[True],
+    backend: str | None = None,
+    cfg: Any = None,
+    validate: bool = False,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    attention_mask: ArrayLike | None = None,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None,
+    softmax_aux: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    sliding_window: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: ArrayLike | None = None,
+    return_lse: bool,
+    backend: str | None = None,
+    cfg: Any = None,
+    validate: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+@front_door
 def flash_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -40,7 +121,7 @@ def flash_attention(
     backend: str | None = None,
     cfg: Any = None,
     validate: bool = False,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Softmax attention, by the best installed kernel for the device at hand.
 
     The logits of a head are ``softmax_scale * query @ key.T``; then, if given: capped, ``cap * tanh(logits / cap)``;
@@ -99,4 +180,5 @@ def flash_attention(
       (batch, length, heads, value's head_dim), in the inputs' dtype; with ``return_lse`` a pair.
     """
     arguments = {name: argument for name, argument in locals().items() if argument is not None or name in NEVER_NONE}
-    return ejkernel_core.call("flash_attention", **arguments)
+    results: jax.Array | tuple[jax.Array, jax.Array] = ejkernel_core.call("flash_attention", **arguments)
+    return results

@@ -14,6 +14,7 @@ from .arguments import prepare
 from .axes import AXES, BACKWARD, SIGNATURE
 from .cost import backward_cost, forward_cost
 from .fold import fold
+from .other_names import OTHER_NAMES
 from .samples import samples
 from .values import check_values
 
@@ -69,6 +70,7 @@ forward = Operation(
     samples=samples,
     cost=forward_cost,
     examples=_examples,
+    other_names=OTHER_NAMES,
 )
 
 

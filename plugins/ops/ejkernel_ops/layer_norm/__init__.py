@@ -2,13 +2,80 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
+import jax
 from jax.typing import ArrayLike
 
-from ejkernel_ops.rms_norm import call
+from ejkernel_ops.front_door import front_door
+from ejkernel_ops.rms_norm import Format, call
 
 
+@overload
+def layer_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    residual: None = None,
+    epsilon: float = 1e-6,
+    weight_offset: float = 0.0,
+    quantize: None = None,
+    backend: str | None = None,
+    cfg: Any = None,
+    validate: bool = False,
+) -> jax.Array: ...
+
+
+@overload
+def layer_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    residual: ArrayLike,
+    epsilon: float = 1e-6,
+    weight_offset: float = 0.0,
+    quantize: None = None,
+    backend: str | None = None,
+    cfg: Any = None,
+    validate: bool = False,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def layer_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    residual: None = None,
+    epsilon: float = 1e-6,
+    weight_offset: float = 0.0,
+    quantize: Format,
+    backend: str | None = None,
+    cfg: Any = None,
+    validate: bool = False,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def layer_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    residual: ArrayLike,
+    epsilon: float = 1e-6,
+    weight_offset: float = 0.0,
+    quantize: Format,
+    backend: str | None = None,
+    cfg: Any = None,
+    validate: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+
+
+@front_door
 def layer_norm(
     x: ArrayLike,
     weight: ArrayLike | None = None,
@@ -17,11 +84,11 @@ def layer_norm(
     residual: ArrayLike | None = None,
     epsilon: float = 1e-6,
     weight_offset: float = 0.0,
-    quantize: str | None = None,
+    quantize: Format | None = None,
     backend: str | None = None,
     cfg: Any = None,
     validate: bool = False,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Layer normalization of the last axis, by the best installed kernel for the device at hand.
 
     ``(x - mean(x)) / sqrt(var(x) + epsilon) * (weight + weight_offset) + bias``. All arithmetic
@@ -65,4 +132,5 @@ def layer_norm(
       ``quantize`` the values and the scales, (..., 1) or (..., dim / 128 rounded up) in float32, followed by the sum if
       there is one. The result, ``x`` and the arrays of the gradients are differentiable.
     """
-    return call("layer_norm", locals())
+    results: jax.Array | tuple[jax.Array, ...] = call("layer_norm", locals())
+    return results

@@ -6,16 +6,86 @@ and ``examples``. ``layer_norm`` subtracts the mean of each row first, and uses 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
+import jax
 from jax.typing import ArrayLike
 
 import ejkernel_core
+from ejkernel_ops.front_door import front_door
+
+#: What ``quantize`` takes.
+Format = Literal["fp8_row", "int8_row", "fp8_block128"]
 
 #: Arguments that may not be None: an explicit None is passed on, and refused.
 NEVER_NONE = ("epsilon", "weight_offset", "validate")
 
 
+@overload
+def rms_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    residual: None = None,
+    epsilon: float = 1e-6,
+    weight_offset: float = 0.0,
+    quantize: None = None,
+    backend: str | None = None,
+    cfg: Any = None,
+    validate: bool = False,
+) -> jax.Array: ...
+
+
+@overload
+def rms_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    residual: ArrayLike,
+    epsilon: float = 1e-6,
+    weight_offset: float = 0.0,
+    quantize: None = None,
+    backend: str | None = None,
+    cfg: Any = None,
+    validate: bool = False,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def rms_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    residual: None = None,
+    epsilon: float = 1e-6,
+    weight_offset: float = 0.0,
+    quantize: Format,
+    backend: str | None = None,
+    cfg: Any = None,
+    validate: bool = False,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def rms_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    residual: ArrayLike,
+    epsilon: float = 1e-6,
+    weight_offset: float = 0.0,
+    quantize: Format,
+    backend: str | None = None,
+    cfg: Any = None,
+    validate: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+
+
+@front_door
 def rms_norm(
     x: ArrayLike,
     weight: ArrayLike | None = None,
@@ -24,11 +94,11 @@ def rms_norm(
     residual: ArrayLike | None = None,
     epsilon: float = 1e-6,
     weight_offset: float = 0.0,
-    quantize: str | None = None,
+    quantize: Format | None = None,
     backend: str | None = None,
     cfg: Any = None,
     validate: bool = False,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Root mean square normalization of the last axis, by the best installed kernel for the device at hand.
 
     ``x / sqrt(mean(x ** 2) + epsilon) * (weight + weight_offset) + bias``. All arithmetic is float32,
@@ -72,7 +142,8 @@ def rms_norm(
       ``quantize`` the values and the scales, (..., 1) or (..., dim / 128 rounded up) in float32, followed by the sum if
       there is one. The result, ``x`` and the arrays of the gradients are differentiable.
     """
-    return call("rms_norm", locals())
+    results: jax.Array | tuple[jax.Array, ...] = call("rms_norm", locals())
+    return results
 
 
 def call(name: str, arguments: dict[str, Any]) -> Any:

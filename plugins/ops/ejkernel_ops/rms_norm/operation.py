@@ -21,6 +21,16 @@ Restore = Callable[[tuple[Any, ...]], Any]
 
 DIFFERENTIABLE = ("x", "weight", "bias", "residual")
 DTYPES = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64"))
+_LAST_AXIS = "the last axis is normalized: jnp.moveaxis moves another one there"
+#: What other libraries call the arguments, for the error of an unknown argument.
+OTHER_NAMES = {
+    **dict.fromkeys(("input", "inputs", "hidden_states"), "x"),
+    **dict.fromkeys(("scale", "gamma", "w"), "weight"),
+    **dict.fromkeys(("beta", "offset", "shift"), "bias"),
+    **dict.fromkeys(("eps", "variance_epsilon"), "epsilon"),
+    **dict.fromkeys(("axis", "reduction_axes", "normalized_shape"), _LAST_AXIS),
+    **dict.fromkeys(("implementation", "impl", "platform"), "backend"),
+}
 
 
 def operations(name: str, centered: bool) -> tuple[Operation, Operation, Operation]:
@@ -53,6 +63,7 @@ def operations(name: str, centered: bool) -> tuple[Operation, Operation, Operati
         tuning_key=partial(bucket, forward_axes),
         cost=forward_cost,
         examples=partial(examples, "examples"),
+        other_names=OTHER_NAMES,
     )
     backward = forward.gradients(tuning_key=partial(bucket, backward_axes), samples=samples, cost=backward_cost)
     quantized = Operation(
@@ -65,6 +76,7 @@ def operations(name: str, centered: bool) -> tuple[Operation, Operation, Operati
         tuning_key=partial(bucket, QUANTIZED),
         cost=quantized_cost,
         examples=partial(examples, "quantized_examples"),
+        other_names=OTHER_NAMES,
     )
     return forward, backward, quantized
 

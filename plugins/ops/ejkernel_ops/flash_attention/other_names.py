@@ -1,0 +1,33 @@
+"""What other libraries call the arguments of attention, for the error of an unknown argument."""
+
+from __future__ import annotations
+
+BY_NAME = {
+    "query": "q queries Q",
+    "key": "k keys K",
+    "value": "v values V",
+    "bias": "ab attn_bias alibi_bias logits_bias",
+    "attention_mask": "mask attn_mask",
+    "q_segment_ids": "segment_ids query_segment_ids q_segids",
+    "kv_segment_ids": "key_segment_ids k_segment_ids kv_segids",
+    "cum_seqlens_q": "cu_seqlens_q cu_seqlens q_seqlens",
+    "cum_seqlens_k": "cu_seqlens_k cu_seqlens_kv cum_seqlens_kv kv_seqlens",
+    "softmax_aux": "sinks s_aux attention_sinks sink_logits",
+    "softmax_scale": "scale sm_scale scaling attention_scale logits_scale qk_scale",
+    "causal": "is_causal",
+    "sliding_window": "window window_size local_window_size sliding_window_size local_window",
+    "logits_soft_cap": "softcap soft_cap logit_cap logits_cap logit_soft_cap logit_softcapping attn_logits_soft_cap",
+    "dropout_prob": "dropout dropout_p dropout_rate",
+    "dropout_seed": "dropout_rng dropout_key seed",
+    "return_lse": "return_residual return_residuals return_logsumexp return_softmax_lse",
+    "backend": "implementation impl platform",
+}
+
+OTHER_NAMES = {other: name for name, others in BY_NAME.items() for other in others.split()} | {
+    "enable_gqa": "it is not needed: heads of queries share heads of keys wherever there are fewer of these",
+    "precision": "it is not needed: logits and sums are float32, or float64 for float64",
+    "deterministic": "it is not needed: without dropout_prob nothing is dropped",
+    "alibi_slopes": "'bias' takes slopes times positions",
+    "query_seq_lengths": "'q_segment_ids' of 0 are padding, or call ejkernel_ops.jax_nn.dot_product_attention",
+    "key_value_seq_lengths": "'kv_segment_ids' of 0 are padding, or call ejkernel_ops.jax_nn.dot_product_attention",
+}

@@ -1,0 +1,35 @@
+"""The typed functions of the operations: an unknown argument raises the error of ``ejkernel_core.call``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import ejkernel_core
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def front_door(function: Function) -> Function:
+    """The function, with the error of the operation of its name for an argument that it does not have.
+
+    >>> def rms_norm(x, epsilon=1e-6): ...
+    >>> front_door(rms_norm)(1, eps=1e-5)
+    Traceback (most recent call last):
+    TypeError: rms_norm: got an unexpected keyword argument 'eps'; 'eps' is called 'epsilon' here
+    """
+    name, parameters = function.__name__, dict(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs.keys() <= parameters.keys():
+            operation = ejkernel_core.registry.operation(name)
+            known = operation.signature.parameters
+            # Without options of the function that are none of the operation: those are right.
+            raised = {key: value for key, value in kwargs.items() if key in known or key not in parameters}
+            operation.bind(args, raised)
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
