@@ -11,9 +11,9 @@ import math
 import numbers
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal, Protocol, overload
 
 import attrs
 import jax
@@ -23,7 +23,8 @@ from ._kernel import Candidate, Invocation, find_record
 from ._keys import Key, short_hash, stable_json
 from ._records import Record, as_record
 
-MODES = ("off", "on_miss", "error_on_miss")
+Mode = Literal["off", "on_miss", "error_on_miss"]
+MODES: tuple[Mode, ...] = ("off", "on_miss", "error_on_miss")
 
 
 def _is_mode(policy: Any, field: Any, value: Any) -> None:
@@ -56,7 +57,7 @@ class AutotunePolicy:
     "off" takes the heuristic, "on_miss" measures, "error_on_miss" raises ``NoConfig``.
     """
 
-    mode: str = attrs.field(default="off", validator=_is_mode)
+    mode: Mode = attrs.field(default="off", validator=_is_mode)
     #: The longest time for one measurement, including compilation.
     budget_s: float = attrs.field(default=60.0, validator=_is_seconds)
     #: Whether a thread waits for another one that measures the same call. If not, it takes the heuristic.
@@ -66,11 +67,12 @@ class AutotunePolicy:
 
 
 def _default_policy() -> AutotunePolicy:
-    mode = os.environ.get("EJKERNEL_AUTOTUNE") or "off"
-    if mode not in MODES:
-        warnings.warn(f"EJKERNEL_AUTOTUNE takes {', '.join(MODES)}; got {mode!r}, taken for off", stacklevel=2)
-        mode = "off"
-    return AutotunePolicy(mode)
+    value = os.environ.get("EJKERNEL_AUTOTUNE") or "off"
+    for mode in MODES:
+        if mode == value:
+            return AutotunePolicy(mode)
+    warnings.warn(f"EJKERNEL_AUTOTUNE takes {', '.join(MODES)}; got {value!r}, taken for off", stacklevel=2)
+    return AutotunePolicy()
 
 
 #: The policy outside of any scope: EJKERNEL_AUTOTUNE has its mode, which is read when the core is imported.
@@ -130,7 +132,15 @@ jit_key = jax.make_user_context("")
 current = _current.get
 
 
-def overlay_cache(cache: Any) -> contextlib.AbstractContextManager[None]:
+class HasItems(Protocol):
+    """A ``ConfigCache``, a store, or a mapping from keys to configurations."""
+
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        """The keys, each with its record, records or configuration."""
+        ...
+
+
+def overlay_cache(cache: HasItems) -> contextlib.AbstractContextManager[None]:
     """Prefer these configurations to all others: a ``ConfigCache``, any store, or a mapping from keys.
 
     The overlay is a snapshot: later changes of the cache count when it is entered again. A record without a provenance
@@ -143,6 +153,18 @@ def overlay_cache(cache: Any) -> contextlib.AbstractContextManager[None]:
     """
     overlay = _overlay(cache)
     return ScopeChange(lambda scope: attrs.evolve(scope, overlays=(overlay, *scope.overlays)))
+
+
+@overload
+def policy_override(
+    *, autotune: bool = ..., budget_s: float = ..., wait: bool = ..., other_versions: bool = ...
+) -> contextlib.AbstractContextManager[None]: ...
+
+
+@overload
+def policy_override(
+    *, mode: Mode, budget_s: float = ..., wait: bool = ..., other_versions: bool = ...
+) -> contextlib.AbstractContextManager[None]: ...
 
 
 def policy_override(*positional: Any, **fields: Any) -> contextlib.AbstractContextManager[None]:
