@@ -48,3 +48,10 @@ def test_explanations_tell_of_a_typo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explanation.backward is not None
     assert explanation.backward.remarks == ()
     assert remark in explanation._repr_html_()
+
+
+def test_the_page_has_all_variables() -> None:
+    rows = [line for line in (ROOT / "docs/environment.md").read_text().splitlines() if line.startswith("| `")]
+    assert rows == [
+        f"| `{v.name}` | {v.distribution} | {v.values} | {v.default} | {v.meaning} |" for v in _environment.VARIABLES
+    ]

@@ -5,6 +5,7 @@ The first ones need neither JAX nor the core. Where these cannot be imported, on
 
 from __future__ import annotations
 
+import importlib
 import importlib.resources
 import os
 import platform
@@ -314,10 +315,9 @@ def _records(machine: Machine) -> Findings:
 def _record_counts(device: str) -> dict[str, int]:
     if version("ejkernel-cache") is None:
         return {}
-    from ejkernel_cache import PackagedRecords
-    from ejkernel_cache._names import component
-
-    folder = component(device)
+    # By name, because it is examined where it is installed, and not required.
+    records_type = importlib.import_module("ejkernel_cache").PackagedRecords
+    folder = importlib.import_module("ejkernel_cache._names").component(device)
     counts = {"the cache": _count(cache_folder() / folder)} if is_selected("ejkernel-cache", selection()) else {}
     for point in entry_points(POLICIES):
         if not is_selected(distribution(point), selection()):
@@ -326,7 +326,7 @@ def _record_counts(device: str) -> dict[str, int]:
             policy = point.load()
         except Exception:  # it has a finding as a plugin
             continue
-        if isinstance(policy, PackagedRecords):
+        if isinstance(policy, records_type):
             root = importlib.resources.files(policy.where) if isinstance(policy.where, str) else Path(policy.where)
             counts[distribution(point)] = _count(root.joinpath(folder))
     return counts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-#: The width of tables in a pipe, where there is no terminal to ask.
+#: The width of tables in a pipe, where there is no terminal to ask, unless COLUMNS has one.
 PIPE_WIDTH = 80
 #: The longest word that no column breaks where there is space.
 MAX_WORD = 26
@@ -49,7 +50,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: st
     cells = [[str(cell) for cell in row] for row in rows]
     text = io.StringIO()
     is_terminal = sys.stdout.isatty()
-    console = Console(highlight=False) if is_terminal else Console(file=text, width=PIPE_WIDTH, color_system=None)
+    console = Console(highlight=False) if is_terminal else Console(file=text, width=_pipe_width(), color_system=None)
     widths = [_longest_word(column, *(row[place] for row in cells)) for place, column in enumerate(columns)]
     is_wide = sum(widths) + GAP * (len(widths) - 1) <= console.width
     for column, width in zip(columns, widths, strict=True):
@@ -59,6 +60,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: st
     console.print(table)
     if not is_terminal:
         click.echo("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
+
+
+def _pipe_width() -> int:
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) else PIPE_WIDTH
 
 
 def _longest_word(*texts: str) -> int:

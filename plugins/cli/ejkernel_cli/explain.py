@@ -104,25 +104,29 @@ def _configuration(verdict: Verdict, plan: Plan | None) -> str:
     else:
         operation, _, backend = verdict.name.rpartition(".")
         cfg = ejkernel_core.registry.kernel(operation, backend).heuristic_cfg(plan.invocation)
-    return "" if cfg is None else _without_type(str(cfg))
+    return _without_type(str(cfg))
 
 
 def _without_type(cfg: str) -> str:
-    """A configuration without the name of its type, which is Config for almost every kernel."""
+    """A configuration without the name of its type, which is Config for almost every kernel; "" for none."""
+    if cfg == "None":
+        return ""
     return cfg.removeprefix("Config(").removesuffix(")") if cfg.startswith("Config(") else cfg
 
 
 def _print_times(provenance: Provenance) -> None:
     times = measured_times(provenance)
     print_line()
-    print_line(f"{provenance}{_lead(times)}")
+    print_line(str(provenance))
     if times:
         fastest = times[0][1]
-        rows = [(text, f"{ms:.4g}", f"{ms / fastest:.2f}x") for text, ms in times[:MOST_TIMES]]
-        print_table(("measured", "ms", "of the fastest"), rows)
+        shown = [(*text.partition(" ")[::2], ms) for text, ms in times[:MOST_TIMES]]
+        rows = [(name, _without_type(cfg), f"{ms:.4g}", f"{ms / fastest:.2f}x") for name, cfg, ms in shown]
+        print_table(("measured", "configuration", "ms", "of the fastest"), rows)
+        print_line(_lead(times))
     failures = len(provenance.tried) - len(times)
     rest = [f"{len(times) - MOST_TIMES} more were slower"] if len(times) > MOST_TIMES else []
-    rest += [f"{failures} were left out or failed"] if failures else []
+    rest += [f"{failures} {'was' if failures == 1 else 'were'} left out or failed"] if failures else []
     if rest:
         print_line(f"{' and '.join(rest)}; --json has all")
 
@@ -135,13 +139,13 @@ def measured_times(provenance: Provenance) -> list[tuple[str, float]]:
 def _lead(times: list[tuple[str, float]]) -> str:
     """By how much the winner won: against the next configuration, and against the next kernel."""
     if len(times) < 2:
-        return ""
+        return "nothing else was measured"
     fastest = max(times[0][1], 1e-9)
-    text = f"; {times[1][1] / fastest:.2f}x as fast as the next configuration"
+    text = f"the fastest is {times[1][1] / fastest:.2f}x as fast as the next configuration"
     winner = times[0][0].partition(" ")[0]
     other = next(((name, ms) for name, ms in times if name.partition(" ")[0] != winner), None)
     if other is not None:
-        text += f", {other[1] / fastest:.2f}x as fast as {other[0].partition(' ')[0]}"
+        text += f", and {other[1] / fastest:.2f}x as fast as {other[0].partition(' ')[0]}"
     return text
 
 

@@ -111,6 +111,14 @@ def test_a_folder_that_cannot_be_used_is_broken(folder, monkeypatch):
     assert finding.status == BROKEN
 
 
+def test_the_folder_is_that_of_the_cache(folder, monkeypatch):
+    from ejkernel_cache import PersistentCache
+
+    assert _findings.cache_folder() == PersistentCache().path == folder
+    monkeypatch.delenv("EJKERNEL_CACHE_DIR")
+    assert _findings.cache_folder() == PersistentCache().path != folder
+
+
 def test_damaged_files_are_counted(folder):
     (folder / ".damaged").mkdir(parents=True)
     assert [f.status for f in _findings.cache()] == [OK]

@@ -31,6 +31,12 @@ def test_the_table_has_the_same_within_80_columns(run):
     assert lines[-1] == "'ejkernel list --here' shows what runs on this machine"
 
 
+def test_a_pipe_has_the_columns_that_it_is_given(run):
+    wide = run("list", COLUMNS="200").stdout.splitlines()
+    assert any(line.endswith("cudnn, gluon_sm90, pallas_tpu, reference, triton, xla") for line in wide)
+    assert max(map(len, run("list", COLUMNS="60").stdout.splitlines())) <= 60
+
+
 def test_a_selection_is_obeyed_and_named(run):
     process = run("list", EJKERNEL_PLUGINS="-ejkernel-triton,-ejkernel-cudnn")
     assert process.stdout.startswith("EJKERNEL_PLUGINS='-ejkernel-triton,-ejkernel-cudnn' selects these plugins:\n")

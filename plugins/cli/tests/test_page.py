@@ -1,0 +1,53 @@
+"""The page of the command shows what the command prints, and its subcommand works."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[3] / "docs/command.md"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def blocks() -> list[tuple[str, str]]:
+    return FENCE.findall(PAGE.read_text())
+
+
+def commands() -> list[tuple[list[str], str]]:
+    """The words of each command on the page, with the output that is shown after it."""
+    pairs = zip(blocks(), blocks()[1:], strict=False)
+    return [(a.split()[1:], b) for (x, a), (y, b) in pairs if (x, y) == ("shell", "text")]
+
+
+def test_the_page_has_every_command_of_this_package():
+    assert [words[0] for words, _ in commands()] == ["list", "list", "doctor", "explain", "explain", "new"]
+
+
+@pytest.mark.parametrize("words", [words for words, _ in commands() if words[0] == "new" or "6x64" in " ".join(words)])
+def test_a_command_prints_what_the_page_shows(run, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    process = run(*words)
+    (expected,) = [output for other, output in commands() if other == words]
+    assert doctest.OutputChecker().check_output(expected, process.stdout or process.stderr, OPTIONS)
+
+
+@pytest.mark.parametrize("words", [["list"], ["list", "--here"]])
+def test_the_tables_of_the_page_are_those_of_the_command(run, words):
+    """The rows that the page has, but for those of the device and of the page's own machine."""
+    (expected,) = [output for other, output in commands() if other == words]
+    rows = {" ".join(line.split()) for line in run(*words).stdout.splitlines()}
+    shown = [" ".join(line.split()) for line in expected.splitlines() if line.strip(" ─.") and "cores" not in line]
+    assert [row for row in shown if row not in rows] == []
+
+
+def test_the_subcommand_of_the_page_runs(run, install):
+    (source,) = [content for language, content in blocks() if language == "python"]
+    path = install("my-package", {"my_command": source}, commands={"hello": "my_command:command"})
+    process = run("hello", "rms_norm", "--shape", "3x8", path=path)
+    assert process.stdout.splitlines()[-2:] == ["x       (3, 8)", "hello"]
+    assert "Say hello" in run("--help", path=path).stdout
+    assert '"x"' in run("hello", "rms_norm", "--shape", "3x8", "--json", path=path).stdout
