@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")])
 PAGES_WITH_EXAMPLES = [
     "README.md",
+    "docs/coming-from-elsewhere.md",
     "docs/design.md",
     "docs/index.md",
     "docs/hooks.md",
