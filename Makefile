@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PROJECTS := pyproject.toml $(PLUGINS:%=plugins/%/pyproject.toml)
 EDITABLE := -e '.[dev]' $(PLUGINS:%=-e plugins/%)
 
-.PHONY: run test test-long test-all tpu-check tpu-estimates lint types wheels clean
+.PHONY: run test test-long test-all tpu-check tpu-estimates lint types docs doc-tables changes wheels clean
 
 run: $(STAMP)
 	$(BIN)/python -m ejkernel_bench run
@@ -51,6 +51,24 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+# The site, in build/docs. Sphinx is installed when it is first needed, so that `make run` does not wait for it.
+docs: $(VENV)/.installed-docs
+	rm -rf build/docs
+	$(BIN)/sphinx-build -q -W --keep-going -E -c docs -d build/doctrees . build/docs
+	$(BIN)/python .ci/check_site.py build/docs
+
+# The tables of docs/ that are made from the code.
+doc-tables: $(STAMP)
+	JAX_PLATFORMS=cpu $(BIN)/python .ci/doc_tables.py
+
+# The changelog of the next version, as it would be.
+changes: $(VENV)/.installed-docs
+	$(BIN)/towncrier build --draft --version next
+
+$(VENV)/.installed-docs: $(STAMP)
+	$(BIN)/python -m pip install -qq -e '.[docs]'
+	touch $@
 
 # setuptools packs what it finds in these from the last time, too: a module that is gone would be shipped on.
 LEFTOVERS := build/lib build/bdist.* *.egg-info $(PLUGINS:%=plugins/%/build) $(PLUGINS:%=plugins/%/*.egg-info)

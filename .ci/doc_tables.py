@@ -1,0 +1,428 @@
+"""Writes the tables of docs/ that are made from the code.
+
+    doc_tables.py            writes them anew, between the comments that mark them
+    doc_tables.py --check    says which are not what the code says, and writes nothing
+
+The tables are in the pages and not made by Sphinx, so that docs/ can be read without the site.
+
+What a backend takes is what its kernels say: each is asked by ``heuristic_cfg`` for every example of the operation, in
+every dtype, on the device that it is for. No kernel runs, and no such device is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import attrs
+import jax
+import numpy as np
+
+from ejkernel_core import Example, Invocation, Unsupported, registry
+
+ROOT = Path(__file__).resolve().parents[1]
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+#: For each platform, the device whose kernels are asked.
+DEVICES: Mapping[str, dict[str, Any]] = {
+    "cpu": {"device_kind": "AMD EPYC 9654", "compute_capability": None},
+    "gpu": {"device_kind": "NVIDIA H200", "compute_capability": (9, 0)},
+    "tpu": {"device_kind": "TPU v5p", "compute_capability": None},
+}
+#: The operations on each page that has a table.
+PAGES = {
+    "flash_attention": ("flash_attention",),
+    "rms_norm": ("rms_norm", "rms_norm_quantized"),
+    "layer_norm": ("layer_norm", "layer_norm_quantized"),
+}
+#: The words of examples that are no argument of the operation, as a row shows them.
+MEANINGS = {
+    "packed": "packed sequences",
+    "dropout": "dropout",
+    "grouped": "fewer heads of keys than of queries",
+    "cross": "different numbers of queries and keys",
+    "empty": "arrays without elements",
+    "other value_dim": "values of another head dim",
+    "bidirectional window": "a window without `causal`",
+    "head_dim": "head dims, of those in the examples",
+}
+#: Words that are there together: one row.
+GROUPS = (
+    {"q_segment_ids", "kv_segment_ids"},
+    {"cum_seqlens_q", "cum_seqlens_k", "packed"},
+    {"dropout_prob", "dropout_seed", "dropout"},
+)
+#: The argument that a word is about.
+ABOUT = {"bidirectional window": "sliding_window"}
+#: The sizes of this word have no row: "other value_dim" has one.
+LEFT_OUT = "value_dim"
+#: The reason of a backend without a kernel for the gradients.
+NO_KERNEL = "it has no kernel for them"
+#: How many calls are made for each word in each dtype.
+SEVERAL = 4
+
+
+# -- what each backend takes -------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Answer:
+    """What one backend says to one call: why it refuses the forward and the gradients, or None."""
+
+    words: frozenset[str]
+    forward: str | None
+    backward: str | None
+
+
+@contextlib.contextmanager
+def devices_at_hand() -> Iterator[None]:
+    """Inside, kernels do not refuse a call because of what this machine lacks.
+
+    That is a GPU for cuDNN, and versions of jax-triton for Gluon: the names are private to these plugins.
+    """
+    from ejkernel_cudnn.flash_attention import library
+    from ejkernel_triton.launch import _jax_triton
+
+    card = SimpleNamespace(compute_capability="9.0")
+    with (
+        mock.patch.object(library, "_library", lambda: (None, None)),
+        mock.patch.object(jax, "local_devices", lambda **_: [card]),
+        mock.patch.object(_jax_triton, "unavailable_reason", lambda: None),
+        mock.patch.object(_jax_triton, "version", lambda: (0, 4, 1)),
+        mock.patch.object(_jax_triton, "no_descriptors_reason", lambda: None),
+    ):
+        yield
+
+
+@attrs.frozen
+class Call:
+    """A call as kernels see it, and that of its gradients."""
+
+    words: frozenset[str]
+    forward: Invocation
+    backward: Invocation | None
+
+
+@cache
+def examples(op: str) -> tuple[Example, ...]:
+    """The examples on which kernels are proved, each in its own dtype and in bfloat16."""
+    every = registry.operation(op).examples
+    assert every is not None
+    return tuple(
+        attrs.evolve(example, dtype=dtype, features=frozenset({*with_row(example.features)} - {*DTYPES} | {dtype}))
+        for example in every()
+        if example.op == op and "values" in example.checks
+        for dtype in dict.fromkeys((example.dtype, "bfloat16"))
+    )
+
+
+def with_row(words: Iterable[str]) -> Iterator[str]:
+    return (word for word in words if not word.startswith(f"{LEFT_OUT}="))
+
+
+@cache
+def calls(op: str) -> tuple[Call, ...]:
+    """The examples; and for each of their words, in every dtype, calls in which there is little else."""
+    found = {str(example.abstract()): (example.features, example.abstract()) for example in examples(op)}
+    for word in sorted({word for example in examples(op) for word in example.features - {*DTYPES}}):
+        reduced = {e.name: reduced_words(op, word, e) for e in examples(op) if word in e.features}
+        with_word = sorted((e for e in examples(op) if e.name in reduced), key=lambda e: (len(reduced[e.name]), e.name))
+        for dtype in DTYPES:
+            alone: dict[str, tuple[frozenset[str], dict[str, Any]]] = {}
+            for example in with_word:
+                arguments = only(op, word, attrs.evolve(example, dtype=dtype))
+                if arguments is not None:
+                    alone[f"{word} {arguments}"] = (reduced[example.name] | {dtype}, arguments)
+                if len(alone) == SEVERAL:
+                    break
+            found |= alone
+    return tuple(Call(words, *invocations(op, arguments)) for words, arguments in found.values())
+
+
+def group_of(word: str) -> set[str]:
+    """The words of the same row."""
+    name = word.partition("=")[0]
+    return next((group for group in GROUPS if name in group), {name})
+
+
+def reduced_words(op: str, word: str, example: Example) -> frozenset[str]:
+    """The words of what ``only`` leaves of an example, without the dtype: the word and those of shapes."""
+    of_shapes = example.features - {*registry.operation(op).signature.parameters, *DTYPES, *ABOUT, *set().union(*GROUPS)}
+    return frozenset(of_shapes | {word} | (group_of(word) & example.features))
+
+
+def only(op: str, word: str, example: Example) -> dict[str, Any] | None:
+    """An example without the options and optional arrays that have nothing to do with a word; None if that is no call.
+
+    A call without a batch axis, for example, needs its boundaries, whatever the word is.
+    """
+    parameters = registry.operation(op).signature.parameters
+    kept = group_of(word) | {ABOUT.get(word)}
+    arguments = {
+        name: value
+        for name, value in example.abstract().items()
+        if parameters[name].default is inspect.Parameter.empty or name in kept
+    }
+    try:
+        registry.invocation(op, **arguments)
+    except (TypeError, ValueError):
+        return None
+    return arguments
+
+
+def invocations(op: str, arguments: Mapping[str, Any]) -> tuple[Invocation, Invocation | None]:
+    """The call and that of its gradients, as kernels see them."""
+    explanation = registry.explain(op, **arguments)
+    assert explanation.plan is not None, explanation.error
+    backward = explanation.backward
+    has_gradients = backward is not None and backward.plan is not None
+    return explanation.plan.invocation, backward.plan.invocation if has_gradients else None
+
+
+def refusal(op: str, backend: str, inv: Invocation) -> str | None:
+    """Why a kernel refuses a call on the devices that it is for, or None. The platforms have to agree."""
+    if backend not in registry.backends(op):
+        return NO_KERNEL
+    kernel = registry.kernel(op, backend)
+    reasons = set()
+    for platform, device in DEVICES.items():
+        if kernel.rank_on(platform) is not None:
+            try:
+                kernel.heuristic_cfg(attrs.evolve(inv, platform=platform, **device))
+            except Unsupported as error:
+                reasons.add(str(error))
+            else:
+                reasons.add("")
+    if len(reasons) != 1:
+        raise SystemExit(f"{kernel.name} says different things on its platforms, which no table shows: {reasons}")
+    return reasons.pop() or None
+
+
+def answers(op: str, backend: str) -> list[Answer]:
+    """What a backend says to all calls of an operation."""
+    with all_dtypes():
+        asked = calls(op)
+    with devices_at_hand():
+        return [
+            Answer(
+                call.words,
+                refusal(op, backend, call.forward),
+                call.backward and refusal(str(registry.operation(op).backward), backend, call.backward),
+            )
+            for call in asked
+        ]
+
+
+def words(op: str) -> list[str]:
+    """The words of an operation's examples: dtypes, its arguments in their order, then the others."""
+    order = [*DTYPES, *registry.operation(op).signature.parameters, *MEANINGS]
+    found = {word for call in calls(op) for word in call.words}
+
+    def place(word: str) -> tuple[int, int, str]:
+        name = word.partition("=")[0]
+        return order.index(name) if name in order else len(order), len(word), word
+
+    return sorted(found, key=place)
+
+
+def rows_of_words(op: str) -> dict[str, list[str]]:
+    """The words of each row, by the row's title: those of one group, or the sizes of one axis."""
+    rows: dict[frozenset[str], list[str]] = {}
+    for word in words(op):
+        rows.setdefault(frozenset(group_of(word)), []).append(word)
+    return {", ".join(dict.fromkeys(map(title, group))): group for group in rows.values()}
+
+
+def title(word: str) -> str:
+    name = word.partition("=")[0]
+    return MEANINGS.get(name, f"`{name}`")
+
+
+@attrs.frozen(eq=False)
+class Column:
+    """What one backend says to all calls."""
+
+    answers: list[Answer]
+
+    def is_accepted(self, word: str) -> bool:
+        return any(word in answer.words and answer.forward is None for answer in self.answers)
+
+    def deciding(self, word: str) -> Iterator[Answer]:
+        """The calls in which all other words are taken, so that a refusal is about this one."""
+        return (a for a in self.answers if word in a.words and all(map(self.is_accepted, a.words - group_of(word) - {word})))
+
+    @cache  # noqa: B019, a column lives as long as the program
+    def verdict(self, word: str) -> str:
+        """"yes", "forward only" or "no"; "" where no example says."""
+        answers = [answer for answer in self.answers if word in answer.words]
+        if any(answer.forward is None and answer.backward is None for answer in answers):
+            return "yes"
+        if any(answer.forward is None for answer in answers):
+            return "forward only"
+        return "no" if any(self.deciding(word)) else ""
+
+    def is_of_its_own(self, answer: Answer) -> bool:
+        """Whether every word of a call is taken in other calls, forward or with gradients, where this one is refused."""
+        accepted = {"yes", "forward only"} if answer.forward else {"yes"}
+        return all(self.verdict(word) in accepted for word in answer.words)
+
+    def cell(self, group: Sequence[str]) -> str:
+        """What a row shows: a verdict, or the sizes that are taken."""
+        verdicts = {word: self.verdict(word) for word in group}
+        if "=" in group[0]:
+            sizes = [word.partition("=")[2] for word, verdict in verdicts.items() if verdict == "yes"]
+            return "all" if {*verdicts.values()} == {"yes"} else ", ".join(sizes)
+        (verdict,) = {*verdicts.values()}
+        if not verdict:
+            raise SystemExit(f"no example shows whether {group} is taken: add one with nothing else in it")
+        return verdict
+
+    def reasons(self, rows: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
+        """Pairs of what is refused and why: rows first, then calls of which every word is taken alone."""
+        refused = {word: name for name, group in rows.items() for word in group if self.verdict(word) != "yes"}
+        said = [(name, answer) for word, name in refused.items() for answer in [*self.deciding(word)][:1]]
+        said += [("some calls", answer) for answer in self.answers if self.is_of_its_own(answer)]
+        names: dict[str, dict[str, None]] = {}
+        first: dict[str, str] = {}
+        for name, answer in said:
+            reason = answer.forward or answer.backward
+            if reason is not None:
+                key = re.sub(r"\d+", "", reason)
+                first.setdefault(key, reason)
+                names.setdefault(key, {})[name if answer.forward else f"{name}, gradients"] = None
+        return ((", ".join(names[key]), reason) for key, reason in first.items())
+
+
+def features(op: str) -> str:
+    """The table of an operation, and the kernels' reasons."""
+    backends = sorted(registry.backends(op), key=lambda name: (name == "reference", name))
+    columns = {backend: Column(answers(op, backend)) for backend in backends}
+    rows = rows_of_words(op)
+    table = [("", *(f"`{backend}`" for backend in backends)), ("platform", *(platforms(op, b) for b in backends))]
+    table += [(name, *(columns[backend].cell(group) for backend in backends)) for name, group in rows.items()]
+    why = [(f"`{b}`", what, reason) for b in backends for what, reason in columns[b].reasons(rows)]
+    text = f"`{op}`:\n\n{markdown(table)}\n"
+    if why:
+        text += f"\nThe reasons, in the kernels' own words:\n\n{markdown([('backend', 'refuses', 'because'), *why])}\n"
+    return text
+
+
+def platforms(op: str, backend: str) -> str:
+    ranks = {platform: registry.kernel(op, backend).rank_on(platform) for platform in DEVICES}
+    own = [platform for platform, rank in ranks.items() if rank is not None]
+    return "any" if len(own) == len(ranks) else ", ".join(own)
+
+
+# -- the configurations ------------------------------------------------------------------------------------------------
+
+
+def configurations() -> str:
+    """Every kernel's ``Config``: its fields with types, defaults and comments."""
+    sections = []
+    for op in sorted(point.name for point in entry_points(group="ejkernel.operations")):
+        for backend in registry.backends(op):
+            kernel = registry.kernel(op, backend)
+            kind = kernel.config_type
+            if kind is not None and attrs.has(kind) and attrs.fields(kind):
+                sections.append((kernel.name, str(kernel.config_name), kind))
+    return "\n".join(section(*parts) for parts in sections)
+
+
+def section(kernel: str, name: str, kind: type) -> str:
+    summary = " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
+    comments = comments_of(kind)
+    rows = [
+        (f"`{field.name}`", f"`{type_name(field.type)}`", default(field), comments.get(field.name, ""))
+        for field in attrs.fields(kind)
+    ]
+    prose = textwrap.fill(f"`{name}`. {summary.replace('``', '`')}", 120)
+    return f"## {kernel}\n\n{prose}\n\n{markdown([('field', 'type', 'default', 'is'), *rows])}\n"
+
+
+def type_name(kind: Any) -> str:
+    return kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+
+
+def default(field: Any) -> str:
+    if field.default is attrs.NOTHING:
+        return "required"
+    return "computed" if isinstance(field.default, attrs.Factory) else f"`{field.default!r}`"  # type: ignore[arg-type]
+
+
+def comments_of(kind: type) -> dict[str, str]:
+    """The comments ``#:`` above the fields of a class and of its bases, by field."""
+    comments: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        lines: list[str] = []
+        for line in inspect.getsource(base).splitlines():
+            if match := re.match(r"\s*#: ?(.*)", line):
+                lines.append(match[1])
+            else:
+                if match := re.match(r"\s+(\w+): ", line):
+                    comments[match[1]] = " ".join(lines).replace("``", "`")
+                lines = []
+    return comments
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = ([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in (head, ["---"] * len(head), *body))
+
+
+def regions() -> dict[tuple[str, str], Any]:
+    """By page and name of a region: the function that makes it."""
+    pages = {
+        (f"docs/operations/{page}.md", "features"): (lambda operations=operations: "\n".join(map(features, operations)))
+        for page, operations in PAGES.items()
+    }
+    return {**pages, ("docs/reference/configurations.md", "configurations"): configurations}
+
+
+def with_region(text: str, name: str, content: str) -> str:
+    """The text of a page with the content between the comments of a region."""
+    start, end = f"<!-- {name}: made by .ci/doc_tables.py -->\n", f"<!-- end of {name} -->"
+    before, has_start, rest = text.partition(start)
+    _, has_end, after = rest.partition(end)
+    if not (has_start and has_end):
+        raise SystemExit(f"the page has no comments {start.strip()} and {end}")
+    return f"{before}{start}\n{content}\n{end}{after}"
+
+
+def is_written(page: str, name: str) -> bool:
+    text = (ROOT / page).read_text()
+    return with_region(text, name, regions()[page, name]()) == text
+
+
+@contextlib.contextmanager
+def all_dtypes() -> Iterator[None]:
+    """Inside, arrays may be float64, and numbers that are too large for a dtype are infinite without a warning."""
+    with jax.enable_x64(True), np.errstate(over="ignore"):
+        yield
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a table is not up to date")
+    is_check = parser.parse_args(arguments if arguments is None else list(arguments)).check
+    for page, name in regions():
+        if is_check and not is_written(page, name):
+            raise SystemExit(f"{page}: {name} are not what the code says: run `make doc-tables`")
+        if not is_check:
+            text = (ROOT / page).read_text()
+            (ROOT / page).write_text(with_region(text, name, regions()[page, name]()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""How Sphinx makes the site of the pages in this folder.
+
+``make docs`` builds it into build/docs. The source folder is the repository, because pages link to CONTRIBUTING.md and
+to the plugins' own pages: so each link is right here, in a browser of the repository and on the site.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+#: The sections of the site, with their pages in order. Each page is a file of this folder, or of the repository if the
+#: name begins with "/". The list is here and not in index.md, which has to be readable in a browser of the repository.
+SECTIONS = {
+    "Start": ("index", "first-hour", "command", "coming-from-elsewhere", "errors", "environment-variables"),
+    "Tutorials": (
+        "tutorials/training-loop",
+        "tutorials/tuning-a-model",
+        "writing-a-plugin",
+        "writing-an-operation",
+        "tutorials/publishing-records",
+        "tutorials/several-devices",
+    ),
+    "Guides": (
+        "tuning",
+        "stores",
+        "several-devices",
+        "several-processes",
+        "triton",
+        "pallas-tpu",
+        "kernel-classes",
+        "moving-from-ejkernel",
+        "from-ejkernel",
+    ),
+    "Operations": (
+        "operations/flash_attention",
+        "operations/context_attention",
+        "operations/rms_norm",
+        "operations/layer_norm",
+    ),
+    "Reference": (
+        "hooks",
+        "reference/ejkernel_core",
+        "reference/ejkernel_ops",
+        "reference/ejkernel_tuning",
+        "reference/ejkernel_cache",
+        "reference/ejkernel_packed",
+        "reference/ejkernel_context",
+        "reference/ejkernel_agree",
+        "reference/ejkernel_testing",
+        "reference/ejkernel_classes",
+        "reference/configurations",
+        "glossary",
+    ),
+    "Performance and design": ("performance", "design", "names"),
+    "The project": ("/README", "/CONTRIBUTING", "releasing", "/CHANGELOG", "distributions"),
+}
+#: Each plugin's own page.
+DISTRIBUTIONS = tuple(f"/{page.relative_to(ROOT).with_suffix('')}" for page in sorted(ROOT.glob("plugins/*/README.md")))
+
+project = "ejkernel-core"
+author = "the authors of ejkernel-core"
+copyright = "the authors of ejkernel-core, Apache License 2.0"  # noqa: A001, Sphinx reads this name
+release = version = PROJECT["version"]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+napoleon_numpy_docstring = False
+root_doc = "docs/index"
+include_patterns = ["docs/**", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "plugins/*/README.md"]
+exclude_patterns = [".*", "build", "**/tests", "**/__pycache__", "ejkernel_core", "plugins/*/ejkernel_*"]
+
+myst_heading_anchors = 4
+myst_enable_extensions = ["attrs_inline"]
+suppress_warnings = ["myst.header"]  # a page about one thing may begin its sections at any level
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_default_options = {"members": True, "undoc-members": True}
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+add_module_names = False
+toc_object_entries = False
+copybutton_exclude = ".linenos, .gp, .go"
+
+html_theme = "furo"
+html_title = f"{project} {version}"
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True}
+html_extra_path = ["site"]  # the first page of the folder, which leads to docs/index.html
+
+
+def is_page(name: str) -> bool:
+    page = name[1:] if name.startswith("/") else f"docs/{name}"
+    return any((ROOT / f"{page}{suffix}").exists() for suffix in (".md", ".rst"))
+
+
+def toctree(caption: str, pages: tuple[str, ...]) -> str:
+    entries = "\n".join(page for page in pages if is_page(page) and page != "index")
+    return f"```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
+
+
+def add_sections(app: Sphinx, page: str, source: list[str]) -> None:
+    """Add the sections to the first page, and the plugins' own pages to that of the distributions."""
+    if page == root_doc:
+        source[0] += "\n" + "\n".join(toctree(caption, pages) for caption, pages in SECTIONS.items())
+    if page == "docs/distributions":
+        source[0] += "\n" + toctree("Distributions", DISTRIBUTIONS)
+
+
+def with_plain_defaults(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """attrs shows NOTHING for a default that it computes."""
+    return (signature and re.sub(r"\bNOTHING\b", "...", signature)), returns
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", add_sections)
+    app.connect("autodoc-process-signature", with_plain_defaults)
