@@ -94,11 +94,11 @@ def devices_at_hand() -> Iterator[None]:
 
     card = SimpleNamespace(compute_capability="9.0")
     with (
-        mock.patch.object(library, "_library", lambda: (None, None)),
-        mock.patch.object(jax, "local_devices", lambda **_: [card]),
-        mock.patch.object(_jax_triton, "unavailable_reason", lambda: None),
-        mock.patch.object(_jax_triton, "version", lambda: (0, 4, 1)),
-        mock.patch.object(_jax_triton, "no_descriptors_reason", lambda: None),
+        mock.patch.object(library, "_library", return_value=(None, None)),
+        mock.patch.object(jax, "local_devices", return_value=[card]),
+        mock.patch.object(_jax_triton, "unavailable_reason", return_value=None),
+        mock.patch.object(_jax_triton, "version", return_value=(0, 4, 1)),
+        mock.patch.object(_jax_triton, "no_descriptors_reason", return_value=None),
     ):
         yield
 
@@ -156,7 +156,12 @@ def group_of(word: str) -> set[str]:
 
 def reduced_words(op: str, word: str, example: Example) -> frozenset[str]:
     """The words of what ``only`` leaves of an example, without the dtype: the word and those of shapes."""
-    of_shapes = example.features - {*registry.operation(op).signature.parameters, *DTYPES, *ABOUT, *set().union(*GROUPS)}
+    of_shapes = example.features - {
+        *registry.operation(op).signature.parameters,
+        *DTYPES,
+        *ABOUT,
+        *set().union(*GROUPS),
+    }
     return frozenset(of_shapes | {word} | (group_of(word) & example.features))
 
 
@@ -258,11 +263,13 @@ class Column:
 
     def deciding(self, word: str) -> Iterator[Answer]:
         """The calls in which all other words are taken, so that a refusal is about this one."""
-        return (a for a in self.answers if word in a.words and all(map(self.is_accepted, a.words - group_of(word) - {word})))
+        return (
+            a for a in self.answers if word in a.words and all(map(self.is_accepted, a.words - group_of(word) - {word}))
+        )
 
     @cache  # noqa: B019, a column lives as long as the program
     def verdict(self, word: str) -> str:
-        """"yes", "forward only" or "no"; "" where no example says."""
+        """Either "yes", "forward only" or "no"; "" where no example says."""
         answers = [answer for answer in self.answers if word in answer.words]
         if any(answer.forward is None and answer.backward is None for answer in answers):
             return "yes"
@@ -271,7 +278,7 @@ class Column:
         return "no" if any(self.deciding(word)) else ""
 
     def is_of_its_own(self, answer: Answer) -> bool:
-        """Whether every word of a call is taken in other calls, forward or with gradients, where this one is refused."""
+        """Whether every word of a call is taken in other calls."""
         accepted = {"yes", "forward only"} if answer.forward else {"yes"}
         return all(self.verdict(word) in accepted for word in answer.words)
 

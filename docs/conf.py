@@ -67,7 +67,7 @@ DISTRIBUTIONS = tuple(f"/{page.relative_to(ROOT).with_suffix('')}" for page in s
 
 project = "ejkernel-core"
 author = "the authors of ejkernel-core"
-copyright = "the authors of ejkernel-core, Apache License 2.0"  # noqa: A001, Sphinx reads this name
+copyright = "the authors of ejkernel-core, Apache License 2.0"
 release = version = PROJECT["version"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
@@ -119,7 +119,7 @@ def add_sections(app: Sphinx, page: str, source: list[str]) -> None:
 def with_plain_defaults(
     app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    """attrs shows NOTHING for a default that it computes."""
+    """Attrs shows NOTHING for a default that it computes."""
     return (signature and re.sub(r"\bNOTHING\b", "...", signature)), returns
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import importlib.util
 import inspect
 import io
 import re
 import sys
+import tomllib
 import types
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -22,24 +24,15 @@ from ejkernel_core import _errors, _hooks
 from ejkernel_tuning import clear_invocations
 
 ROOT = Path(__file__).parents[1]
+PLUGIN_PROJECTS = sorted(ROOT.glob("plugins/*/pyproject.toml"))
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")])
-PAGES_WITH_EXAMPLES = [
-    "README.md",
-    "docs/coming-from-elsewhere.md",
-    "docs/design.md",
-    "docs/index.md",
-    "docs/hooks.md",
-    "docs/kernel-classes.md",
-    "docs/moving-from-ejkernel.md",
-    "docs/several-processes.md",
-    "docs/stores.md",
-    "docs/tuning.md",
-    "docs/writing-a-plugin.md",
-    "docs/operations/context_attention.md",
-    "docs/operations/flash_attention.md",
-    "docs/operations/layer_norm.md",
-    "docs/operations/rms_norm.md",
-]
+#: Pages whose examples another test runs, or that have none that could run alone.
+NOT_RUN_HERE = {
+    "docs/pallas-tpu.md": "plugins/pallas_tpu/tests/test_pallas_tpu_page.py",
+    "docs/triton.md": "plugins/triton/tests/test_triton_page.py",
+    "docs/writing-an-operation.md": "tests/test_operation_tutorial.py",
+    "plugins/testing/README.md": "tests/test_tutorial.py",  # the test module of the plugin that is built there
+}
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: Line breaks do not matter, and "..." stands for any text.
@@ -54,6 +47,10 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
     """(line, language, content) of every fenced block."""
     text = page.read_text()
     return [(text.count("\n", 0, match.start()) + 2, match[1], match[2]) for match in FENCE.finditer(text)]
+
+
+def has_examples(page: Path) -> bool:
+    return any(language == "python" for _, language, _ in blocks(page))
 
 
 def run(page: Path) -> None:
@@ -78,20 +75,31 @@ def run_block(page: Path, line: int, content: str, namespace: dict[str, object])
     return out.getvalue()
 
 
+PAGES_WITH_EXAMPLES = [name_of(page) for page in PAGES if has_examples(page) and name_of(page) not in NOT_RUN_HERE]
 #: Those whose examples are tuned, or are many.
 LONG_PAGES = {
+    "docs/index.md",
     "docs/moving-from-ejkernel.md",
+    "docs/several-devices.md",
     "docs/several-processes.md",
     "docs/tuning.md",
     "docs/operations/flash_attention.md",
+    "docs/tutorials/publishing-records.md",
+    "docs/tutorials/several-devices.md",
+    "docs/tutorials/training-loop.md",
+    "docs/tutorials/tuning-a-model.md",
 }
+
+
+def test_the_lists_name_pages_with_examples():
+    assert {*LONG_PAGES} <= {*PAGES_WITH_EXAMPLES}
+    assert all(has_examples(ROOT / page) and (ROOT / test).is_file() for page, test in NOT_RUN_HERE.items())
 
 
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=[pytest.mark.long] * (page in LONG_PAGES)) for page in PAGES_WITH_EXAMPLES]
 )
 def test_examples_run(page):
-    assert any(language == "python" for _, language, _ in blocks(ROOT / page))
     clear_invocations()  # of tests before
     run(ROOT / page)
 
@@ -106,6 +114,82 @@ def test_a_wrong_example_is_caught(tmp_path, monkeypatch):
     page.write_text("```python\nprint('one')\n```\n\n```text\ntwo\n```\n")
     with pytest.raises(AssertionError, match="page.md:6 shows"):
         run(page)
+
+
+# -- commands and files ---------------------------------------------------------------------------------------------
+
+PROJECTS = {file.parent: tomllib.loads(file.read_text()) for file in [ROOT / "pyproject.toml", *PLUGIN_PROJECTS]}
+DISTRIBUTIONS = {project["project"]["name"]: project["project"] for project in PROJECTS.values()}
+TARGETS = {*re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)}
+SUBCOMMANDS = {
+    name for project in DISTRIBUTIONS.values() for name in project.get("entry-points", {}).get("ejkernel.commands", {})
+}
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of the shell blocks, without comments."""
+    text = "\n".join(content for _, language, content in blocks(page) if language == "shell")
+    return [line for line in (line.partition(" #")[0].strip() for line in text.splitlines()) if line]
+
+
+def fault_of(command: str) -> str | None:
+    """What a command names that does not exist; None if all of it does."""
+    words = [word.strip("\"'") for word in command.split()]
+    while re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    if words[0] == "make":
+        return next((f"make {word}" for word in words[1:] if "=" not in word and word not in TARGETS), None)
+    if words[0] == "ejkernel":
+        return None if words[1] in SUBCOMMANDS or words[1].startswith("-") else command
+    if words[:2] == ["python", "-m"] and words[2].startswith("ejkernel"):
+        return None if importlib.util.find_spec(words[2]) else command
+    if words[:2] == ["pip", "install"]:
+        return next(filter(None, map(fault_of_requirement, words[2:])), None)
+    return None
+
+
+def fault_of_requirement(word: str) -> str | None:
+    name, _, extras = word.rstrip("]").partition("[")
+    if not name.startswith("ejkernel-"):
+        return None
+    known = DISTRIBUTIONS.get(name, {"optional-dependencies": {}}).get("optional-dependencies", {})
+    return None if name in DISTRIBUTIONS and all(e in known for e in extras.split(",") if e) else word
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name_of)
+def test_commands_name_what_there_is(page):
+    assert list(filter(None, map(fault_of, commands(page)))) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make everything",
+        "ejkernel frobnicate",
+        "EJKERNEL_PLUGINS= python -m ejkernel_nothing",
+        'pip install "ejkernel-core[gpu]"',
+        "pip install ejkernel-cach",
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(command):
+    assert fault_of(command)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_toml_is_valid(page):
+    for _, language, content in blocks(page):
+        if language == "toml":
+            tomllib.loads(content)
+
+
+def variables_in_sources() -> set[str]:
+    files = [*ROOT.glob("ejkernel_core/**/*.py"), *ROOT.glob("plugins/*/ejkernel_*/**/*.py"), ROOT / "conftest.py"]
+    return {name for file in files for name in re.findall(r"\bEJKERNEL_[A-Z_]+\b", file.read_text())}
+
+
+def test_the_page_has_every_environment_variable():
+    names = {row[0].strip("`") for row in table_rows((ROOT / "docs/environment-variables.md").read_text())}
+    assert {name for name in names if name.startswith("EJKERNEL_")} == variables_in_sources()
 
 
 # -- the hooks ----------------------------------------------------------------------------------------------------
@@ -140,8 +224,8 @@ def test_every_hook_has_an_example():
 # -- the rest of the pages ----------------------------------------------------------------------------------------
 
 
-def test_the_index_lists_every_error():
-    text = (ROOT / "docs/index.md").read_text()
+def test_the_page_lists_every_error():
+    text = (ROOT / "docs/errors.md").read_text()
     errors = [n for n, value in vars(_errors).items() if inspect.isclass(value) and issubclass(value, Exception)]
     assert errors
     assert [name for name in errors if f"`{name}`" not in text] == []
