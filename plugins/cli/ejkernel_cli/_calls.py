@@ -79,9 +79,18 @@ def parse_call(operation: str, words: Sequence[str]) -> Call:
         raise click.UsageError(str(error)) from None
     values = _values_by_name(definition, words)
     options = {name: value for name, value in values.items() if name not in definition.arrays}
+    _check_options(definition, options)
     texts = {name: value for name, value in values.items() if name in definition.arrays}
     dtype = options.pop("dtype", None) if "dtype" not in definition.signature.parameters else None
     return Call(operation, _arrays(definition, texts, options, dtype), options)
+
+
+def _check_options(operation: Operation, options: Collection[str]) -> None:
+    """Raise for an option without a default that is not given."""
+    names = [name for name in operation.signature.parameters if name not in operation.arrays]
+    missing = [_option(name) for name in names if name not in options and _has_no_default(operation, name)]
+    if missing:
+        raise click.UsageError(f"{operation.name} needs {' and '.join(missing)} with a value")
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -207,7 +216,11 @@ def _is_required(operation: Operation, name: str) -> bool:
     """Whether a call needs the array. A backward operation needs the cotangent of the first result, too."""
     axes = operation.axes
     is_cotangent = axes is not None and axes.of_gradients and name == f"d_{next(iter(axes.results))}"
-    return is_cotangent or operation.signature.parameters[name].default is inspect.Parameter.empty
+    return is_cotangent or _has_no_default(operation, name)
+
+
+def _has_no_default(operation: Operation, name: str) -> bool:
+    return operation.signature.parameters[name].default is inspect.Parameter.empty
 
 
 def _array(name: str, text: str, layout: Layout | None) -> tuple[Shape, str | None]:

@@ -200,6 +200,8 @@ def test_the_dtype_is_that_of_floating_arrays_and_has_a_default():
         ("flash_attention", "--shape 1x2x3x4 --casual", "no option --casual; did you mean --causal?"),
         ("rms_norm", "--shape 3x4 --zzz 1", "no option --zzz; it has --shape, --dtype, --x, --weight"),
         ("flash_attention", "--shape 1x2x3x4 --softmax-scale", "--softmax-scale takes a value"),
+        ("context_attention", "--shape 1x2x3x4", "context_attention needs --axis with a value"),
+        ("rms_norm_bwd", "--shape 3x4", "rms_norm_bwd needs --wrt with a value"),
         ("flash_attention", "--shape 1x2x3x4 --no-causal 1", "--no-causal takes no value; got '1'"),
         ("flash_attention", "--shape 1x2x3x4 --dtype bf16", "'bf16' is no dtype; did you mean bfloat16?"),
         ("flash_attention", "--shape 1x2x3x4:zzz", "'zzz' is no dtype, as bfloat16, float16, float32"),
