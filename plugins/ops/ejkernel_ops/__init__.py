@@ -1,12 +1,14 @@
 """The operations: one folder each, with a typed front door, checks, a reference and examples.
 
-The parts of a definition that kernels have to repeat are functions in the operation's folder.
+The parts of a definition that kernels have to repeat are functions in the operation's folder. ``jax_nn`` and ``flax``
+have attention with the names and meanings of those libraries.
 """
 
 from __future__ import annotations
 
+from . import flax, jax_nn
 from .flash_attention import flash_attention
 from .layer_norm import layer_norm
 from .rms_norm import rms_norm
 
-__all__ = ["flash_attention", "layer_norm", "rms_norm"]
+__all__ = ["flash_attention", "flax", "jax_nn", "layer_norm", "rms_norm"]

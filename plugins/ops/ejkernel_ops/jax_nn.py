@@ -293,7 +293,10 @@ def _with_mean_of_values(
 ) -> jax.Array:
     """The output with the mean of all values in rows that see no key: there ``jax.nn`` gives all keys equal weights."""
     dtype = jnp.promote_types(value.dtype, jnp.float32)
-    mean = value.astype(dtype).mean(1, keepdims=True).astype(value.dtype)  # (B, 1, K, H)
-    mean = jnp.repeat(mean, out.shape[2] // value.shape[2], axis=2)
+    mean = value.astype(dtype).mean(1, keepdims=True).astype(value.dtype)  # (B, 1, K, E)
+    group = out.shape[2] // value.shape[2]
+    if group > 1:  # not by ``jnp.repeat``, which would need a sharding where mesh axes are explicit
+        batch, _, heads, dim = mean.shape
+        mean = jnp.broadcast_to(mean[:, :, :, None], (batch, 1, heads, group, dim)).reshape(batch, 1, -1, dim)
     is_mean = is_empty if in_query is None else is_empty & in_query[:, :, None]
     return jnp.where(is_mean[..., None], mean, out)

@@ -182,6 +182,31 @@ def test_vmap_and_scan() -> None:
         np.testing.assert_allclose(actual, expected, atol=5e-5, rtol=1e-4)
 
 
+def test_sharded_arrays_keep_their_explicit_axes() -> None:
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    spec = jax.P("batch", None, "heads", None)
+    arrays, ends = inputs(6, 6), jnp.array([0, 4])
+    expected = jax.nn.dot_product_attention(*arrays, is_causal=True, key_value_seq_lengths=ends)
+    with jax.set_mesh(mesh):
+        sharded = [jax.device_put(array, jax.NamedSharding(mesh, spec)) for array in arrays]
+        ends = jax.device_put(ends, jax.NamedSharding(mesh, jax.P("batch")))
+        out = jax.jit(dot_product_attention, static_argnames="is_causal")(
+            *sharded, is_causal=True, key_value_seq_lengths=ends
+        )
+    assert jax.typeof(out).sharding.spec == spec
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+
+
+def test_float64_is_computed_in_float64() -> None:
+    with jax.enable_x64(True):
+        arrays = tuple(array.astype(jnp.float64) for array in inputs(5, 7))
+        mask = booleans(5, 7).at[2].set(False)
+        out = dot_product_attention(*arrays, mask=mask)
+        assert out.dtype == jnp.float64
+        np.testing.assert_allclose(out, jax.nn.dot_product_attention(*arrays, mask=mask), atol=1e-6)
+        np.testing.assert_allclose(out[:, 2, 0], arrays[2][:, :, 0].mean(1), rtol=1e-14)
+
+
 def test_implementations_are_backends() -> None:
     query, key, value = inputs(5, 5)
     expected = jax.nn.dot_product_attention(query, key, value)
