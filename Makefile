@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PROJECTS := pyproject.toml $(PLUGINS:%=plugins/%/pyproject.toml)
 EDITABLE := -e '.[dev]' $(PLUGINS:%=-e plugins/%)
 
-.PHONY: run test test-long test-all tpu-check tpu-estimates lint types docs doc-tables changes wheels clean
+.PHONY: run test test-long test-all tpu-check tpu-estimates lint types docs docs-in-browser doc-tables changes wheels clean
 
 run: $(STAMP)
 	$(BIN)/python -m ejkernel_bench run
@@ -57,6 +57,11 @@ docs: $(VENV)/.installed-docs
 	rm -rf build/docs
 	$(BIN)/sphinx-build -q -W --keep-going -E -c docs -d build/doctrees . build/docs
 	$(BIN)/python .ci/check_site.py build/docs
+
+# The same in Chromium, which has to be there: apt-get install chromium chromium-driver
+docs-in-browser: docs
+	$(BIN)/python -m pip install -qq selenium
+	$(BIN)/python .ci/site_in_browser.py build/docs --pictures build/docs-pictures
 
 # The tables of docs/ that are made from the code.
 doc-tables: $(STAMP)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import inspect
 import re
 import textwrap
@@ -267,19 +268,37 @@ class Column:
             a for a in self.answers if word in a.words and all(map(self.is_accepted, a.words - group_of(word) - {word}))
         )
 
+    @functools.cached_property
+    def reasons_of_plain_calls(self) -> set[str]:
+        """Why calls are refused that have nothing but a dtype and sizes: a single token, for example."""
+        return {without_numbers(answer.forward) for answer in self.answers if answer.forward and is_plain(answer.words)}
+
+    def refused_alone(self, word: str) -> Iterator[Answer]:
+        """The refused calls in which there is nothing but the word, and the reason is not that of a plain call."""
+        for answer in self.deciding(word):
+            is_alone = not is_plain({word}) and is_plain(answer.words - group_of(word))
+            if is_alone and answer.forward and without_numbers(answer.forward) not in self.reasons_of_plain_calls:
+                yield answer
+
     @cache  # noqa: B019, a column lives as long as the program
     def verdict(self, word: str) -> str:
-        """Either "yes", "forward only" or "no"; "" where no example says."""
+        """One of "yes", "some", "forward only" and "no"; "" where no example says."""
         answers = [answer for answer in self.answers if word in answer.words]
         if any(answer.forward is None and answer.backward is None for answer in answers):
-            return "yes"
+            return "some" if any(self.refused_alone(word)) else "yes"
         if any(answer.forward is None for answer in answers):
             return "forward only"
         return "no" if any(self.deciding(word)) else ""
 
+    def explaining(self, word: str) -> Iterable[Answer]:
+        """Calls that show why a word is not taken, or not always."""
+        if self.verdict(word) == "some":
+            return self.refused_alone(word)
+        return [answer for answer in self.deciding(word) if answer.forward or answer.backward][:1]
+
     def is_of_its_own(self, answer: Answer) -> bool:
         """Whether every word of a call is taken in other calls."""
-        accepted = {"yes", "forward only"} if answer.forward else {"yes"}
+        accepted = {"yes", "some", "forward only"} if answer.forward else {"yes", "some"}
         return all(self.verdict(word) in accepted for word in answer.words)
 
     def cell(self, group: Sequence[str]) -> str:
@@ -288,25 +307,33 @@ class Column:
         if "=" in group[0]:
             sizes = [word.partition("=")[2] for word, verdict in verdicts.items() if verdict == "yes"]
             return "all" if {*verdicts.values()} == {"yes"} else ", ".join(sizes)
-        (verdict,) = {*verdicts.values()}
-        if not verdict:
+        if not all(verdicts.values()):
             raise SystemExit(f"no example shows whether {group} is taken: add one with nothing else in it")
-        return verdict
+        return min(verdicts.values(), key=("no", "forward only", "some", "yes").index)
 
     def reasons(self, rows: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
         """Pairs of what is refused and why: rows first, then calls of which every word is taken alone."""
         refused = {word: name for name, group in rows.items() for word in group if self.verdict(word) != "yes"}
-        said = [(name, answer) for word, name in refused.items() for answer in [*self.deciding(word)][:1]]
+        said = [(name, answer) for word, name in refused.items() for answer in self.explaining(word)]
         said += [("some calls", answer) for answer in self.answers if self.is_of_its_own(answer)]
         names: dict[str, dict[str, None]] = {}
         first: dict[str, str] = {}
         for name, answer in said:
             reason = answer.forward or answer.backward
             if reason is not None:
-                key = re.sub(r"\d+", "", reason)
+                key = without_numbers(reason)
                 first.setdefault(key, reason)
                 names.setdefault(key, {})[name if answer.forward else f"{name}, gradients"] = None
         return ((", ".join(names[key]), reason) for key, reason in first.items())
+
+
+def is_plain(words: Iterable[str]) -> bool:
+    """Whether there is nothing but a dtype and sizes."""
+    return all(word in DTYPES or "=" in word for word in words)
+
+
+def without_numbers(reason: str) -> str:
+    return re.sub(r"\d+", "", reason)
 
 
 def features(op: str) -> str:

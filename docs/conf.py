@@ -95,6 +95,9 @@ html_title = f"{project} {version}"
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
+html_favicon = "favicon.svg"
 html_extra_path = ["site"]  # the first page of the folder, which leads to docs/index.html
 
 
