@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import json
 import os
@@ -200,3 +201,37 @@ def test_without_kernels_the_error_says_what_to_install(tmp_path):
     output = run_python(program, tmp_path, PYTHONPATH=path, EJKERNEL_PLUGINS="only-meaning")
     assert "no kernel is installed" in output
     assert 'pip install "ejkernel-core[cpu]"' in output
+
+
+#: Packages that import a name when it is used, with the name itself as type checkers see it.
+LAZY = ("ejkernel_cache", "ejkernel_tuning")
+
+
+def names_for_type_checkers(package: Any) -> dict[str, str]:
+    """The names that a package imports under ``if TYPE_CHECKING:``, with their modules."""
+    tree = ast.parse(Path(package.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    modules = {node: ".".join(filter(None, [package.__name__ if node.level else "", node.module])) for node in imports}
+    return {alias.name: modules[node] for node in imports for alias in node.names}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_a_name_that_is_imported_when_it_is_used_is_the_one_that_type_checkers_see(name):
+    package = importlib.import_module(name)
+    names = names_for_type_checkers(package)
+    assert sorted(names) == sorted(package.__all__)
+    assert names == package._MODULES
+    for public_name, module in names.items():
+        assert getattr(package, public_name) is getattr(importlib.import_module(module), public_name)
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'no_such_name'"):
+        package.no_such_name  # noqa: B018
+    assert {*package.__all__} <= {*dir(package)}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_importing_the_package_of_a_command_does_not_import_jax(name, tmp_path):
+    program = (
+        f"import sys, {name}\nprint([module for module in ('jax', 'ejkernel_core', 'attrs') if module in sys.modules])"
+    )
+    assert run_python(program, tmp_path).strip() == "[]"

@@ -1,24 +1,31 @@
-"""Tuning: measure a function, a call, or all calls of a program."""
+"""Tuning: measure a function, a call, or all calls of a program.
+
+A name is imported when it is used, so that the command ``ejkernel tune`` starts without JAX.
+"""
 
 from __future__ import annotations
 
-from ejkernel_core._measurement import Earlier, Entry, Progress, Trial
-from ejkernel_core._records import DIED
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from ._autotune import tune
-from ._calls import (
-    Recorder,
-    autotune,
-    autotune_recorded,
-    clear_invocations,
-    get_invocations,
-    record_invocation,
-    recording,
-)
-from ._labels import Label, extract_labels_from_hlo_text, find_labels_in_lowered, label, labels_to_configs
-from ._result import Tuned, TuningResult
-from ._timing import Timing, benchmark
-from ._usage import Elapsed, get_memory_usage, timer
+if TYPE_CHECKING:
+    from ejkernel_core._measurement import Earlier, Entry, Progress, Trial
+    from ejkernel_core._records import DIED
+
+    from ._autotune import tune
+    from ._calls import (
+        Recorder,
+        autotune,
+        autotune_recorded,
+        clear_invocations,
+        get_invocations,
+        record_invocation,
+        recording,
+    )
+    from ._labels import Label, extract_labels_from_hlo_text, find_labels_in_lowered, label, labels_to_configs
+    from ._result import Tuned, TuningResult
+    from ._timing import Timing, benchmark
+    from ._usage import Elapsed, get_memory_usage, timer
 
 __all__ = [
     "DIED",
@@ -47,3 +54,41 @@ __all__ = [
     "timer",
     "tune",
 ]
+
+#: The names of each module, as above.
+_NAMES = {
+    "ejkernel_core._measurement": ("Earlier", "Entry", "Progress", "Trial"),
+    "ejkernel_core._records": ("DIED",),
+    "ejkernel_tuning._autotune": ("tune",),
+    "ejkernel_tuning._calls": (
+        "Recorder",
+        "autotune",
+        "autotune_recorded",
+        "clear_invocations",
+        "get_invocations",
+        "record_invocation",
+        "recording",
+    ),
+    "ejkernel_tuning._labels": (
+        "Label",
+        "extract_labels_from_hlo_text",
+        "find_labels_in_lowered",
+        "label",
+        "labels_to_configs",
+    ),
+    "ejkernel_tuning._result": ("Tuned", "TuningResult"),
+    "ejkernel_tuning._timing": ("Timing", "benchmark"),
+    "ejkernel_tuning._usage": ("Elapsed", "get_memory_usage", "timer"),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
