@@ -7,11 +7,18 @@ import hashlib
 import itertools
 import os
 import platform
+import pty
+import select
 import shutil
-from collections.abc import Callable, MutableMapping
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -115,6 +122,58 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
     ejkernel_cache.default_cache.cache_clear()
     return folder
+
+
+#: How long after a text its answer is typed.
+ANSWER_S = 0.4
+#: Makes the terminal that it gets the one of its session, so that Ctrl-C reaches it, and becomes the command.
+IN_TERMINAL = """
+import os, sys
+terminal, *words = sys.argv[1:]
+descriptor = os.open(terminal, os.O_RDWR)
+for number in range(3):
+    os.dup2(descriptor, number)
+os.execv(sys.executable, [sys.executable, "-m", "ejkernel_cli", *words])
+"""
+
+
+@pytest.fixture
+def run_in_terminal() -> Callable[..., tuple[int, str]]:
+    """``run_in_terminal("cache", "clear", answers={"[y/N]": "y"})``: the exit code of ``ejkernel cache clear`` in a
+    terminal, and all that it has shown. What is typed follows its text, once each; chr(3) is Ctrl-C.
+    """
+
+    def run(
+        *words: str, answers: Mapping[str, str] = MappingProxyType({}), columns: int = 80, timeout_s: float = 60.0
+    ) -> tuple[int, str]:
+        keyboard, terminal = pty.openpty()
+        termios.tcsetwinsize(keyboard, (24, columns))
+        process = subprocess.Popen(
+            [sys.executable, "-c", IN_TERMINAL, os.ttyname(terminal), *words],
+            env={"TERM": "xterm", **os.environ},
+            start_new_session=True,
+        )
+        shown, waiting, until = b"", dict(answers), time.monotonic() + timeout_s
+        times: dict[str, float] = {}
+        try:
+            while True:
+                is_over = process.poll() is not None
+                if select.select([keyboard], [], [], 0.05)[0]:
+                    shown += os.read(keyboard, 1 << 16)
+                elif is_over:
+                    return process.returncode, shown.decode()
+                for text in [text for text in waiting if text.encode() in shown]:
+                    # Not at once: a program that is about to read does not notice Ctrl-C before it has read.
+                    if time.monotonic() - times.setdefault(text, time.monotonic()) > ANSWER_S:
+                        os.write(keyboard, waiting.pop(text).encode())
+                assert time.monotonic() < until, shown.decode()
+        finally:
+            process.kill()
+            process.wait()
+            os.close(terminal)
+            os.close(keyboard)
+
+    return run
 
 
 def pytest_collection_finish() -> None:

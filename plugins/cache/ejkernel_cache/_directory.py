@@ -22,6 +22,8 @@ from ._names import Place, below
 DAMAGED, TEMPORARY, UNFINISHED = ".damaged", ".tmp", ".tuning"
 #: How often a write is tried again because another process removes the folders meanwhile.
 ATTEMPTS = 20
+#: The bytes of a usual record.
+PROBE_SIZE = 16384
 
 # Not every system has all of these flags. Without O_NONBLOCK, reading a FIFO in the place of a file would hang.
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
@@ -83,6 +85,18 @@ class Directory:
             raise
         if durably:
             _sync(folder)
+
+    def try_to_write(self) -> None:
+        """Write a file of the size of a record, and remove it. ``OSError`` says why this cannot be done."""
+        path = self.make_folder(TEMPORARY) / _temporary.new_name()
+        descriptor = os.open(path, _WRITE, 0o666)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(b" " * PROBE_SIZE)
+                file.flush()
+                os.fsync(descriptor)
+        finally:
+            os.unlink(path)
 
     def set_aside(self, place: Place, content: Content) -> Path | None:
         """Move a damaged file away. Return its new path, or None if another process has moved or replaced it."""

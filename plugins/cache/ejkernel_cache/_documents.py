@@ -18,6 +18,8 @@ from ._names import Place, component, decode_component, stem, stem_of
 
 #: The largest size of a record.
 LIMIT = 1 << 20
+#: The end of the name of a file that has a record in each line, and the largest size of such a file.
+LINES, MAX_FILE_SIZE = ".jsonl", 64 * LIMIT
 
 
 def text_of(data: bytes, limit: int = LIMIT) -> str:

@@ -15,13 +15,8 @@ import attrs
 from ejkernel_core import Candidate, Choice, Invocation, Key, Record, RecordError, hookimpl, matching_record, recall
 from ejkernel_core._keys import canonical_json
 
-from ._documents import LIMIT, device_and_op, read_record, text_of
+from ._documents import LIMIT, LINES, MAX_FILE_SIZE, device_and_op, read_record, text_of
 from ._names import component
-
-#: The end of the name of a file that has a record in each line.
-LINES = ".jsonl"
-#: The largest size of such a file.
-MAX_FILE_SIZE = 64 * LIMIT
 
 
 @attrs.frozen

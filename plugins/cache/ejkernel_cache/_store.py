@@ -6,12 +6,13 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ejkernel_core import Candidate, Key, Record, RecordError, as_record, matching_record, record_to_json
 
+from ._contents import Document, document_of, is_better
 from ._directory import UNFINISHED, Content, Directory
 from ._documents import LIMIT, read_record, rebuilt_key, software_in, text_of
 from ._names import Place, below, component, place_of, stem_of
@@ -118,12 +119,58 @@ class PersistentCache:
 
     def clear(self) -> None:
         """Remove all records. Damaged files that were moved aside stay."""
-        self.generation += 1
         try:
-            for place in list(self._files.places()):
-                self._files.remove(place)
+            self.remove(lambda key: True)
         except OSError as fault:
             self._warn_once(fault)
+
+    def remove(self, is_selected: Callable[[Key | None], bool]) -> int:
+        """Remove the records of the keys that are selected, and return how many there were. The key of a file that
+        cannot be read is None. ``OSError`` if one cannot be removed.
+        """
+        self.generation += 1
+        count = 0
+        for place in list(self._files.places()):
+            if is_selected(self._key_at(place)):
+                self._files.remove(place)
+                count += 1
+        return count
+
+    def merge(self, document: Document) -> str:
+        """Put a record of another cache into this one, and return what became of it: "added"; "replaced", where it is
+        better than the one of the same call, backend and versions; "kept", where it is not; or "same".
+
+        Its configuration is not read, so its kernel need not be installed. ``OSError`` if it cannot be written.
+        """
+        key, software = document.key, document.provenance.software if document.provenance else None
+        place = place_of(key, document.backend)
+        stored = self._document_at(place, key)
+        if stored and stored.provenance and software not in (None, stored.provenance.software):
+            place = place_of(key, document.backend, software)  # records of other versions stay
+            stored = self._document_at(place, key)
+        if stored is not None and stored.text == document.text:
+            return "same"
+        if stored is not None and not is_better(document.provenance, stored.provenance):
+            return "kept"
+        self.generation += 1
+        self._files.write(place, document.text.encode())
+        return "added" if stored is None else "replaced"
+
+    def _document_at(self, place: Place, key: Key) -> Document | None:
+        """The record in a file, whatever its configuration is; None where there is none that can be read."""
+        try:
+            content = self._files.read(place)
+            return document_of(text_of(content.data), "", key) if content else None
+        except (OSError, RecordError):
+            return None
+
+    def write_fault(self) -> OSError | None:
+        """Why nothing can be stored in the folder; None where something can. The folder is made."""
+        try:
+            self._files.try_to_write()
+        except OSError as fault:
+            return fault
+        return None
 
     def _warn_once(self, fault: OSError) -> None:
         if not self._has_warned:

@@ -1,0 +1,247 @@
+"""The records of a cache, of a folder or of a file as they are written, whether their kernels are installed or not."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from ejkernel_core import Key, Provenance, RecordError, record_from_json
+from ejkernel_core._keys import TAG, canonical_json
+
+from ._directory import Directory
+from ._documents import LINES, MAX_FILE_SIZE, device_and_op, rebuilt_key, text_of
+from ._names import Place, below
+
+
+@attrs.frozen
+class Document:
+    """One record as it is written."""
+
+    #: The file, and the line where it has several.
+    place: str
+    key: Key
+    #: None for a record for any kernel.
+    backend: str | None
+    #: The fields of the configuration; None for a kernel without configurations.
+    config: Mapping[str, Any] | None
+    #: None for a record that was put there by hand.
+    provenance: Provenance | None
+    #: The record in one line of JSON.
+    text: str
+    #: The bytes that it takes where it was read.
+    size: int = 0
+
+    @property
+    def when(self) -> str:
+        """When it was measured, in UTC; "" for a record that was put there by hand."""
+        return self.provenance.when if self.provenance else ""
+
+    @property
+    def milliseconds(self) -> float | None:
+        """The time of one call; None for a record that was put there by hand."""
+        return self.provenance.milliseconds if self.provenance else None
+
+    @property
+    def is_for_bucket(self) -> bool:
+        """Whether it is for all calls of a bucket, and not for one call alone."""
+        return "bucket" in json.loads(self.key.problem)
+
+
+@attrs.frozen
+class Contents:
+    """What could be read in a folder or a file, and why the rest could not."""
+
+    documents: tuple[Document, ...]
+    #: Each with its place.
+    faults: tuple[str, ...] = ()
+
+    def select(self, op: str | None = None, device: str | None = None) -> Contents:
+        """The documents of an operation, "flash*" for several, and of devices whose names contain a text."""
+        selected = (d for d in self.documents if op is None or fnmatchcase(d.key.op, op))
+        text = (device or "").casefold()
+        return attrs.evolve(self, documents=tuple(d for d in selected if text in d.key.device.casefold()))
+
+    def latest(self) -> dict[str, Document]:
+        """The best record of the latest measurement of each problem. One put there by hand counts where there is no
+        measured one.
+        """
+        by_problem: dict[str, Document] = {}
+        for document in self.documents:
+            other = by_problem.get(document.key.problem)
+            if other is None or _rank(document) > _rank(other):
+                by_problem[document.key.problem] = document
+        return by_problem
+
+
+def _rank(document: Document) -> tuple[str, float]:
+    return document.when, -(document.milliseconds or 0.0)
+
+
+def contents_of(path: str | os.PathLike[str]) -> Contents:
+    """The records in a file of JSON lines, or in a folder: that of a cache, or of a package of records.
+
+    Nothing is moved or changed. A folder that does not exist is empty. ``OSError`` if the folder cannot be listed, or
+    the file not be read.
+    """
+    documents: list[Document] = []
+    faults: list[str] = []
+    for outcome in _read_lines(Path(path)) if Path(path).is_file() else _read_folder(Path(path)):
+        if isinstance(outcome, Document):
+            documents.append(outcome)
+        else:
+            faults.append(outcome)
+    documents.sort(key=lambda d: (d.key.device, d.key.op, d.key.problem, d.backend or "", d.when))
+    return Contents(tuple(documents), tuple(faults))
+
+
+def document_of(text: str, place: str, key: Key | None = None, size: int = 0) -> Document:
+    """The record in a text. ``RecordError`` if there is none. The fields of the configuration are not checked, because
+    its kernel may not be installed.
+    """
+    try:
+        data = json.loads(text)
+        if key is None:
+            device, op = device_and_op(data["problem"])
+            key = Key(op, device, canonical_json(data["problem"]))
+        config, type_name = data["config"], data.get("type")
+        rest = json.dumps({name: value for name, value in data.items() if name != "type"} | {"config": None})
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as fault:
+        raise RecordError(f"no record: {type(fault).__name__}: {fault}", damaged=True) from fault
+    if not (config is None or isinstance(config, dict)) or not isinstance(type_name, str | None):
+        raise RecordError("$.config is no configuration", damaged=True)
+    record = record_from_json(rest, key, None)
+    line = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return Document(place, key, record.backend, config, record.provenance, line, size or len(line))
+
+
+def _read_folder(root: Path) -> Iterator[Document | str]:
+    try:
+        next(os.scandir(root), None)
+    except FileNotFoundError:
+        return
+    files = Directory(root)
+    for place in files.places():
+        outcome = _read_place(files, place)
+        if outcome is not None:
+            yield outcome
+    for file in sorted(root.glob(f"*/*{LINES}")):
+        if not file.parent.name.startswith("."):
+            yield from _read_lines(file)
+
+
+def _read_place(files: Directory, place: Place) -> Document | str | None:
+    """The record in a file of a cache, or why there is none; None for a file that belongs to something else."""
+    path = below(files.root, place)
+    try:
+        content = files.read(place)
+        if content is None:  # another process has removed it
+            return None
+        text = text_of(content.data)
+        key = rebuilt_key(text, place)
+        if key is None:
+            json.loads(text)  # what is wrong with a damaged file is said; any other is not one of the cache
+            return None
+        return document_of(text, str(path), key, len(content.data))
+    except OSError as fault:
+        return f"{path}: {fault.strerror or fault}"
+    except (RecordError, ValueError, RecursionError) as fault:
+        return f"{path}: {fault}"
+
+
+def _read_lines(file: Path) -> Iterator[Document | str]:
+    with open(file, "rb") as stream:
+        data = stream.read(MAX_FILE_SIZE + 1)
+    if len(data) > MAX_FILE_SIZE:
+        yield f"{file}: larger than {MAX_FILE_SIZE} bytes"
+        return
+    for number, line in enumerate(data.splitlines(), 1):
+        if line.strip():
+            place = f"{file}, line {number}"
+            try:
+                yield document_of(text_of(line), place, size=len(line))
+            except RecordError as fault:
+                yield f"{place}: {fault}"
+
+
+# -- merging -----------------------------------------------------------------------------------------------------------
+
+
+def is_better(new: Provenance | None, old: Provenance | None) -> bool:
+    """Whether a record is measured better than one of the same call, backend and versions: all of its configurations
+    or within a larger budget, then against more backends, then faster. One put there by hand stays, and replaces none.
+    """
+    if old is None or new is None:
+        return False
+    if (budget := _budget(new)) != (old_budget := _budget(old)):
+        return budget > old_budget
+    if {*new.backends} != {*old.backends} and {*new.backends} >= {*old.backends}:
+        return True
+    return {*new.backends} >= {*old.backends} and new.milliseconds < old.milliseconds
+
+
+def _budget(provenance: Provenance) -> float:
+    return float("inf") if provenance.shortfall is None else provenance.shortfall.budget_s
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def call_lines(key: Key) -> list[str]:
+    """The arguments of a problem in lines: arrays of one shape together, then the options that are not off.
+
+    >>> problem = {"arguments": {"x": {"!array": ["float32", "rows", 8]}, "causal": True}, "sizes": {"rows": 3}}
+    >>> call_lines(Key("f", "cpu", canonical_json(problem)))
+    ['x', '  3x8 float32', 'causal=True']
+    """
+    problem = json.loads(key.problem)
+    if not isinstance(problem, dict):
+        return [key.problem]
+    arguments, sizes = problem.get("arguments", problem.get("bucket")), problem.get("sizes", {})
+    if not isinstance(arguments, dict):
+        return [json.dumps(arguments)]
+    names: dict[str, list[str]] = {}
+    options = []
+    for name, value in arguments.items():
+        if isinstance(value, dict) and isinstance(array := value.get(f"{TAG}array"), list):
+            dtype, *shape = array
+            text = "x".join(str(sizes.get(size, size)) for size in shape) or "scalar"
+            names.setdefault(f"{text} {dtype}", []).append(name)
+        elif value not in (None, False, 0):
+            options.append(f"{name}={_option_text(value)}")
+    return [line for shape, group in names.items() for line in (", ".join(group), f"  {shape}")] + options
+
+
+def _option_text(value: Any) -> str:
+    if isinstance(value, dict) and len(value) == 1 and next(iter(value)).startswith(TAG):
+        (value,) = value.values()
+    if isinstance(value, list):
+        return f"({', '.join(map(str, value))})"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def margins(backend: str | None, provenance: Provenance | None) -> dict[str, float]:
+    """By how much a backend's record won: how many times as long the next best configuration took, and the best one of
+    each other backend. Below 1, it was slower.
+
+    >>> tried = (("triton a", 1.0), ("xla c", 2.0), ("triton b", 1.5), ("triton c", "did not compile"))
+    >>> margins("triton", Provenance(when="", device="", milliseconds=1.0, backends=("xla", "triton"), tried=tried))
+    {'next': 1.5, 'xla': 2.0}
+    """
+    if provenance is None or not provenance.milliseconds:
+        return {}
+    own = (backend or "", provenance.milliseconds)
+    times = [(text.partition(" ")[0], float(time)) for text, time in provenance.tried if not isinstance(time, str)]
+    if own in times:
+        times.remove(own)
+    times.sort(key=lambda pair: pair[1])
+    ratios: dict[str, float] = {}
+    for name, time in [("next", time) for _, time in times[:1]] + times:
+        if name != backend:
+            ratios.setdefault(name, time / provenance.milliseconds)
+    return ratios

@@ -1,0 +1,151 @@
+"""Records as files that others can use: one file of lines, or a package that can be installed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import keyword
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+import attrs
+
+from . import _temporary
+from ._contents import Contents, Document
+from ._documents import LINES
+from ._names import component
+from ._store import PersistentCache
+
+
+@attrs.define
+class Merged:
+    """How many records of each outcome there were."""
+
+    added: int = 0
+    #: They were better than those in the cache.
+    replaced: int = 0
+    #: Those in the cache are better.
+    kept: int = 0
+    same: int = 0
+
+
+def merge(cache: PersistentCache, documents: Iterable[Document]) -> Merged:
+    """Put records into a cache. Of two records of one call, backend and software, the one that was measured better
+    counts. ``OSError`` if the cache cannot be written to; what was merged until then stays.
+    """
+    merged = Merged()
+    for document in documents:
+        outcome = cache.merge(document)
+        setattr(merged, outcome, getattr(merged, outcome) + 1)
+    return merged
+
+
+def write_lines(file: Path, documents: Iterable[Document]) -> None:
+    """Write a record in each line of a file. The old file stays until the new one is whole."""
+    lines = sorted(document.text for document in documents)
+    temporary = file.with_name(f".{file.name}.{_temporary.new_name()}")
+    try:
+        with open(temporary, "x", encoding="utf-8") as stream:
+            stream.writelines(f"{line}\n" for line in lines)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+    except BaseException as fault:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(fault, OSError):  # whose path is the temporary one
+            raise OSError(fault.errno or errno.EIO, fault.strerror or str(fault), str(file)) from fault
+        raise
+
+
+# -- a package ---------------------------------------------------------------------------------------------------------
+
+
+def pack(folder: Path, name: str, version: str, contents: Contents) -> list[Path]:
+    """Write a distribution that answers with the best record of each problem, and return its files. The folder has to
+    be new or empty. ``ValueError`` says what is wrong with a name.
+    """
+    package = package_name(name)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(errno.EEXIST, "exists, and is no empty folder", str(folder))
+    documents = list(contents.latest().values())
+    by_file: dict[str, list[Document]] = {}
+    for document in documents:
+        place = f"{component(document.key.device)}/{component(document.key.op)}{LINES}"
+        by_file.setdefault(place, []).append(document)
+    devices = sorted({document.key.device for document in documents})
+    texts = {
+        "pyproject.toml": _pyproject(name, version, package),
+        "README.md": _readme(name, devices),
+        f"{package}/__init__.py": _init(package, devices),
+    }
+    for place, text in texts.items():
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / place).write_text(text, encoding="utf-8")
+    for place, documents_of_file in by_file.items():
+        (folder / package / place).parent.mkdir(exist_ok=True)
+        write_lines(folder / package / place, documents_of_file)
+    return [folder / place for place in [*texts, *(f"{package}/{place}" for place in sorted(by_file))]]
+
+
+def package_name(name: str) -> str:
+    """The name of the package in a distribution: "my_records" of "my-records".
+
+    >>> package_name("My-Records")
+    'my_records'
+    """
+    package = re.sub(r"[-_.]+", "_", name).lower()
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*(?<![._-])", name) or keyword.iskeyword(package):
+        raise ValueError(f"name: takes letters, digits and '-', and begins with a letter; got {name!r}")
+    if package in sys.stdlib_module_names:
+        raise ValueError(f"name: {package} is a module of Python; take another name")
+    return package
+
+
+def _pyproject(name: str, version: str, package: str) -> str:
+    return textwrap.dedent(
+        f"""\
+        [build-system]
+        requires = ["setuptools>=77"]
+        build-backend = "setuptools.build_meta"
+
+        [project]
+        name = "{name}"
+        version = "{version}"
+        description = "Measured configurations of kernels, for ejkernel-core"
+        readme = "README.md"
+        requires-python = ">=3.11"
+        dependencies = ["ejkernel-cache"]
+
+        [project.entry-points."ejkernel.policies"]
+        {package} = "{package}:records"
+
+        [tool.setuptools]
+        packages = ["{package}"]
+
+        [tool.setuptools.package-data]
+        {package} = ["**/*{LINES}"]
+        """
+    )
+
+
+def _readme(name: str, devices: list[str]) -> str:
+    return f"# {name}\n\nMeasured configurations of kernels, for ejkernel-core, on {' and '.join(devices)}.\n"
+
+
+def _init(package: str, devices: list[str]) -> str:
+    return textwrap.dedent(
+        f'''\
+        """Records that were measured on {" and ".join(devices)}."""
+
+        from ejkernel_cache import PackagedRecords
+
+        __all__ = ["records"]
+
+        records = PackagedRecords("{package}")
+        '''
+    )

@@ -1,0 +1,403 @@
+"""Show, compare, share and remove the configurations that were measured.
+
+The subcommands read the files of a cache as they are, so the kernels of the records need not be installed. They work
+while other processes use the cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ejkernel_cli import Failure, json_option, print_json, print_line, print_table
+
+if TYPE_CHECKING:
+    from ._contents import Contents, Document
+    from ._store import PersistentCache
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+#: The digits of a key that tables show, and with which "show" finds it.
+DIGITS = 8
+
+
+@click.group("cache", context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Show, compare, share and remove the configurations that were measured."""
+
+
+path_option = click.option(
+    "--path", type=click.Path(file_okay=False), help="The folder. [default: EJKERNEL_CACHE_DIR, or the user's cache]"
+)
+
+
+def filter_options(function: Function) -> Function:
+    """The options ``--op`` and ``--device``."""
+    op = click.option("--op", metavar="NAME", help="This operation alone; 'flash*' for several.")
+    device = click.option("--device", metavar="TEXT", help="Devices whose names contain this text.")
+    return op(device(function))
+
+
+# -- look --------------------------------------------------------------------------------------------------------------
+
+
+@command.command("ls")
+@path_option
+@filter_options
+@json_option
+def list_records(path: str | None, op: str | None, device: str | None, as_json: bool) -> None:
+    """List devices and operations: how many records there are, their size, and the newest."""
+    cache = _cache(path)
+    contents = _contents(cache.path).select(op, device)
+    groups = [
+        (*names, list(documents))
+        for names, documents in itertools.groupby(contents.documents, lambda d: (d.key.device, d.key.op))
+    ]
+    if as_json:
+        rows = [
+            {"device": d, "operation": o, "records": len(docs), "bytes": _size(docs), "newest": _newest(docs)}
+            for d, o, docs in groups
+        ]
+        print_json({"path": str(cache.path), "rows": rows, "faults": contents.faults})
+    elif not groups:
+        print_line(_nothing(cache.path, op, device))
+    else:
+        for name, rows_of_device in itertools.groupby(groups, lambda group: group[0]):
+            rows_of_text = [(o, len(docs), _bytes(_size(docs)), _date(_newest(docs))) for _, o, docs in rows_of_device]
+            print_table(("operation", "records", "size", "newest"), rows_of_text, title=name)
+            print_line()
+        print_line(f"{_count(contents.documents)} in {cache.path}")
+    _tell(contents)
+
+
+@command.command("show")
+@click.argument("what", metavar="OPERATION|KEY")
+@path_option
+@click.option("--device", metavar="TEXT", help="Devices whose names contain this text.")
+@json_option
+def show_records(what: str, path: str | None, device: str | None, as_json: bool) -> None:
+    """Show the records of an operation; for the key of one call, every configuration that was tried, too.
+
+    A key is what the tables show, or the beginning of it. "bucket" is for all calls of about these sizes.
+    """
+    cache = _cache(path)
+    contents = _contents(cache.path).select(None, device)
+    documents = contents.select(what).documents or tuple(
+        document for document in contents.documents if document.key.digest.startswith(what)
+    )
+    if not documents:
+        raise Failure(_unknown(what, contents, cache.path))
+    if as_json:
+        print_json([_as_json(document) for document in documents])
+    else:
+        for title, group in _by_measurement(documents).items():
+            print_line(title)
+            print_table(("key", "call", "configuration", "time", "when"), map(_row, group))
+            print_line()
+        if all(document.key.op != what for document in documents):
+            _print_tried(documents)
+    _tell(contents)
+
+
+def _row(document: Document) -> tuple[str, ...]:
+    from ._contents import margins
+
+    ratios = margins(document.backend, document.provenance)
+    times = [f"{ratio:.3g}x {name}" for name, ratio in ratios.items()]
+    return (
+        document.key.digest[:DIGITS],
+        _call(document),
+        _configuration(document),
+        "\n".join(filter(None, [_milliseconds(document), *times])),
+        document.when[:10] or "by hand",
+    )
+
+
+def _call(document: Document) -> str:
+    from ._contents import call_lines
+
+    return "\n".join([*(["bucket of"] if document.is_for_bucket else []), *call_lines(document.key)])
+
+
+def _configuration(document: Document) -> str:
+    fields = (f"{name}={value}" for name, value in (document.config or {}).items())
+    return "\n".join([document.backend or "any backend", *fields])
+
+
+def _print_tried(documents: Iterable[Document]) -> None:
+    unique = {d.provenance.tried: d for d in documents if d.provenance is not None and d.provenance.tried}
+    for document in unique.values():
+        assert document.provenance is not None
+        rows = [
+            (text, "" if isinstance(outcome, str) else f"{outcome:.4g}", outcome if isinstance(outcome, str) else "")
+            for text, outcome in document.provenance.tried
+        ]
+        print_table(("tried", "ms", "out because"), rows, title=f"key {document.key.digest[:DIGITS]}")
+        if document.provenance.shortfall:
+            print_line(str(document.provenance.shortfall))
+
+
+@command.command("diff")
+@click.argument("one", type=click.Path(exists=True))
+@click.argument("other", type=click.Path(exists=True))
+@filter_options
+@json_option
+def compare_records(one: str, other: str, op: str | None, device: str | None, as_json: bool) -> None:
+    """Compare two folders or files of records: what only one has, and where the best configurations differ.
+
+    A folder is that of a cache or of a package of records; a file is what "export" writes.
+    """
+    contents = [_contents(Path(path)).select(op, device) for path in (one, other)]
+    firsts, seconds = (c.latest() for c in contents)
+    only = [[d for problem, d in a.items() if problem not in b] for a, b in ((firsts, seconds), (seconds, firsts))]
+    pairs = [(firsts[problem], seconds[problem]) for problem in firsts if problem in seconds]
+    different = [(a, b) for a, b in pairs if (a.backend, a.config) != (b.backend, b.config)]
+    equal = [(a, b) for a, b in pairs if (a.backend, a.config) == (b.backend, b.config)]
+    if as_json:
+        print_json(
+            {
+                "only_in_first": [_as_json(document) for document in only[0]],
+                "only_in_second": [_as_json(document) for document in only[1]],
+                "different": [[_as_json(a), _as_json(b)] for a, b in different],
+                "equal": [[_as_json(a), _as_json(b)] for a, b in equal],
+            }
+        )
+    else:
+        for path, documents in zip((one, other), only, strict=True):
+            if documents:
+                print_table(("key", "call", "configuration", "time"), map(_short_row, documents), f"only in {path}")
+        if different:
+            print_table(("key", "call", one, other, "time"), itertools.starmap(_pair, different), "different")
+        print_line(
+            f"{len(only[0])} only in {one}, {len(only[1])} only in {other}, {len(different)} different, {len(equal)} "
+            f"with the same configuration{_range(equal)}"
+        )
+    for each in contents:
+        _tell(each)
+
+
+def _short_row(document: Document) -> tuple[str, ...]:
+    call = f"{document.key.op} on {document.key.device}\n{_call(document)}"
+    return document.key.digest[:DIGITS], call, _configuration(document), _milliseconds(document)
+
+
+def _pair(a: Document, b: Document) -> tuple[str, ...]:
+    call = f"{a.key.op} on {a.key.device}\n{_call(a)}"
+    cells = [f"{_configuration(document)}\n{_milliseconds(document)}" for document in (a, b)]
+    return a.key.digest[:DIGITS], call, *cells, _ratio(a, b)
+
+
+def _ratio(a: Document, b: Document) -> str:
+    return f"{b.milliseconds / a.milliseconds:.3g}x" if a.milliseconds and b.milliseconds else ""
+
+
+def _range(pairs: Sequence[tuple[Document, Document]]) -> str:
+    ratios = [b.milliseconds / a.milliseconds for a, b in pairs if a.milliseconds and b.milliseconds]
+    return f", whose times differ by {min(ratios):.3g}x to {max(ratios):.3g}x" if ratios else ""
+
+
+# -- share -------------------------------------------------------------------------------------------------------------
+
+
+@command.command("export")
+@click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
+@path_option
+@filter_options
+def export_records(file: str, path: str | None, op: str | None, device: str | None) -> None:
+    """Write the records into one file, a line of JSON for each; "-" is the standard output."""
+    from ._exchange import write_lines
+
+    cache = _cache(path)
+    contents = _contents(cache.path).select(op, device)
+    if not contents.documents:
+        raise Failure(_nothing(cache.path, op, device))
+    if file == "-":
+        for document in contents.documents:
+            print_line(document.text)
+    else:
+        _write(lambda: write_lines(Path(file), contents.documents))
+        print_line(f"{_count(contents.documents)} written to {file}")
+    _tell(contents)
+
+
+@command.command("import")
+@click.argument("file", type=click.Path(exists=True))
+@path_option
+@filter_options
+def import_records(file: str, path: str | None, op: str | None, device: str | None) -> None:
+    """Put the records of a file, of a folder or of a package into the cache.
+
+    Of two records of one call, the one that was measured better stays: with a larger budget, against more backends, or
+    faster. Records of other versions stay beside each other.
+    """
+    from ._exchange import merge
+
+    cache = _cache(path)
+    contents = _contents(Path(file)).select(op, device)
+    merged = _write(lambda: merge(cache, contents.documents))
+    counts = (
+        (merged.added, "added"),
+        (merged.replaced, "replaced by better ones"),
+        (merged.kept, "not better than those here"),
+        (merged.same, "the same"),
+    )
+    print_line(", ".join(f"{count} {what}" for count, what in counts if count) or "no records")
+    _tell(contents)
+
+
+@command.command("pack")
+@click.argument("folder", type=click.Path(file_okay=False))
+@click.option("--name", required=True, metavar="NAME", help="The name of the distribution, as in my-records.")
+@click.option("--version", default="1.0", show_default=True, metavar="VERSION", help="Its version.")
+@path_option
+@filter_options
+def pack_records(folder: str, name: str, version: str, path: str | None, op: str | None, device: str | None) -> None:
+    """Make a package of the records, which answers for those who install it.
+
+    It has the best record of the latest measurement of each call.
+    """
+    from ._exchange import pack
+
+    cache = _cache(path)
+    contents = _contents(cache.path).select(op, device)
+    if not contents.documents:
+        raise Failure(_nothing(cache.path, op, device))
+    try:
+        files = _write(lambda: pack(Path(folder), name, version, contents))
+    except ValueError as fault:
+        raise click.BadParameter(str(fault).removeprefix("name: "), param_hint="'--name'") from fault
+    for file in files:
+        print_line(str(file))
+    print_line(f"install it: pip install {folder}")
+    _tell(contents)
+
+
+# -- remove ------------------------------------------------------------------------------------------------------------
+
+
+@command.command("clear")
+@path_option
+@filter_options
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def clear_records(path: str | None, op: str | None, device: str | None, yes: bool) -> None:
+    """Remove records. Unfinished measurements and damaged files that were moved aside stay."""
+    cache = _cache(path)
+    contents = _contents(cache.path).select(op, device)
+    if not contents.documents:
+        print_line(_nothing(cache.path, op, device))
+        return
+    if not yes:
+        if not sys.stdin.isatty():
+            raise click.UsageError(f"{_count(contents.documents)} would be removed: pass --yes to do it without asking")
+        if not click.confirm(f"Remove {_count(contents.documents)} from {cache.path}?"):
+            raise Failure("nothing was removed")
+    keys = {document.key for document in contents.documents}
+    removed = _write(lambda: cache.remove(lambda key: key in keys))
+    print_line(f"{removed} removed from {cache.path}")
+
+
+# -- what they share ---------------------------------------------------------------------------------------------------
+
+
+def _cache(path: str | None) -> PersistentCache:
+    from ._store import PersistentCache, default_cache
+
+    return default_cache() if path is None else PersistentCache(path)
+
+
+def _contents(path: Path) -> Contents:
+    from ._contents import contents_of
+
+    try:
+        return contents_of(path)
+    except OSError as fault:
+        raise Failure(f"{fault.filename or path} cannot be read: {fault.strerror or fault}") from fault
+
+
+Result = TypeVar("Result")
+
+
+def _write(write: Callable[[], Result]) -> Result:
+    """The result of ``write``. What the system refuses is told in one line."""
+    try:
+        return write()
+    except OSError as fault:
+        place = f"{fault.filename} cannot be written: " if fault.filename else ""
+        raise Failure(
+            f"{place}{fault.strerror or fault}; name a place with space that can be written to, and run it again"
+        ) from fault
+
+
+def _tell(contents: Contents) -> None:
+    """Tell what could not be read, and fail if there is such."""
+    for fault in contents.faults:
+        click.echo(f"ejkernel: {' '.join(fault.split())}", err=True)
+    if contents.faults:
+        number = len(contents.faults)
+        raise Failure(
+            f"{number} record{'s' * (number > 1)} could not be read and {'are' if number > 1 else 'is'} left out"
+        )
+
+
+def _by_measurement(documents: Iterable[Document]) -> dict[str, list[Document]]:
+    """The documents by operation, device and versions, in words."""
+    groups: dict[str, list[Document]] = {}
+    for document in documents:
+        software = document.provenance.software if document.provenance else {}
+        versions = ", ".join(f"{name} {version}" for name, version in sorted(software.items()))
+        title = f"{document.key.op} on {document.key.device}{', with ' if versions else ''}{versions}"
+        groups.setdefault(title, []).append(document)
+    return groups
+
+
+def _as_json(document: Document) -> dict[str, Any]:
+    import json
+
+    from ._contents import margins
+
+    record = json.loads(document.text)
+    return {
+        "key": document.key.digest,
+        "place": document.place,
+        "margins": margins(document.backend, document.provenance),
+        **record,
+    }
+
+
+def _unknown(what: str, contents: Contents, path: Path) -> str:
+    operations = sorted({document.key.op for document in contents.documents})
+    there = f"there are {', '.join(operations)}" if operations else "it has none"
+    return f"no record of {what!r} in {path}; {there}"
+
+
+def _nothing(path: Path, op: str | None, device: str | None) -> str:
+    selection = "".join(f" {name} {value!r}" for name, value in (("of", op), ("on", device)) if value)
+    return f"no records{selection} in {path}; 'ejkernel tune' measures them"
+
+
+def _count(documents: Sequence[Document]) -> str:
+    return f"{len(documents)} record{'s' * (len(documents) != 1)}"
+
+
+def _size(documents: Iterable[Document]) -> int:
+    return sum(document.size for document in documents)
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1024:.0f} KiB" if size < 1 << 20 else f"{size / (1 << 20):.1f} MiB"
+
+
+def _newest(documents: Iterable[Document]) -> str:
+    return max((document.when for document in documents), default="")
+
+
+def _date(when: str) -> str:
+    return when[:16].replace("T", " ")
+
+
+def _milliseconds(document: Document) -> str:
+    return "" if document.milliseconds is None else f"{document.milliseconds:.4g} ms"
