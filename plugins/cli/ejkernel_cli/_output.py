@@ -51,10 +51,10 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: st
     text = io.StringIO()
     is_terminal = sys.stdout.isatty()
     console = Console(highlight=False) if is_terminal else Console(file=text, width=_pipe_width(), color_system=None)
-    widths = [_longest_word(column, *(row[place] for row in cells)) for place, column in enumerate(columns)]
-    is_wide = sum(widths) + GAP * (len(widths) - 1) <= console.width
+    texts_of_columns = [[column, *(row[place] for row in cells)] for place, column in enumerate(columns)]
+    widths = _widths(texts_of_columns, console.width - GAP * (len(columns) - 1))
     for column, width in zip(columns, widths, strict=True):
-        table.add_column(column, overflow="fold", min_width=width if is_wide else None)
+        table.add_column(column, overflow="fold", width=width)
     for row in cells:
         table.add_row(*map(Text, row))
     console.print(table)
@@ -65,6 +65,23 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: st
 def _pipe_width() -> int:
     columns = os.environ.get("COLUMNS", "")
     return int(columns) if columns.isdecimal() and int(columns) else PIPE_WIDTH
+
+
+def _widths(columns: Sequence[Sequence[str]], available: int) -> Sequence[int | None]:
+    """The width of each column, which breaks no word; None where rich is to decide, because there is too little room.
+
+    With only a smallest width of a column, rich makes tables that are too wide, and cuts them off.
+    """
+    widths = [_longest_word(*texts) for texts in columns]
+    longest = [max(len(line) for text in texts for line in [*text.splitlines(), ""]) for texts in columns]
+    if sum(widths) > available:
+        return [None] * len(widths)
+    widths = [min(pair) for pair in zip(widths, longest, strict=True)]
+    for _ in range(available - sum(widths)):
+        shortages = [line - width for line, width in zip(longest, widths, strict=True)]
+        place = shortages.index(max(shortages))
+        widths[place] += shortages[place] > 0
+    return widths
 
 
 def _longest_word(*texts: str) -> int:
