@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from ._labels import Label, extract_labels_from_hlo_text, find_labels_in_lowered, label, labels_to_configs
     from ._result import Tuned, TuningResult
+    from ._saved import load_invocations, save_invocations
     from ._timing import Timing, benchmark
     from ._usage import Elapsed, get_memory_usage, timer
 
@@ -49,8 +50,10 @@ __all__ = [
     "get_memory_usage",
     "label",
     "labels_to_configs",
+    "load_invocations",
     "record_invocation",
     "recording",
+    "save_invocations",
     "timer",
     "tune",
 ]
@@ -77,6 +80,7 @@ _NAMES = {
         "labels_to_configs",
     ),
     "ejkernel_tuning._result": ("Tuned", "TuningResult"),
+    "ejkernel_tuning._saved": ("load_invocations", "save_invocations"),
     "ejkernel_tuning._timing": ("Timing", "benchmark"),
     "ejkernel_tuning._usage": ("Elapsed", "get_memory_usage", "timer"),
 }

@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -19,11 +19,13 @@ from ejkernel_core import _scopes
 from ejkernel_core._call import AbstractCall, abstract_call
 from ejkernel_core._choice import candidates_for
 from ejkernel_core._display import suggestion
-from ejkernel_core._errors import NoKernel, Unsupported
-from ejkernel_core._kernel import Invocation, why_mutable
+from ejkernel_core._errors import NoKernel, NotDifferentiable, Unsupported
+from ejkernel_core._kernel import Candidate, Invocation, why_mutable
 from ejkernel_core._keys import abstractify
+from ejkernel_core._measurement import Earlier, Progress
+from ejkernel_core._plan import Choice
 from ejkernel_core._plugins import Plugins
-from ejkernel_core._policies import ask_policies, is_incomplete
+from ejkernel_core._policies import Policies, ask_policies, is_incomplete
 from ejkernel_core._records import DIED, Record
 from ejkernel_core._scopes import AutotunePolicy
 from ejkernel_core._tuning import check_tunable, exclusive_measurement, remember_records
@@ -84,15 +86,75 @@ def autotune_recorded(
     >>> autotune_recorded([]).tuned
     ()
     """
-    result = TuningResult()
+    return TuningResult(
+        tuple(
+            outcome.tuned or Tuned(outcome.inv.tuning_keys, str(outcome.inv), (), (), notes=(outcome.reason,))
+            for outcome in tune_each(invocations, budget_s, remember, retune)
+            if outcome.tuned or outcome.is_refused
+        )
+    )
+
+
+@attrs.frozen(eq=False)
+class Outcome:
+    """What came of an invocation that was to be tuned."""
+
+    inv: Invocation
+    #: The measurement, where there was one.
+    tuned: Tuned | None = None
+    #: What a store has, where there is nothing to measure.
+    stored: Choice | None = None
+    #: Why there is neither.
+    reason: str = ""
+    #: Whether that is because it cannot be measured, and not because no kernel can run it.
+    is_refused: bool = False
+    #: The kernel and the configuration that the heuristic takes.
+    heuristic: Candidate | None = None
+
+
+def tune_each(
+    invocations: Iterable[Any], budget_s: float, remember: bool = True, retune: bool = False
+) -> Iterator[Outcome]:
+    """The outcome of each invocation as soon as it is there: see ``autotune_recorded``."""
     for inv, plugins in ((_core_invocation(inv), _plugins_of(inv)) for inv in invocations):
+        candidates, verdicts = candidates_for(inv, plugins.kernels(inv.op)[0], None, None)
+        if not candidates:
+            yield Outcome(inv, reason="; ".join(["no kernel can run it", *map(str, verdicts)]))
+            continue
+        outcome = Outcome(inv, heuristic=candidates[0])
         try:
-            is_complete, record = (False, None) if retune else _stored_record(plugins, inv, budget_s)
-            if not is_complete:
-                result |= _tune_invocation(plugins, inv, None, None, budget_s, remember, None, record=record)
+            yield attrs.evolve(outcome, **_tuned_or_stored(plugins, inv, candidates, budget_s, remember, retune))
         except Unsupported as reason:  # the others can be tuned all the same
-            result |= TuningResult((Tuned(inv.tuning_keys, str(inv), (), (), notes=(f"not tuned: {reason}",)),))
-    return result
+            yield attrs.evolve(outcome, reason=f"not tuned: {reason}", is_refused=True)
+
+
+def _tuned_or_stored(
+    plugins: Plugins, inv: Invocation, candidates: Sequence[Candidate], budget_s: float, remember: bool, retune: bool
+) -> dict[str, Any]:
+    if retune:
+        with _measurement(plugins, inv, budget_s) as measurement:
+            return {"tuned": measurement.run(candidates, remember)}
+    choice = _stored_choice(plugins, inv, candidates)
+    if not _is_to_be_measured(choice, budget_s):
+        return {"stored": choice}
+    with _measurement(plugins, inv, budget_s) as measurement:
+        choice = _stored_choice(plugins, inv, candidates)  # another process may have measured it meanwhile
+        if not _is_to_be_measured(choice, budget_s):
+            return {"stored": choice}
+        record = choice.record if choice else None
+        return {"tuned": measurement.run(candidates, remember, record=record, is_resumed=True)}
+
+
+def _stored_choice(plugins: Plugins, inv: Invocation, candidates: Sequence[Candidate]) -> Choice | None:
+    """What a store has for exactly this call or its bucket."""
+    scope = _scopes.current()
+    choice, *_ = ask_policies(inv, candidates, plugins.policies(scope), scope)
+    return None if choice is None or choice.record is None else choice
+
+
+def _is_to_be_measured(choice: Choice | None, budget_s: float) -> bool:
+    """Whether nothing is stored, or what was measured with too small a budget, and this one is larger."""
+    return choice is None or is_incomplete(choice, AutotunePolicy("on_miss", budget_s))
 
 
 def _check_names(op: str, parameters: Iterable[str], kwargs: Iterable[str]) -> None:
@@ -159,6 +221,19 @@ def _backward(call: AbstractCall) -> tuple[Invocation, dict[str, Any] | None]:
     return inv, dict(zip(backward.arrays, arrays, strict=True))
 
 
+def passes_of(op: str, arguments: Mapping[str, Any], has_backward: bool = True) -> list[Invocation]:
+    """The invocation of a call on abstract arrays, and that of its backward pass for the gradients of all floating
+    arrays, if it has one.
+    """
+    call = abstract_call(ejkernel_core.registry, op, (), dict(arguments))
+    passes = [call.request.invocation(call.avals, call.target)]
+    if has_backward and call.request.operation.backward is not None:
+        with contextlib.suppress(NotDifferentiable):
+            backward, avals = call.backward()
+            passes.append(backward.invocation(avals, call.target))
+    return passes
+
+
 def _tune_invocation(
     plugins: Plugins,
     inv: Invocation,
@@ -167,43 +242,66 @@ def _tune_invocation(
     budget_s: float,
     remember: bool,
     inputs: dict[str, Any] | None,
-    calls: tuple[int, int] = (1, 46),
-    record: Record | None = None,
+    calls: tuple[int, int],
 ) -> TuningResult:
-    scope = _scopes.current()
-    check_tunable(inv)
+    """Measure an invocation from the beginning, whatever the stores have."""
     kernels, broken = plugins.kernels(inv.op)
     candidates, verdicts = candidates_for(inv, kernels, backend if backend in plugins.backends(inv.op) else None, None)
     if not candidates:
         raise NoKernel(f"no kernel can do {inv}\n" + "\n".join(f"  {verdict}" for verdict in (*broken, *verdicts)))
-    waiting_scope = attrs.evolve(scope, policy=attrs.evolve(scope.policy, budget_s=budget_s, wait=True))
-    policies = plugins.policies(waiting_scope)
-    with exclusive_measurement(policies, inv, waiting_scope) as (earlier, reporter):
-        announcer = Announcer(reporter.report, inv, budget_s)
-        # Of an unfinished measurement, only what ended a process counts. All else is measured again.
-        dangerous = [entry for entry in earlier.entries if entry.reason.startswith(DIED)]
-        arguments = (dangerous, calls, earlier.suspects, record)
+    with _measurement(plugins, inv, budget_s) as measurement:
+        tuned = measurement.run(candidates, remember, inputs, configs, calls)
+    return TuningResult((tuned,))
+
+
+@attrs.frozen(eq=False)
+class _Measurement:
+    """The measurement of one invocation, which no other process makes meanwhile."""
+
+    plugins: Plugins
+    inv: Invocation
+    policies: Policies
+    budget_s: float
+    earlier: Earlier
+    report: Callable[[Progress], None]
+
+    def run(
+        self,
+        candidates: Sequence[Candidate],
+        remember: bool,
+        inputs: dict[str, Any] | None = None,
+        configs: Any = None,
+        calls: tuple[int, int] = (1, 46),
+        record: Record | None = None,
+        is_resumed: bool = False,
+    ) -> Tuned:
+        """Measure, and store the result. With ``is_resumed``, the results of an unfinished measurement count; without
+        it, only those that ended a process do.
+        """
+        entries = self.earlier.entries
+        known = entries if is_resumed else [entry for entry in entries if entry.reason.startswith(DIED)]
+        announcer = Announcer(self.report, self.inv, self.budget_s)
+        arguments = (known, calls, self.earlier.suspects, record)
+        judge = self.plugins.judge(self.inv)
         try:
-            tuned = tune(inv, candidates, plugins.judge(inv), budget_s, inputs, configs, announcer, *arguments)
+            tuned = tune(self.inv, candidates, judge, self.budget_s, inputs, configs, announcer, *arguments)
             announcer.finish(tuned.entries, tuned.seconds)
         finally:
             announcer.finish()
         if remember and tuned.records:
-            remember_records(policies, inv, tuned.records, record)
-            plugins.invalidate(inv)
-    return TuningResult((tuned,))
+            remember_records(self.policies, self.inv, tuned.records, record)
+            self.plugins.invalidate(self.inv)
+        return tuned
 
 
-def _stored_record(plugins: Plugins, inv: Invocation, budget_s: float) -> tuple[bool, Record | None]:
-    """Whether there is nothing to measure within this budget, and the stored record, if there is one."""
-    candidates, _ = candidates_for(inv, plugins.kernels(inv.op)[0], None, None)
-    if not candidates:
-        return True, None  # no kernel can run it
+@contextlib.contextmanager
+def _measurement(plugins: Plugins, inv: Invocation, budget_s: float) -> Iterator[_Measurement]:
     scope = _scopes.current()
-    choice, *_ = ask_policies(inv, candidates, plugins.policies(scope), scope)
-    if choice is None or choice.record is None:
-        return False, None
-    return not is_incomplete(choice, AutotunePolicy("on_miss", budget_s)), choice.record
+    check_tunable(inv)
+    waiting_scope = attrs.evolve(scope, policy=attrs.evolve(scope.policy, budget_s=budget_s, wait=True))
+    policies = plugins.policies(waiting_scope)
+    with exclusive_measurement(policies, inv, waiting_scope) as (earlier, reporter):
+        yield _Measurement(plugins, inv, policies, budget_s, earlier, reporter.report)
 
 
 # -- recording -------------------------------------------------------------------------------------------------------

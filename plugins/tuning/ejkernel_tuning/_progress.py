@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import attrs
@@ -19,6 +21,21 @@ logger = logging.getLogger("ejkernel.tuning")
 #: The shortest time between two lines of the log.
 LOG_S = 1.0
 
+Display = Callable[[Progress], None]
+_display: ContextVar[Display | None] = ContextVar("display of the progress", default=None)
+
+
+@contextlib.contextmanager
+def shown_by(display: Display) -> Iterator[None]:
+    """Have this function show the progress of all measurements that begin in the ``with`` block. Several threads call
+    it, one at a time.
+    """
+    token = _display.set(display)
+    try:
+        yield
+    finally:
+        _display.reset(token)
+
 
 class Announcer:
     """Reports the progress of one measurement to the stores, and shows it on a terminal or in the log."""
@@ -26,6 +43,7 @@ class Announcer:
     def __init__(self, report: Callable[[Progress], Any], inv: Invocation, budget_s: float) -> None:
         self._report, self._inv, self._budget_s = report, inv, budget_s
         self._is_finished, self._last_log = False, -math.inf
+        self._display = _display.get()  # other threads, which have their own context, report too
 
     def __call__(self, progress: Progress) -> None:
         self._report(progress)
@@ -41,7 +59,9 @@ class Announcer:
             self._show(attrs.evolve(last, finished=True))
 
     def _show(self, progress: Progress) -> None:
-        if not show(progress, sys.stderr):
+        if self._display is not None:
+            self._display(progress)
+        elif not show(progress, sys.stderr):
             self._log(progress)
 
     def _log(self, progress: Progress) -> None:

@@ -101,15 +101,34 @@ def start_thread(work: Callable[[], None]) -> threading.Thread:
 @atexit.register
 def _wait_for_threads() -> None:
     is_interrupted = _is_interrupted()
-    until = time.monotonic() + (INTERRUPTED_WAIT_S if is_interrupted else LAST_WAIT_S)
+    is_any_running = True
     try:
-        for thread in list(_running):
-            if thread.is_alive():
-                thread.join(max(0.0, until - time.monotonic()))
+        wait_s = INTERRUPTED_WAIT_S if is_interrupted else LAST_WAIT_S
+        is_any_running = _is_any_running_until(time.monotonic() + wait_s)
     except KeyboardInterrupt:
         is_interrupted = True
-    if is_interrupted and any(thread.is_alive() for thread in _running):
+    if is_interrupted and is_any_running:
         _end_as_interrupted()
+
+
+def end_after_interrupt(code: int) -> None:
+    """End the process with this exit code after Ctrl-C, if a thread still runs XLA; return where none does."""
+    try:
+        is_any_running = _is_any_running_until(time.monotonic() + INTERRUPTED_WAIT_S)
+    except KeyboardInterrupt:
+        is_any_running = True
+    if is_any_running:
+        _flush()
+        os._exit(code)
+
+
+def _is_any_running_until(until: float) -> bool:
+    """Wait for all threads, but not longer. Whether one still runs."""
+    threads = list(_running)
+    for thread in threads:
+        if thread.is_alive():
+            thread.join(max(0.0, until - time.monotonic()))
+    return any(thread.is_alive() for thread in threads)
 
 
 def _is_interrupted() -> bool:
@@ -119,8 +138,12 @@ def _is_interrupted() -> bool:
 
 def _end_as_interrupted() -> None:
     """End the process by the signal, as Python does after its traceback, before threads that hang can crash it."""
+    _flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
