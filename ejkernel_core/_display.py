@@ -58,13 +58,14 @@ def most_similar(name: str, names: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(names), 1)), None)
 
 
-def html_table(title: str, rows: Iterable[Sequence[Any]]) -> str:
+def html_table(title: str, rows: Iterable[Sequence[Any]], head: Sequence[str] = ()) -> str:
     """A table in HTML. Its cells are plain text, so they are escaped.
 
     >>> html_table("a < b", [("x", 1)])
     '<table><caption>a &lt; b</caption><tr><td>x</td><td>1</td></tr></table>'
     """
-    cells = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
+    cells = ["".join(f"<th>{escape(name)}</th>" for name in head)] if head else []
+    cells += ["".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows]
     return f"<table><caption>{escape(title)}</caption>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 

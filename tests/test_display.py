@@ -64,7 +64,7 @@ class Cells(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: Any) -> None:
         self.tags.add(tag)
-        if tag in ("td", "caption", "pre"):
+        if tag in ("td", "th", "caption", "pre"):
             self.cells.append("")
 
     def handle_data(self, data: str) -> None:
@@ -173,6 +173,25 @@ def test_the_repr_of_a_tuning_result_has_the_fastest_kernel(registry: Registry) 
     assert repr(TuningResult((success,))) == "TuningResult(1 result: scale by one in 0.5 ms)"
     assert repr(TuningResult()) == "TuningResult(0 results)"
     assert len(repr(TuningResult((success,) * 100))) < 200
+
+
+def test_a_notebook_shows_a_tuning_result_as_a_table(registry: Registry) -> None:
+    inv = registry.invocation("scale", X, mode="<i>")
+    entries = (Entry("one", Config(), 0.5, 0.01), Entry("one", Config(9), reason="wrong: 1 < 2", is_usual=True))
+    provenance = Provenance(when="", device="d", milliseconds=0.5, backends=("one",))
+    tuned = Tuned((inv.key,), str(inv), entries, (Record(Config(), "one", provenance),), 2.0, ("checked < by hand",))
+    html = Cells(TuningResult((tuned,))._repr_html_())
+    assert html.tags == {"table", "caption", "tr", "th", "td", "pre"}
+    title, *cells, notes = html.cells
+    assert title == f"{inv}, in 2.0 s"
+    assert cells == [
+        *("", "backend", "configuration", "ms", "spread", "out because"),
+        *("*", "one", "Config(\n<b>64</b> & 'x')", "0.5", "0.01", ""),
+        *("", "one", "Config(\n<b>9</b> & 'x') (heuristic)", "", "", "wrong: 1 < 2"),
+    ]
+    assert notes == "checked < by hand"
+    assert TuningResult((tuned, tuned))._repr_html_() == 2 * tuned._repr_html_()
+    assert Cells(TuningResult()._repr_html_()).cells == ["nothing was tuned"]
 
 
 def test_the_repr_of_a_kernel_objects_invocation_has_no_values() -> None:

@@ -10,12 +10,15 @@ import attrs
 import jax
 
 from ejkernel_core._devices import device_name, processor
-from ejkernel_core._display import one_line, quantity
+from ejkernel_core._display import html_table, html_text, one_line, quantity
 from ejkernel_core._errors import RecordError
 from ejkernel_core._keys import Key
 from ejkernel_core._measurement import Entry
 from ejkernel_core._records import SCHEMA, Provenance, Record, record_from_json, record_to_json
 from ejkernel_core._scopes import leave, overlay_cache
+
+#: The columns of the table of one result.
+COLUMNS = ("", "backend", "configuration", "ms", "spread", "out because")
 
 
 @attrs.frozen
@@ -42,8 +45,9 @@ class Tuned:
         winner = "no result" if best is None else f"{best.backend} with {best.cfg}{_time(best)}"
         return f"Tuned({one_line(f'{self.keys[0].op}: {winner}')})"
 
-    def __str__(self) -> str:
-        rows = [
+    def _rows(self) -> list[tuple[str, ...]]:
+        """A row for each configuration, under ``COLUMNS``."""
+        return [
             (
                 "*" if self.records and number == 0 else "",
                 entry.backend,
@@ -54,10 +58,17 @@ class Tuned:
             )
             for number, entry in enumerate(self.entries)
         ]
-        table = _table(("", "backend", "configuration", "ms", "spread", "out because"), rows)
-        return "\n".join(
-            [f"{self.description}, in {self.seconds:.1f} s", *table, *(f"  {note}" for note in self.notes)]
-        )
+
+    @property
+    def _title(self) -> str:
+        return f"{self.description}, in {self.seconds:.1f} s"
+
+    def __str__(self) -> str:
+        return "\n".join([self._title, *_table(COLUMNS, self._rows()), *(f"  {note}" for note in self.notes)])
+
+    def _repr_html_(self) -> str:
+        notes = "\n".join(self.notes)
+        return html_table(self._title, self._rows(), COLUMNS) + (html_text(notes) if notes else "")
 
 
 @attrs.frozen
@@ -95,6 +106,9 @@ class TuningResult:
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.tuned)) or "nothing was tuned"
+
+    def _repr_html_(self) -> str:
+        return "".join(tuned._repr_html_() for tuned in self.tuned) or html_text(self)
 
     # -- as an overlay -------------------------------------------------------------------------------------------
 
