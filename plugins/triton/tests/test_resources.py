@@ -2,7 +2,7 @@
 
 They are in `resources.json`, with a hash of what decides them. Few of those whose hash has changed are compiled
 at once, the others in the long sweep, with a tenth of the recorded ones. To record them:
-`python -m ejkernel_triton.interpreter --lock plugins/triton/tests/resources.json --write`
+`ejkernel triton resources --lock plugins/triton/tests/resources.json --write`
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel_core
-from ejkernel_triton.interpreter import __main__ as command
-from ejkernel_triton.interpreter import _resources, compiled_for
+from ejkernel_cli import main
+from ejkernel_triton.interpreter import _resources, _table, compiled_for
 from ejkernel_triton.interpreter._lock import Lock, key
 from ejkernel_triton.interpreter._resources import (
     CARDS,
@@ -224,10 +224,19 @@ def test_what_has_changed_is_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
+def run_command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
+    """The exit code of `ejkernel triton resources`, and what it prints to both streams."""
+    with pytest.raises(SystemExit) as exit_:
+        main(["triton", "resources", *words])
+    captured = capsys.readouterr()
+    return exit_.value.code, captured.out, captured.err
+
+
 def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--card", A100, "--kernel", "flash_attention.triton", "--example", "H16 D64 bfloat16 causal"]
-    assert command.main([*options, "--lock", str(LOCK_FILE)]) == 0
-    title, _, row, *_ = capsys.readouterr().out.splitlines()
+    code, output, _ = run_command(capsys, *options, "--lock", str(LOCK_FILE))
+    assert code == 0
+    title, _, row, *_ = output.splitlines()
     assert title == (
         "| card | kernel | example | configuration | function | shared KiB | at most | registers | spilled bytes |"
     )
@@ -239,11 +248,13 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert [cell.strip() for cell in row.strip("|").split("|")] == cells
 
 
-def test_a_lock_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(Program, "compile", lambda program: Resources(0, 40, 0))
     file = tmp_path / "resources.json"
     options = ["--card", H200, "--kernel", "rms_norm_bwd.triton", "--example", "8192 x 8192"]
-    command.main([*options, "--lock", str(file), "--write"])
+    assert run_command(capsys, *options, "--lock", str(file), "--write")[0] == 0
     chosen = list(programs(cases([H200], ["rms_norm_bwd.triton"], "8192 x 8192")))
     assert all(Lock.read(file).get(program) == Resources(0, 40, 0) for _, program in chosen)
     assert len(file.read_text().splitlines()) == len(chosen) + 2
@@ -255,18 +266,29 @@ def test_a_complete_lock_file_has_no_rows_of_removed_cases(tmp_path: Path) -> No
     lock = Lock({key(case, program): (program.digest, resources) for case, program in programs(chosen)})
     file = tmp_path / "resources.json"
     for is_complete, count in ((False, len(chosen)), (True, 1)):
-        list(command.write(lock, chosen[:1], file, is_complete))
+        list(_table.write(lock, chosen[:1], file, is_complete))
         assert len(Lock.read(file).rows) == count
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [(["--card", "NVIDIA K80"], "invalid choice: 'NVIDIA K80'"), (["--write"], "--write needs --lock")],
+    ("options", "code", "message"),
+    [
+        (["--card", "NVIDIA K80"], 2, "--card: there is no 'NVIDIA K80'; there are NVIDIA H200, "),
+        (["--kernel", "flash"], 2, "--kernel: there is no 'flash'; there are flash_attention.gluon_sm90, "),
+        (["--write"], 2, "--write needs --lock"),
+        (["--lock", "FILE"], 1, "cannot be read: Expecting value"),
+    ],
 )
-def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
-    with pytest.raises(SystemExit):
-        command.main(options)
-    assert message in capsys.readouterr().err
+def test_wrong_options_are_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], code: int, message: str
+) -> None:
+    file = tmp_path / "resources.json"
+    file.write_text("no lock file")
+    words = [str(file) if word == "FILE" else word for word in options]
+    exit_code, _, error = run_command(capsys, *words)
+    assert exit_code == code
+    assert message in error
+    assert error.count("\n") == 1
 
 
 # -- loads -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ Shape = tuple[int, int]
 
 BLOCKS = (128, 256, 512, 1024)
 #: (queries, keys) of a block, by pass and generation, for 16-bit inputs: the quickest by the estimates of
-#: ``python -m ejkernel_pallas_tpu.testing``. Wider matrix units need larger blocks.
+#: ``ejkernel tpu``. Wider matrix units need larger blocks.
 FIRST: dict[str, dict[str, Shape]] = {
     "forward": {"v4": (512, 512), "v5e": (512, 512), "v5p": (512, 512), "v6e": (1024, 1024), "v7x": (1024, 1024)},
     "queries": {"v4": (256, 512), "v5e": (512, 512), "v5p": (512, 512), "v6e": (1024, 1024), "v7x": (1024, 1024)},
