@@ -78,22 +78,26 @@ def exponentials(example: Example, pass_name: str) -> int:
 # -- peers ------------------------------------------------------------------------------------------------------------
 
 
-def peers() -> dict[str, Peer]:
+def peers_of_gpus() -> dict[str, Peer]:
     """Those that are installed."""
-    installed: dict[str, Peer] = {"cuDNN": by_cudnn, "jax pallas-triton": by_pallas, "ejkernel xla": by_our_xla}
+    installed: dict[str, Peer] = {"cuDNN": by_cudnn, "jax pallas-triton": by_pallas}
     if is_installed("torch"):
         installed["torch FA2"] = by_torch
     return installed
 
 
 def _is_plain(arguments: Mapping[str, Any], *others: str) -> bool:
-    """Whether the call has no more than causality, grouped queries and these arguments."""
-    return set(arguments) <= {"query", "key", "value", "causal", *others}
+    """Whether the call has no more than causality, grouped queries and these arguments, and as many keys as queries:
+    elsewhere, causality may mean something else to others. A sequence of 3 axes, without a batch, is not plain either.
+    """
+    query, key = arguments["query"].shape, arguments["key"].shape
+    names = {name for name, value in arguments.items() if value is not None}
+    return names <= {"query", "key", "value", "causal", *others} and len(query) == 4 and query[1] == key[1]
 
 
 def by_cudnn(arguments: Mapping[str, Any]) -> Function | None:
     """Through ``jax.nn``, which has only causal windows."""
-    window, causal = arguments.get("sliding_window"), arguments["causal"]
+    window, causal = arguments.get("sliding_window"), arguments.get("causal", False)
     if not _is_plain(arguments, "sliding_window", "bias") or (window is not None and not causal):
         return None
     window_size = None if window is None else (window[0], 0)
@@ -106,11 +110,14 @@ def by_cudnn(arguments: Mapping[str, Any]) -> Function | None:
     return attention
 
 
-def by_jax_nn(arguments: Mapping[str, Any]) -> Function:
+def by_jax_nn(arguments: Mapping[str, Any]) -> Function | None:
     """By XLA through ``jax.nn``."""
+    if not _is_plain(arguments, "bias"):
+        return None
+    is_causal = arguments.get("causal", False)
 
-    def attention(query: Any, key: Any, value: Any) -> Any:
-        return jax.nn.dot_product_attention(query, key, value, is_causal=arguments["causal"], implementation="xla")
+    def attention(query: Any, key: Any, value: Any, bias: Any = None) -> Any:
+        return jax.nn.dot_product_attention(query, key, value, bias, is_causal=is_causal, implementation="xla")
 
     return attention
 
@@ -122,7 +129,7 @@ def by_pallas(arguments: Mapping[str, Any]) -> Function | None:
         return None
     from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
 
-    blocks, causal = BlockSizes(**PALLAS_BLOCKS), arguments["causal"]
+    blocks, causal = BlockSizes(**PALLAS_BLOCKS), arguments.get("causal", False)
 
     def attention(query: Any, key: Any, value: Any) -> Any:
         return mha(query, key, value, None, sm_scale=head_dim**-0.5, causal=causal, block_sizes=blocks)
@@ -150,7 +157,9 @@ def by_torch(arguments: Mapping[str, Any]) -> TorchFunction | None:
 
         heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            out = scaled_dot_product_attention(*heads_first, is_causal=arguments["causal"], enable_gqa=is_grouped)
+            out = scaled_dot_product_attention(
+                *heads_first, is_causal=arguments.get("causal", False), enable_gqa=is_grouped
+            )
         return out.transpose(1, 2)
 
     return TorchFunction(attention)

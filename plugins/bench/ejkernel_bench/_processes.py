@@ -16,5 +16,5 @@ def join_processes() -> None:
         return
     missing = [name for name in (COUNT, NUMBER) if name not in os.environ]
     if missing:
-        raise SystemExit(f"python -m ejkernel_bench: {ADDRESS} is set, and {', '.join(missing)} is not")
+        raise ValueError(f"{ADDRESS} is set, and {', '.join(missing)} is not")
     jax.distributed.initialize(os.environ[ADDRESS], int(os.environ[COUNT]), int(os.environ[NUMBER]))

@@ -12,6 +12,8 @@ import attrs
 import jax
 
 Cell = str | int | float
+#: Of what was not measured.
+ABSENT = "-"
 
 
 def _rows(rows: Iterable[Iterable[Cell]]) -> tuple[tuple[Cell, ...], ...]:
@@ -25,11 +27,29 @@ class Table:
     title: str
     columns: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
     rows: tuple[tuple[Cell, ...], ...] = attrs.field(converter=_rows)
+    #: The columns that a picture draws.
+    series: tuple[str, ...] = attrs.field(default=(), converter=tuple[str, ...])
 
     def __str__(self) -> str:
-        lines = [self.columns, *([_text(cell) for cell in row] for row in self.rows)]
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """Lines of at most this width where the cells allow it: columns that do not fit are in a part below.
+
+        Columns in which nothing was measured are left out.
+        """
+        shown = [place for place in range(len(self.columns)) if not self._is_empty(place)]
+        rows = [[cell_text(row[place]) for place in shown] for row in self.rows]
+        lines = [[self.columns[place] for place in shown], *rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join([self.title, *("  " + _aligned(line, widths) for line in lines)])
+        parts = []
+        for columns in _parts(widths, width):
+            part = [[line[column] for column in columns] for line in lines]
+            parts.append("\n".join("  " + _aligned(line, [widths[column] for column in columns]) for line in part))
+        return "\n".join([self.title, "\n\n".join(parts)])
+
+    def _is_empty(self, place: int) -> bool:
+        return bool(self.rows) and all(row[place] == ABSENT for row in self.rows)
 
 
 @attrs.frozen
@@ -49,7 +69,8 @@ class Bar:
     def __str__(self) -> str:
         side = "at least" if self.at_least else "at most"
         verdict = "held" if self.is_held else "NOT held"
-        return f"{self.name}: {_text(self.measured)} {self.unit}, {side} {_text(self.limit)} {self.unit}: {verdict}"
+        measured, limit = cell_text(self.measured), cell_text(self.limit)
+        return f"{self.name}: {measured} {self.unit}, {side} {limit} {self.unit}: {verdict}"
 
 
 @attrs.frozen
@@ -64,7 +85,11 @@ class Report:
     text: str = ""
 
     def __str__(self) -> str:
-        parts = [*([self.text] if self.text else []), *map(str, self.tables)]
+        return self.in_columns()
+
+    def in_columns(self, width: int | None = None) -> str:
+        """The report in lines of at most this width, as far as its tables can be divided."""
+        parts = [*([self.text] if self.text else []), *(table.text(width) for table in self.tables)]
         parts += ["\n".join(map(str, self.bars))] if self.bars else []
         parts += ["\n".join(f"WRONG: {fault}" for fault in self.faults)] if self.faults else []
         return "\n\n".join(parts)
@@ -107,7 +132,8 @@ def heading() -> str:
     return f"Python {values['python']}, {versions}, on {values['device']}, {values['cores']} cores{load}"
 
 
-def _text(cell: Cell) -> str:
+def cell_text(cell: Cell) -> str:
+    """A cell as a table shows it."""
     if isinstance(cell, str):
         return cell
     if isinstance(cell, int) or cell == 0:
@@ -115,6 +141,17 @@ def _text(cell: Cell) -> str:
     if not 0.01 <= abs(cell) < 1e7:
         return f"{cell:.1e}"
     return f"{cell:.3g}" if abs(cell) < 1000 else f"{cell:.0f}"
+
+
+def _parts(widths: Sequence[int], width: int | None) -> list[list[int]]:
+    """The places of the columns in each part of a table. Every part begins with the first column."""
+    parts: list[list[int]] = [[0]]
+    for column in range(1, len(widths)):
+        taken = 2 + sum(widths[place] + 2 for place in parts[-1])
+        if width is not None and taken + widths[column] > width and len(parts[-1]) > 1:
+            parts.append([0])
+        parts[-1].append(column)
+    return parts
 
 
 def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:

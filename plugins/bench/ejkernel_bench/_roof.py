@@ -20,7 +20,10 @@ class Card:
 
 
 #: 132 multiprocessors at 1.83 GHz: 4,096 operations of products each, and 16 exponentials.
-CARDS = {"NVIDIA H200": Card(flops=989e12, bytes=4.8e12, exponentials=132 * 16 * 1.83e9)}
+CARDS = {
+    "NVIDIA H200": Card(flops=989e12, bytes=4.8e12, exponentials=132 * 16 * 1.83e9),
+    "NVIDIA H100 80GB HBM3": Card(flops=989e12, bytes=3.35e12, exponentials=132 * 16 * 1.83e9),
+}
 
 
 def least_seconds(example: Example, pass_name: str, card: Card) -> dict[str, float]:

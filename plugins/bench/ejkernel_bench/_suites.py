@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -67,3 +67,13 @@ def suites() -> dict[str, Suite]:
         # A distribution that is on the path twice counts once.
         entries.setdefault(point.name, {}).setdefault((point.value, entry.distribution), entry)
     return {name: Suite(name, tuple(of_name.values())) for name, of_name in sorted(entries.items())}
+
+
+def peers_of(operation: str) -> Mapping[str, Any]:
+    """The peers of the suite with the name of an operation, by its module's function ``peers``; none without it."""
+    suite = suites().get(operation)
+    if suite is None:
+        return {}
+    run, _ = suite.load()
+    peers = getattr(inspect.getmodule(run), "peers", None)
+    return peers() if callable(peers) else {}

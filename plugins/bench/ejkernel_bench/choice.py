@@ -13,7 +13,8 @@ from ejkernel_core import Example, Key, NoKernel, policy_override, registry
 from ejkernel_ops.flash_attention.sizes import COMMON, VARIED
 
 from ._calls import PASSES, Inputs, Run, by_core, draw, jitted
-from ._report import Bar, Report, Table
+from ._report import Bar, Report
+from ._rows import Rows
 from ._timing import in_bursts
 from .flash_attention import SECONDS
 from .tuning import temporary_store
@@ -34,7 +35,9 @@ def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
 
 def compare(examples: Sequence[Example], backends: Sequence[str], rounds: int) -> Report:
     """One row for each example and pass: the time of the choice, and that of each backend, tuned alone."""
-    rows, bars = [], []
+    columns = ("", "chosen", *backends, "chosen / best", "by")
+    rows = Rows(f"milliseconds, medians of {rounds} rounds in turn", columns, series=("chosen", *backends))
+    bars: list[Bar] = []
     with policy_override(autotune=True, budget_s=BUDGET_S):
         for example in examples:
             inputs = draw(example)
@@ -51,10 +54,9 @@ def compare(examples: Sequence[Example], backends: Sequence[str], rounds: int) -
                 seconds = {name: times[program].median for name, program in programs.items()}
                 ratio = seconds["chosen"] / min(seconds[backend] for backend in backends if backend in seconds)
                 medians = [1e3 * seconds[name] if name in seconds else "-" for name in contenders]
-                rows.append((f"{example.name}, {pass_name}", *medians, ratio, programs["chosen"]))
+                rows.add(f"{example.name}, {pass_name}", *medians, ratio, programs["chosen"])
                 bars.append(Bar(f"{example.name}, {pass_name}: chosen / best", ratio, LIMIT, "times"))
-    columns = ("", *contenders, "chosen / best", "chosen")
-    return Report("choice", [Table(f"milliseconds, medians of {rounds} rounds in turn", columns, rows)], bars)
+    return Report("choice", [rows.table()], bars)
 
 
 def _tune(example: Example, backend: str | None, inputs: Inputs) -> dict[str, tuple[str, Run]]:

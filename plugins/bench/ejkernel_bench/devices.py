@@ -22,12 +22,12 @@ JAX_COORDINATOR_ADDRESS (such as localhost:7000), JAX_NUM_PROCESSES and JAX_PROC
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import attrs
+import click
 import jax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -39,7 +39,8 @@ from ejkernel_ops import flash_attention, rms_norm
 from ._calls import describe_fault
 from ._devices import AXIS, FUNCTIONS, Program, compiled, draw, faults, placed, timed
 from ._overlap import hidden_share
-from ._report import Bar, Cell, Report, Table, joined
+from ._report import Bar, Cell, Report, joined
+from ._rows import Rows, announce
 from ._timing import Times
 
 ROUNDS = 5
@@ -89,7 +90,7 @@ NORM, SMALL_NORM = (65536, 4096), (64, 32)
 def run(part: str | None = None, rounds: int = ROUNDS, small: bool = False) -> Report:
     """One part, or all. On several devices."""
     if part not in (None, *PARTS):
-        raise SystemExit(f"python -m ejkernel_bench devices: no part is called {part}; there are {', '.join(PARTS)}")
+        raise click.UsageError(f"no part of devices is called {part}; there are {', '.join(PARTS)}")
     if jax.device_count() < 2:
         return Report("devices", (), text="devices: there is one device here, and nothing was measured")
     if jax.default_backend() == "cpu" and not small:
@@ -156,7 +157,8 @@ def _rows(part: str, small: bool, rounds: int) -> Report:
 
 
 def _compare(part: str, subjects: Sequence[Subject], rounds: int) -> Report:
-    rows: list[tuple[Cell, ...]] = []
+    columns = ("", "median", "range", f"speed-up of {jax.device_count()}", "collectives", "kernels")
+    rows = Rows(_title(rounds), columns, series=("median",))
     bars: list[Bar] = []
     messages: list[str] = []
     for subject in subjects:
@@ -167,14 +169,13 @@ def _compare(part: str, subjects: Sequence[Subject], rounds: int) -> Report:
             times = timed(programs, rounds, subject.calls)
             for name, program in programs.items():
                 speed_up = times[ONE].median / times[name].median
-                rows.append(_row(f"{label}, {name}", times[name], speed_up, program))
+                rows.add(*_row(f"{label}, {name}", times[name], speed_up, program))
                 if subject.has_bar and name != ONE:
                     least = SHARDED_SHARE * jax.device_count()
                     bars.append(Bar(f"{label}, {name}: speed-up", speed_up, least, "times", at_least=True))
                     gathers = program.collectives().get("all-gather", 0)
                     bars.append(Bar(f"{label}, {name}", gathers, 0, "all-gathers in the text"))
-    columns = ("", "median", "range", f"speed-up of {jax.device_count()}", "collectives", "kernels")
-    return Report(part, [Table(_title(rounds), columns, rows)], bars, messages)
+    return Report(part, [rows.table()], bars, messages)
 
 
 def _right_programs(
@@ -205,7 +206,7 @@ def _right_programs(
         messages += wrong
         if not wrong:
             right[name] = program
-            print(f"{label}, {name}: right", file=sys.stderr, flush=True)
+            announce(f"{label}, {name}: right")
     return right, messages
 
 
@@ -239,7 +240,9 @@ def _context_programs(
 def _context(part: str, small: bool, rounds: int) -> Report:
     size = SMALL_SIZE if small else SIZES[part]
     kernels: dict[str, tuple[str | None, bool]] = {name: (name, True) for name in KERNELS}
-    rows: list[tuple[Cell, ...]] = []
+    columns = ("", "median", "range", "efficiency", "collectives", "kernels")
+    title = f"{size.length} tokens, {size.heads} heads, {size.kv_heads} key heads: {_title(rounds)}"
+    rows = Rows(title, columns, series=("median",))
     bars: list[Bar] = []
     messages: list[str] = []
     for pass_name in FUNCTIONS:
@@ -248,14 +251,13 @@ def _context(part: str, small: bool, rounds: int) -> Report:
         messages += new_messages
         times = timed(programs, rounds, size.calls)
         efficiency = {name: _efficiency(times, name) for name in programs}
-        rows += [_row(f"{pass_name}, {name}", times[name], efficiency[name], programs[name]) for name in programs]
+        for name in programs:
+            rows.add(*_row(f"{pass_name}, {name}", times[name], efficiency[name], programs[name]))
         chosen = _chosen(size)
         if size.length in EFFICIENCY and size.kv_heads < size.heads and chosen in efficiency:
             title = f"{pass_name}: efficiency of {chosen}, which the rule chooses"
             bars.append(Bar(title, efficiency[chosen], EFFICIENCY[size.length], "", at_least=True))
-    columns = ("", "median", "range", "efficiency", "collectives", "kernels")
-    title = f"{size.length} tokens, {size.heads} heads, {size.kv_heads} key heads: {_title(rounds)}"
-    return Report(part, [Table(title, columns, rows)], bars, messages)
+    return Report(part, [rows.table()], bars, messages)
 
 
 def _by_device(array: Any) -> Any:
@@ -283,19 +285,19 @@ def _overlap(part: str, small: bool, rounds: int) -> Report:
     contenders = _context_programs(size, "forward", kernels)
     programs, messages = _right_programs("ring", contenders, size.dtype, _by_device)
     times = timed(programs, rounds, size.calls)
-    rows: list[tuple[Cell, ...]] = []
+    columns = ("", "median", "range", "efficiency", "transfers hidden", "collectives", "kernels")
+    rows = Rows(_title(rounds), columns, series=("median",))
     bars: list[Bar] = []
     for name, program in programs.items():
         share = None if name == ONE else hidden_share(program)
         label, *cells = _row(f"ring, forward, {name}", times[name], _efficiency(times, name), program)
-        rows.append((label, *cells[:3], "-" if share is None else share, *cells[3:]))
+        rows.add(label, *cells[:3], "-" if share is None else share, *cells[3:])
         if name == "with overlap" and share is not None:
             bars.append(Bar("ring: share of transfers inside attention", share, HIDDEN, "", at_least=True))
     if {"with overlap", "without"} <= programs.keys() and not small:
         ratio = times["with overlap"].median / times["without"].median
         bars.append(Bar("ring: the time with overlap, over that without", ratio, 1.0, ""))
-    columns = ("", "median", "range", "efficiency", "transfers hidden", "collectives", "kernels")
-    return Report(part, [Table(_title(rounds), columns, rows)], bars, messages)
+    return Report(part, [rows.table()], bars, messages)
 
 
 PARTS: dict[str, Callable[[str, bool, int], Report]] = {

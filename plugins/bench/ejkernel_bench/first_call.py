@@ -22,6 +22,7 @@ from ._calls import describe, options_of, tolerance_of
 from ._fresh import in_new_process
 from ._peers import is_installed
 from ._report import Bar, Report, Table
+from ._rows import announce, announced_table
 from ._timing import Times
 
 ROUNDS = 5
@@ -86,6 +87,7 @@ def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
             first_call(name, example, backend, Path(folder, name))  # it fills the caches
         for number in range(rounds):
             for name in (OURS, PEER) if number % 2 == 0 else (PEER, OURS):
+                announce(f"{name}: round {number + 1} of {rounds}, with empty compile caches and with full ones")
                 with tempfile.TemporaryDirectory() as empty_folder:
                     calls.setdefault((name, EMPTY), []).append(first_call(name, example, backend, Path(empty_folder)))
                 calls.setdefault((name, FULL), []).append(first_call(name, example, backend, Path(folder, name)))
@@ -124,7 +126,7 @@ def _table(example: Example, rounds: int, calls: dict[tuple[str, str], list[Firs
     state = "installed" if is_installed("torch") else "not installed"
     title = f"{example.name}: the first call in a new process, seconds, {rounds} processes each in turn; torch {state}"
     columns = ("", "kernel", "compile caches", "median", "least", "greatest", "torch imported")
-    return Table(title, columns, [_row(name, caches, row) for (name, caches), row in calls.items()])
+    return announced_table(title, columns, [_row(name, caches, row) for (name, caches), row in calls.items()])
 
 
 def _row(name: str, caches: str, calls: Sequence[FirstCall]) -> tuple[Any, ...]:

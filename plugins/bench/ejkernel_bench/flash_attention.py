@@ -13,10 +13,11 @@ import jax
 from ejkernel_core import Example
 from ejkernel_ops.flash_attention.sizes import COMMON, VARIED, self_attention
 
-from ._attention import flops, peers
+from ._attention import by_jax_nn, by_our_xla, flops, peers_of_gpus
 from ._calls import PASSES, Inputs, Pass, Run, by_core, correct_runs, draw, jitted, tolerance_of
 from ._peers import Peer, pass_of
-from ._report import Bar, Cell, Report, Table
+from ._report import Bar, Cell, Report
+from ._rows import Rows
 from ._timing import Times, in_bursts
 
 #: For each of the common sizes, the most TFLOP/s of a plain Triton kernel on an H200, forward and both passes.
@@ -46,15 +47,23 @@ def run(backend: str | None = None, rounds: int = ROUNDS, with_peers: bool = Fal
     """On a GPU; alone, or with the installed peers."""
     if jax.default_backend() != "gpu":
         return Report("flash_attention", (), text="flash_attention: there is no GPU here, and nothing was measured")
-    return compare([*COMMON, *VARIED], backend, rounds, peers() if with_peers else {})
+    others = {**peers_of_gpus(), "ejkernel xla": by_our_xla} if with_peers else {}
+    return compare([*COMMON, *VARIED], backend, rounds, others)
+
+
+def peers() -> dict[str, Peer]:
+    """The peers of a call at any shape, on this device."""
+    return {"jax.nn": by_jax_nn, **(peers_of_gpus() if jax.default_backend() == "gpu" else {})}
 
 
 def compare(examples: Sequence[Example], backend: str | None, rounds: int, others: Mapping[str, Peer]) -> Report:
     """One row for each example and pass: our time and rate, and the times of the others."""
-    rows: list[tuple[Cell, ...]] = []
     faults: list[str] = []
     rates: dict[tuple[str, str], tuple[float, Mapping[str, Times]]] = {}
     ours = f"ejkernel {backend}" if backend else "ejkernel"
+    ratios = [f"{name} / ours" for name in others if name in PEERS]
+    columns = ("", ours, "range", "TFLOP/s", *others, *ratios)
+    rows = Rows(f"milliseconds, medians of {rounds} rounds in turn, bfloat16", columns, series=(ours, *others))
     for example in examples:
         inputs = draw(example)
         expected = reference(example, inputs)()
@@ -71,11 +80,8 @@ def compare(examples: Sequence[Example], backend: str | None, rounds: int, other
             rate = flops(example, pass_name) / times[ours].median / 1e12
             rates[example.name, pass_name] = rate, times
             cells = (*times[ours].scaled(1e-3)[:2], rate, *_peer_cells(times, ours, others))
-            rows.append((f"{example.name}, {pass_name}", *cells))
-    ratios = [f"{name} / ours" for name in others if name in PEERS]
-    columns = ("", ours, "range", "TFLOP/s", *others, *ratios)
-    table = Table(f"milliseconds, medians of {rounds} rounds in turn, bfloat16", columns, rows)
-    return Report("flash_attention", [table], list(_bars(rates)), faults)
+            rows.add(f"{example.name}, {pass_name}", *cells)
+    return Report("flash_attention", [rows.table()], list(_bars(rates)), faults)
 
 
 def reference(example: Example, inputs: Inputs) -> Pass:

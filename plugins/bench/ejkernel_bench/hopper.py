@@ -6,7 +6,6 @@ each kernel that it chooses from. Short calls take Python longer than the device
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from statistics import geometric_mean
@@ -32,8 +31,9 @@ from ._calls import (
     tolerance_of,
 )
 from ._peers import Peer, pass_of
-from ._report import Bar, Cell, Report, Table
+from ._report import Bar, Cell, Report
 from ._roof import CARDS, least_seconds
+from ._rows import Rows, announce
 from ._threads import in_threads
 from ._timing import Times, on_the_device
 from .flash_attention import LONG, reference
@@ -86,7 +86,7 @@ class _Contenders:
 def compare(examples: Sequence[Example], backend: str | None, rounds: int, cudnn: Peer) -> Report:
     """One row for each example and pass. All are compiled first, in parallel; the device runs one thing at a time.
 
-    It takes minutes, so that each time is printed when it is measured.
+    It takes minutes, so each row is announced when it is measured.
     """
     faults: list[str] = []
 
@@ -97,9 +97,12 @@ def compare(examples: Sequence[Example], backend: str | None, rounds: int, cudnn
             faults.append(f"{example.name}: {describe_fault(fault)}")
             return None
 
+    announce(f"compiling {len(examples)} calls for all contenders")
     all_contenders = [contenders for contenders in in_threads(prepared, examples) if contenders is not None]
     in_threads(_compile, [run for contenders in all_contenders for run in contenders.runs()])
-    rows: list[tuple[Cell, ...]] = []
+    columns = ("", OURS, "range", "TFLOP/s", CUDNN, f"{CUDNN} / {OURS}", *KERNELS, "over the best")
+    title = f"milliseconds on the device, medians of {rounds} rounds in turn"
+    rows = Rows(title, (*columns, "roof", "by", "kernels"), series=(OURS, CUDNN, *KERNELS))
     seconds: dict[tuple[str, str], Mapping[str, float]] = {}
     by_name = {example.name: example for example in examples}
     for contenders in all_contenders:
@@ -118,16 +121,12 @@ def compare(examples: Sequence[Example], backend: str | None, rounds: int, cudnn
             faults += new_faults
             if OURS in runs:
                 times = on_the_device(runs, rounds)
-                print(f"{example.name}, {pass_name}: {times[OURS].median * 1e3:.3g} ms", file=sys.stderr, flush=True)
                 seconds[example.name, pass_name] = {
                     name: contender_times.median for name, contender_times in times.items()
                 }
                 ratio = _over_best(seconds, example.name, pass_name)
-                rows.append(_row(example, pass_name, times, ratio, contenders.ours[pass_name].kernels()))
-    columns = ("", OURS, "range", "TFLOP/s", CUDNN, f"{CUDNN} / {OURS}", *KERNELS, "over the best")
-    title = f"milliseconds on the device, medians of {rounds} rounds in turn"
-    table = Table(title, (*columns, "roof", "by", "kernels"), rows)
-    return Report("hopper", [table], list(_bars(seconds, by_name)), faults)
+                rows.add(*_row(example, pass_name, times, ratio, contenders.ours[pass_name].kernels()))
+    return Report("hopper", [rows.table()], list(_bars(seconds, by_name)), faults)
 
 
 def _contenders(example: Example, backend: str | None, cudnn: Peer) -> _Contenders:

@@ -15,6 +15,11 @@ def run(
     return rms_norm.measure("layer_norm", by_torch, by_liger, backend, rounds, small, quick)
 
 
+def peers() -> dict[str, suite.Peer | None]:
+    """The peers of a call at any shape."""
+    return rms_norm.peers_of("layer_norm", by_torch, by_liger)
+
+
 def by_torch(x: Any, weight: Any) -> Any:
     """PyTorch's own, eager."""
     from torch.nn.functional import layer_norm

@@ -13,6 +13,7 @@ from ejkernel_ops.flash_attention.sizes import self_attention
 from ._calls import by_core, draw, kernels_of, with_gradients
 from ._fresh import in_new_process
 from ._report import Bar, Report, Table
+from ._rows import announced_table
 
 #: A length at which the dense scores alone have 8 GiB.
 SIZE = (1, 16384, 8, 64)
@@ -45,7 +46,7 @@ def measure(size: tuple[int, int, int, int], backend: str | None, rounds: int) -
     bars = [Bar(f"{name}, {example.name}", gib, LIMIT_GIB, "GiB") for name, gib in figures.items()]
     kernels = kernels_of(example, backend)
     title = f"{example.name}, {kernels}: memory of forward+backward beyond inputs and outputs"
-    return Table(title, ("", "GiB"), figures.items()), bars
+    return announced_table(title, ("", "GiB"), figures.items(), series=("GiB",)), bars
 
 
 def peak(size: tuple[int, int, int, int], backend: str | None) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from ejkernel_ops.flash_attention.sizes import self_attention
 from ._calls import options_of
 from ._fresh import in_new_process
 from ._report import Bar, Report, Table
+from ._rows import announced_table
 from ._timing import COLUMNS, Times, interleaved, once
 
 #: So small that hardly anything but the framework takes time.
@@ -110,7 +111,7 @@ def bare_function(arrays: tuple[jax.Array, ...], backend: str | None = None) -> 
 
 
 def _call_table(title: str, times: dict[str, Times], calls: int) -> Table:
-    return Table(
+    return announced_table(
         f"{title}, microseconds, of {calls} each in turn",
         ("", "median", "quartile range", "10 %", "90 %", "99 %"),
         [(name, *_microseconds(contender_times)) for name, contender_times in times.items()],
@@ -162,7 +163,7 @@ def disk_lookup(entries: int, lookups: int) -> tuple[Table, Bar, list[str]]:
         _, other = once(partial(lookup, _key_of_length(plan, entries + 1)))
     times = Times([seconds for seconds, _ in results])
     title = f"a cold lookup on disk among {entries} entries, milliseconds, {len(results)} keys"
-    table = Table(title, ("", *COLUMNS), [("a configuration that is there", *times.scaled(1e-3))])
+    table = announced_table(title, ("", *COLUMNS), [("a configuration that is there", *times.scaled(1e-3))])
     bar = Bar("a cold lookup on disk", times.median * 1e3, DISK_LIMIT_MS, "ms")
     lost = sum(result != record for _, result in results)
     faults = [f"{lost} of {len(results)} configurations on disk are not found"] if lost else []
@@ -195,7 +196,7 @@ def import_overhead(imports: int) -> tuple[Table, Bar]:
     jax_alone, jax_and_core = (Times([total for total, _ in samples[name]]) for name in ("jax", "core"))
     core_alone = Times([second_half for _, second_half in samples["core"]])
     times_by_name = {"import jax": jax_alone, "import jax, ejkernel_core": jax_and_core, "its second half": core_alone}
-    table = Table(
+    table = announced_table(
         f"imports, milliseconds, {imports} new processes each in turn",
         ("", *COLUMNS),
         [(name, *times.scaled(1e-3)) for name, times in times_by_name.items()],

@@ -13,6 +13,7 @@ import numpy as np
 from ejkernel_packed import mask_to_segment_ids, prepare_position_ids, prepare_sequence_ids
 
 from ._report import Bar, Report, Table
+from ._rows import Rows, announced_table
 from ._timing import COLUMNS, interleaved
 
 TOKENS, SEQUENCES = 1 << 20, 4096
@@ -34,7 +35,10 @@ def token_ids(tokens: int, sequences: int, rounds: int) -> tuple[Table, list[Bar
     """Positions and sequences of so many tokens, by our functions and by ``jnp.repeat``."""
     inner = np.random.default_rng(0).integers(0, tokens + 1, sequences - 1)
     bounds = jnp.asarray(np.concatenate([[0], np.sort(inner), [tokens]]), jnp.int32)
-    rows, bars, faults = [], [], []
+    title = f"{tokens} tokens in {sequences} sequences: milliseconds, {rounds} rounds in turn"
+    rows = Rows(title, ("", *COLUMNS), series=("median",))
+    bars: list[Bar] = []
+    faults: list[str] = []
     for name, ours, repeated in (
         ("prepare_position_ids", prepare_position_ids, _positions),
         ("prepare_sequence_ids", prepare_sequence_ids, _sequences),
@@ -43,10 +47,10 @@ def token_ids(tokens: int, sequences: int, rounds: int) -> tuple[Table, list[Bar
         result, expected = (np.asarray(run()) for run in runs.values())
         faults += [] if np.array_equal(result, expected) else [f"{name} differs from jnp.repeat"]
         our_times, peer_times = (times := interleaved(runs, rounds)).values()
-        rows += [(name, *contender_times.scaled(1e-3)) for name, contender_times in times.items()]
+        for contender, contender_times in times.items():
+            rows.add(contender, *contender_times.scaled(1e-3))
         bars.append(Bar(f"{name} / jnp.repeat", our_times.median / peer_times.median, LIMIT, "times"))
-    title = f"{tokens} tokens in {sequences} sequences: milliseconds, {rounds} rounds in turn"
-    return Table(title, ("", *COLUMNS), rows), bars, faults
+    return rows.table(), bars, faults
 
 
 def mask_ids(length: int, rounds: int) -> tuple[Table, Bar, list[str]]:
@@ -71,7 +75,7 @@ def mask_ids(length: int, rounds: int) -> tuple[Table, Bar, list[str]]:
     )
     title = f"mask_to_segment_ids, {length} x {length}: milliseconds, {rounds} rounds in turn"
     return (
-        Table(
+        announced_table(
             title, ("", *COLUMNS), [(name, *contender_times.scaled(1e-3)) for name, contender_times in times.items()]
         ),
         bar,

@@ -1,16 +1,14 @@
-"""``python -m ejkernel_bench.records FOLDER [operation ...]``: tune what benchmarks measure, and write the records.
+"""The records of the calls that benchmarks measure: tuned, and written as packages of records have them.
 
-FOLDER gets a file ``<device>/<operation>.jsonl`` with the best configuration of each call, as packages of records have
-them. The measurements themselves are stored in ``FOLDER/measurements``, so that an interrupted run can be continued;
-several cards can share the work by ``--part``.
+The measurements are stored in a folder of their own, so that an interrupted run can be continued; several cards can
+share the work.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import jax
@@ -26,32 +24,28 @@ from ejkernel_tuning import autotune_recorded, recording
 from ._calls import abstract_inputs, benchmark_examples, by_core, shapes_of, with_gradients
 from .tuning import store_in
 
-#: For one measurement. What still compiles at its end would disturb the next one.
-SECONDS = 60.0
 MEASUREMENTS = "measurements"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 1 where a call could not be measured."""
-    parser = argparse.ArgumentParser("python -m ejkernel_bench.records", description=(__doc__ or "").partition(": ")[2])
-    parser.add_argument("folder", type=Path, help="where the records go")
-    parser.add_argument("operations", nargs="*", metavar="operation", help="all that have examples, by default")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for each call at most")
-    parser.add_argument("--part", default="1/1", metavar="I/N", help="every N-th of the examples, from the I-th on")
-    options = parser.parse_args(arguments)
-    registry = ejkernel_core.registry
-    part, parts = map(int, options.part.split("/"))
-    failures = 0
-    with store_in(options.folder / MEASUREMENTS):
-        for operation in options.operations or registry.names(OPERATIONS):
-            for example in benchmark_examples(operation)[part - 1 :: parts]:
-                for inv in calls_of(example):
-                    for tuned in autotune_recorded([inv], options.seconds).tuned:
-                        failures += not tuned.records
-                        print(example.name, tuned, sep="\n", flush=True)
-    for file in write_records(options.folder):
-        print(file)
-    return 1 if failures else 0
+def measure(
+    folder: Path, operations: Sequence[str], seconds: float, part: tuple[int, int], report: Callable[[str], object]
+) -> int:
+    """Tune the examples of these operations, by default of all, each for at most so many seconds.
+
+    ``part`` is (i, n): every n-th of the examples, from the i-th on. Every result is reported when it is there. Returns
+    the number of calls that could not be measured.
+    """
+    registry, (number, count), failures = ejkernel_core.registry, part, 0
+    operations = operations or registry.names(OPERATIONS)
+    examples = [example for operation in operations for example in benchmark_examples(operation)[number - 1 :: count]]
+    with store_in(folder / MEASUREMENTS):
+        for place, example in enumerate(examples, 1):
+            report(f"{place} of {len(examples)}: {example.op} {example.name}")
+            for inv in calls_of(example):
+                for tuned in autotune_recorded([inv], seconds).tuned:
+                    failures += not tuned.records
+                    report(str(tuned))
+    return failures
 
 
 def calls_of(example: Example) -> list[Invocation]:
@@ -104,7 +98,3 @@ def _call(line: str) -> str:
 
 def _sorted(lines: Iterable[str]) -> list[str]:
     return sorted(lines, key=_call)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

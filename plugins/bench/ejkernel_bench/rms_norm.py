@@ -22,7 +22,8 @@ from ejkernel_ops.rms_norm.examples import large, sweep
 from . import suite
 from ._calls import PASSES, Function, Inputs, Pass, correct_runs, jitted
 from ._errors import TOLERANCE
-from ._report import Bar, Cell, Report, Table, joined
+from ._report import Bar, Report, joined
+from ._rows import Rows
 from ._threads import in_threads
 from ._timing import on_the_device
 
@@ -55,6 +56,20 @@ def run(
     return measure("rms_norm", by_torch, by_liger, backend, rounds, small, quick)
 
 
+def peers() -> dict[str, suite.Peer | None]:
+    """The peers of a call at any shape."""
+    return peers_of("rms_norm", by_torch, by_liger)
+
+
+def peers_of(operation: str, torch_norm: TorchNorm, liger_norm: TorchNorm) -> dict[str, suite.Peer | None]:
+    """XLA's fusions, and the implementations for PyTorch where they are installed."""
+    return {
+        XLA: partial(_by_xla, operation == "layer_norm"),
+        "torch": suite.optional(partial(_torch_peer, torch_norm), "torch"),
+        "Liger": suite.optional(partial(_torch_peer, liger_norm), "torch", "liger_kernel"),
+    }
+
+
 def measure(
     operation: str,
     torch_norm: TorchNorm,
@@ -72,11 +87,7 @@ def measure(
         return suite.run(operation)
     is_centered = operation == "layer_norm"
     peers: dict[str, dict[str, suite.Peer | None]] = {
-        operation: {
-            XLA: partial(_by_xla, is_centered),
-            "torch": suite.optional(partial(_torch_peer, torch_norm), "torch"),
-            "Liger": suite.optional(partial(_torch_peer, liger_norm), "torch", "liger_kernel"),
-        },
+        operation: peers_of(operation, torch_norm, liger_norm),
         f"{operation}_bwd": {XLA: partial(_gradients_by_xla, is_centered)},
         f"{operation}_quantized": {XLA: partial(_quantized_by_xla, is_centered)},
     }
@@ -220,7 +231,9 @@ def between_products(operation: str, sizes: Sequence[tuple[int, int, int]], back
     by_xla = _by_xla(operation == "layer_norm", {})
     norms: dict[str, Function] = {OURS: partial(ejkernel_core.call, operation, backend=backend), XLA: by_xla}
     reference = _between(by_xla, "highest")
-    rows: list[tuple[Cell, ...]] = []
+    name = f"{operation} between products"
+    columns = ("rows x dim x columns", OURS, "range", XLA, "range", f"{XLA} / {OURS}", "kernels")
+    rows = Rows(f"{name}: milliseconds, medians of {rounds} rounds in turn", columns, series=(OURS, XLA))
     bars: list[Bar] = []
     faults: list[str] = []
     inputs = {size: _inputs_of_products(*size) for size in sizes}
@@ -238,13 +251,10 @@ def between_products(operation: str, sizes: Sequence[tuple[int, int, int]], back
         if len(correct) == len(by_name):
             times = on_the_device(correct, rounds)
             ratio = times[XLA].median / times[OURS].median
-            cells = [cell for name in by_name for cell in times[name].scaled(1e-3)[:2]]
-            rows.append((label, *cells, ratio, by_name[OURS].kernels()))
+            cells = [cell for contender in by_name for cell in times[contender].scaled(1e-3)[:2]]
+            rows.add(label, *cells, ratio, by_name[OURS].kernels())
             bars.append(Bar(f"{label}: over {XLA}", ratio, BETWEEN_PRODUCTS, "times", at_least=True))
-    name = f"{operation} between products"
-    columns = ("rows x dim x columns", OURS, "range", XLA, "range", f"{XLA} / {OURS}", "kernels")
-    table = Table(f"{name}: milliseconds, medians of {rounds} rounds in turn", columns, rows)
-    return Report(name, [table], bars, faults)
+    return Report(name, [rows.table()], bars, faults)
 
 
 def _between(norm: Function, precision: str | None = None) -> Function:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -36,6 +36,7 @@ from ._calls import (
     with_gradients,
 )
 from ._report import Bar, Report, Table
+from ._rows import announce
 from ._timing import in_bursts
 
 COUNT = 1000
@@ -89,7 +90,16 @@ def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
     workers = max(1, min(28, (os.cpu_count() or 2) - 2))
     with ProcessPoolExecutor(workers, context, _set_lock, (context.Lock(),)) as pool:
         families = random_families(COUNT // len(OFFSETS), np.random.default_rng(0))
-        return report(list(pool.map(partial(measure, backend=backend, rounds=rounds), families)))
+        results = pool.map(partial(measure, backend=backend, rounds=rounds), families)
+        return report(list(_counted(results, len(families))))
+
+
+def _counted(results: Iterable[FamilyResult], count: int) -> Iterator[FamilyResult]:
+    """The results, each of which is announced."""
+    for number, result in enumerate(results, 1):
+        faults = f", {len(result.faults)} faults" if result.faults else ""
+        announce(f"{number} of {count} families of shapes: {len(result.seconds)} passes{faults}")
+        yield result
 
 
 def _set_lock(lock: AbstractContextManager[Any]) -> None:

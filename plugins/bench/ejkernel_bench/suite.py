@@ -17,12 +17,11 @@ A suite is a short module::
         return suite.run("rms_norm", {"XLA": by_xla}, MINIMA, names=names, backend=backend, rounds=rounds)
 
 and an entry point ``rms_norm = "my_package.rms_norm"`` in the group ``ejkernel.benchmarks``. Its name is given to
-``python -m ejkernel_bench``.
+``ejkernel bench``.
 '''
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -55,6 +54,7 @@ from ._calls import (
 )
 from ._peers import Peer, TorchFunction, bound, is_installed, optional, program_of
 from ._report import Bar, Cell, Report, Table
+from ._rows import Rows, announce
 from ._threads import in_threads
 from ._timing import MixedClocks, Times, in_bursts, on_the_device
 
@@ -67,8 +67,10 @@ __all__ = [
     "Minimum",
     "Peer",
     "Report",
+    "Rows",
     "Table",
     "TorchFunction",
+    "announce",
     "is_installed",
     "optional",
     "run",
@@ -152,30 +154,32 @@ def run(
     if backends is None or backend is not None:
         backends = registry.backends(operation) if backend is None else ()
     contenders = _Contenders(registry, backend, tuple(backends), installed)
-    measurements: list[Measurement] = []
-    faults: list[str] = []
-    for programs in in_threads(contenders.programs, examples):
-        new_measurements, new_faults = _measure(programs, registry, rounds)
-        measurements += new_measurements
-        faults += new_faults
     start = ("", OURS, "range", "TFLOP/s", "TB/s", "of copy rate")
     others = (column for name in (COPY, *contenders.names()) for column in (name, "range"))
     title = f"{operation}: milliseconds, medians of {rounds} rounds in turn"
-    rows = [measurement.row(contenders.names()) for measurement in measurements]
+    rows = Rows(title, (*start, *others, "kernels"), series=(OURS, COPY, *contenders.names()))
+    announce(f"{operation}: compiling {len(examples)} calls for all contenders")
+    measurements: list[Measurement] = []
+    faults: list[str] = []
+    for programs in in_threads(contenders.programs, examples):
+        for measurement in _measure(programs, registry, rounds, faults):
+            measurements.append(measurement)
+            rows.add(*measurement.row(contenders.names()))
     absent = [name for name in peers or {} if name not in installed]
     text = f"{operation}: not installed, and not measured: {', '.join(absent)}" if absent else ""
-    table = Table(title, (*start, *others, "kernels"), rows)
-    return Report(operation, [table], list(_bars(measurements, minima)), faults, text)
+    return Report(operation, [rows.table()], list(_bars(measurements, minima)), faults, text)
 
 
-def _measure(programs: _Programs, registry: Registry, rounds: int) -> tuple[list[Measurement], list[str]]:
-    """The passes of an example whose results are right, and the faults."""
-    example, faults, measurements = programs.example, list(programs.faults), []
+def _measure(programs: _Programs, registry: Registry, rounds: int, faults: list[str]) -> Iterator[Measurement]:
+    """The passes of an example whose results are right, one by one. What is wrong is added to the faults."""
+    example = programs.example
+    faults += programs.faults
     try:
         inputs = draw(example, registry)
         expected = {pass_name: programs.results(pass_name, inputs) for pass_name in programs.expected}
     except Exception as fault:  # the other examples are measured all the same
-        return [], [*faults, f"{example.name}: {describe_fault(fault)}"]
+        faults.append(f"{example.name}: {describe_fault(fault)}")
+        return
     for pass_name, results in expected.items():
         label, names = f"{pass_name}, {example.name}", inputs.names(pass_name)
         runs, new_faults = correct_runs(programs.runs(pass_name, inputs), label, results, names, tolerance_of(example))
@@ -183,10 +187,7 @@ def _measure(programs: _Programs, registry: Registry, rounds: int) -> tuple[list
         if OURS in runs:
             work = _work(example, pass_name, registry)
             times = _timed({**runs, COPY: _copy(work.bytes)}, rounds)
-            milliseconds = ", ".join(f"{name} {times[name].median * 1e3:.3g}" for name in times)
-            print(f"{example.op}, {label}: {milliseconds} ms", file=sys.stderr, flush=True)
-            measurements.append(Measurement(example, pass_name, work, times, _kernels(runs[OURS])))
-    return measurements, faults
+            yield Measurement(example, pass_name, work, times, _kernels(runs[OURS]))
 
 
 @attrs.frozen(eq=False)

@@ -25,6 +25,7 @@ from ejkernel_tuning import Tuned, autotune, tune
 from ._calls import describe, options_of
 from ._fresh import in_new_process
 from ._report import Bar, Report, Table
+from ._rows import announced_table
 from ._timing import COLUMNS, interleaved
 
 EXAMPLE = self_attention(2, 2048, 8, 64)
@@ -101,7 +102,8 @@ def against_the_heuristic(backend: str | None, rounds: int) -> tuple[Tuned, Tabl
     rows = [
         (name, str(plan.cfg), *times[name].scaled(1e-3)) for name, plan in zip(runs, (chosen, heuristic), strict=True)
     ]
-    table = Table(f"{EXAMPLE.name}: milliseconds, {rounds} rounds in turn", ("", "configuration", *COLUMNS), rows)
+    title = f"{EXAMPLE.name}: milliseconds, {rounds} rounds in turn"
+    table = announced_table(title, ("", "configuration", *COLUMNS), rows, series=("median",))
     ratio = times["tuned"].median / times["heuristic"].median
     return tuned, table, [Bar("tuned / heuristic", ratio, SLOWER_LIMIT, "times")], faults
 
@@ -121,7 +123,7 @@ def in_a_second_process(tuned: Tuned) -> tuple[Table, list[str]]:
     origin, cfg, seconds = in_new_process(_SECOND, *arguments)
     best = tuned.best
     is_right = best is not None and (origin, cfg) == ("disk", str(best.cfg))
-    table = Table("a second process", ("", "origin", "seconds to the plan"), [(cfg, origin, seconds)])
+    table = announced_table("a second process", ("", "origin", "seconds to the plan"), [(cfg, origin, seconds)])
     return table, [] if is_right else [f"the second process has {cfg}, origin {origin}"]
 
 

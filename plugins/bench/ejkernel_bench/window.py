@@ -12,6 +12,7 @@ from ejkernel_ops.flash_attention.sizes import self_attention
 from ._attention import sizes
 from ._calls import PASSES, Inputs, Results, by_core, draw, jitted, kernels_of, mismatches, tolerance_of, with_gradients
 from ._report import Bar, Report, Table
+from ._rows import Rows
 from ._timing import COLUMNS, interleaved
 
 SIZE = (1, 16384, 8, 64)
@@ -35,18 +36,20 @@ def compare(
     full = self_attention(*size)
     examples = {f"window {window}": self_attention(*size, window=window), "none": full}
     inputs = draw(full)
-    rows, bars = [], []
+    title = f"{full.name}, {kernels_of(full, backend)}: milliseconds, {rounds} rounds in turn"
+    rows = Rows(title, ("", *COLUMNS), series=("median",))
+    bars: list[Bar] = []
     faults: list[str] = []
     for pass_name in PASSES:
         runs = {name: jitted(by_core(example, backend), pass_name, inputs) for name, example in examples.items()}
         for name, example in examples.items():
             faults += _mismatches_at_the_end(f"{pass_name}, {example.name}", example, runs[name](), inputs)
         times = interleaved(runs, rounds, warm_up=0)
-        rows += [(f"{pass_name}, {name}", *contender_times.scaled(1e-3)) for name, contender_times in times.items()]
+        for name, contender_times in times.items():
+            rows.add(f"{pass_name}, {name}", *contender_times.scaled(1e-3))
         gain = times["none"].median / times[f"window {window}"].median
         bars.append(Bar(f"{pass_name}, {full.name}: none / window {window}", gain, MINIMUM, "times", at_least=True))
-    title = f"{full.name}, {kernels_of(full, backend)}: milliseconds, {rounds} rounds in turn"
-    return Table(title, ("", *COLUMNS), rows), bars, faults
+    return rows.table(), bars, faults
 
 
 def _mismatches_at_the_end(label: str, example: Example, results: Results, inputs: Inputs) -> Iterator[str]:

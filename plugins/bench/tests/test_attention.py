@@ -13,23 +13,20 @@ import numpy as np
 import pytest
 
 from ejkernel_bench import (
-    __main__ as command,
-)
-from ejkernel_bench import (
     _attention,
     _calls,
     _roof,
     _timing,
     attention,
     choice,
+    demonstration,
     flash_attention,
     hopper,
-    plot,
-    run,
     shapes,
     window,
 )
 from ejkernel_bench._calls import PASSES, by_core, describe, draw, with_gradients
+from ejkernel_bench._report import cell_text
 from ejkernel_bench._timing import Times
 from ejkernel_core import policy_override, registry
 from ejkernel_ops.flash_attention.sizes import COMMON, SCALED, VARIED, WITHOUT_CUDNN, self_attention
@@ -69,7 +66,7 @@ def wrong_kernels(monkeypatch):
         is_right = backend == "reference" or (backend == "xla" and example.dtype == "float32")
         return function if is_right else lambda **arrays: 1.01 * function(**arrays)
 
-    for module in (attention, flash_attention, hopper, run, shapes, window):
+    for module in (attention, flash_attention, hopper, demonstration, shapes, window):
         monkeypatch.setattr(module, "by_core", scaled_by_core)
 
 
@@ -171,15 +168,19 @@ def test_the_work_of_a_causal_call_is_half_of_a_full_one():
 
 
 def test_run_checks_and_explains():
-    report = run.measure(TINY, None, rounds=2)
+    report = demonstration.measure(TINY, None, rounds=2)
     assert report.faults == ()
     assert "flash_attention." in report.text
-    assert "d_value" in str(report)
-    assert "forward+backward" in str(report)
+    accuracy, pace = report.tables
+    assert [row[0] for row in accuracy.rows] == ["out", "d_query", "d_key", "d_value"]
+    assert all(0 <= row[1] <= row[3] for row in accuracy.rows)
+    assert [row[0] for row in pace.rows] == list(PASSES)
+    for _, ours, theirs, ratio, _ in pace.rows:
+        assert ratio == pytest.approx(theirs / ours)
 
 
 def test_run_reports_wrong_results(wrong_kernels):
-    report = run.measure(TINY, None, rounds=1)
+    report = demonstration.measure(TINY, None, rounds=1)
     assert {fault.partition(" ")[0] for fault in report.faults} == {"out", "d_query", "d_key", "d_value"}
 
 
@@ -430,28 +431,23 @@ def test_the_roof_is_the_greatest_of_the_limits():
     assert both["memory"] == pytest.approx(tokens * (2 * 16 * (6 * 4 + 6 * 2) + 2 * 4 * 4) / 1e12)
 
 
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def test_the_results_of_hopper_are_drawn(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_the_results_of_hopper_are_drawn(monkeypatch, tmp_path, ejkernel, is_recorded):
     monkeypatch.setattr(hopper, "run", lambda: hopper.compare([TINY], "xla", 1, peer()))
-    file = tmp_path / "report.json"
-    assert command.main(["hopper", "--json", str(file)]) == 0
-    assert plot.main([str(file), str(tmp_path / "pictures")]) == 0
+    file, picture = tmp_path / "report.json", tmp_path / "hopper.svg"
+    code, _, error = ejkernel(
+        "bench", "hopper", "--json", str(file), *([] if is_recorded else ["--picture", str(picture)])
+    )
+    assert (code, error) == (0, "")
+    if is_recorded:
+        assert ejkernel("bench", "--from", str(file), "--picture", str(picture))[0] == 0
     (report,) = json.loads(file.read_text())
-    for pass_name, row in zip(PASSES, report["tables"][0]["rows"], strict=True):
-        file_name = f"hopper-{pass_name.replace('+', '-')}.svg"
-        picture = ElementTree.fromstring((tmp_path / "pictures" / file_name).read_text())
-        texts = [element.text for element in picture.iter(f"{SVG}text")]
-        assert TINY.name in texts
-        assert f"{row[3]:.0f}" in texts
-        ours, cudnn, roof = [element.attrib for element in picture.iter(f"{SVG}rect")][3:]
-        assert float(ours["width"]) == pytest.approx(plot.WIDTH * row[3] / row[10], abs=0.1)
-        assert float(cudnn["width"]) == pytest.approx(plot.WIDTH * row[3] * row[1] / row[4] / row[10], abs=0.1)
-        assert float(roof["x"]) == plot.LEFT + plot.WIDTH
-    file.write_text("[]")
-    assert plot.main([str(file), str(tmp_path)]) == 1
-    assert "has no results of `hopper`" in capsys.readouterr().out
+    texts = [element.text for element in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count(TINY.name) == len(PASSES)
+    for row in report["tables"][0]["rows"]:
+        ours, rate, cudnn = row[1], row[3], row[4]
+        assert f" ejkernel {cell_text(1000 * rate)}" in texts
+        assert f" cuDNN {cell_text(1000 * rate * ours / cudnn)}" in texts
 
 
 # -- shapes and choice ------------------------------------------------------------------------------------------------

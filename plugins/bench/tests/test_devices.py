@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ejkernel_bench import __main__ as command
 from ejkernel_bench import _devices, _overlap, _processes, devices
 
 
@@ -102,24 +101,30 @@ def test_two_kernels_at_once_count_once():
     np.testing.assert_allclose(_overlap.share_in_profile(profile(*kernels)), 0.9)
 
 
-def test_help_describes_the_suite_and_its_parts(capsys):
-    with pytest.raises(SystemExit):
-        command.main(["devices", "--help"])
-    output = capsys.readouterr().out
+def test_help_describes_the_suite_and_its_parts(ejkernel):
+    code, output, _ = ejkernel("bench", "devices", "--help")
+    assert code == 0
     assert all(f"--part {part}" in output for part in devices.PARTS)
     assert "JAX_COORDINATOR_ADDRESS" in output
 
 
-def test_an_unknown_part_is_an_error():
-    with pytest.raises(SystemExit, match="no part is called all; there are sharded, rows, context-8k"):
-        command.main(["devices", "--part", "all"])
-    with pytest.raises(SystemExit, match="packed has no parts; --part is for devices"):
-        command.main(["packed", "--part", "rows"])
+@pytest.mark.parametrize(
+    ("suite", "part", "message"),
+    [
+        ("devices", "all", "no part of devices is called all; there are sharded, rows, context-8k"),
+        ("packed", "rows", "packed has no parts; --part is for devices"),
+    ],
+)
+def test_an_unknown_part_is_an_error(ejkernel, suite, part, message):
+    code, _, error = ejkernel("bench", suite, "--part", part)
+    assert code == 2
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def test_a_missing_variable_is_named(monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
-    with pytest.raises(SystemExit, match="is set, and JAX_NUM_PROCESSES, JAX_PROCESS_ID is not"):
+    with pytest.raises(ValueError, match="is set, and JAX_NUM_PROCESSES, JAX_PROCESS_ID is not"):
         _processes.join_processes()
 
 
@@ -129,7 +134,7 @@ def test_two_processes_measure_the_same_calls():
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "JAX_NUM_PROCESSES": "2"}
-    arguments = [sys.executable, "-m", "ejkernel_bench", "devices", "--small", "--rounds", "1", "--part", "rows"]
+    arguments = [sys.executable, "-m", "ejkernel_cli", "bench", "devices", "--small", "--rounds", "1", "--part", "rows"]
     processes = [
         subprocess.Popen(
             arguments,

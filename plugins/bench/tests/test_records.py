@@ -34,12 +34,13 @@ def test_the_calls_of_an_example_have_the_gradients_of_all_arrays_too(options, g
     assert [inv["wrt"] for inv in backward] == gradients
 
 
-def test_records_are_written_to_the_folder_and_not_measured_again(monkeypatch, tmp_path: Path, capsys) -> None:
+def test_records_are_written_to_the_folder_and_not_measured_again(monkeypatch, tmp_path: Path, ejkernel) -> None:
     monkeypatch.setattr(records, "benchmark_examples", lambda operation: [TINY, LONGER])
-    command = [str(tmp_path), "flash_attention", "--seconds", "20", "--part", "1/2"]
-    assert records.main(command) == 0
-    printed = capsys.readouterr().out
-    assert printed.count(TINY.name) == 2  # forward and backward
+    command = ["records", str(tmp_path), "flash_attention", "--seconds", "20", "--part", "1/2"]
+    code, printed, _ = ejkernel(*command)
+    assert code == 0
+    assert f"1 of 1: flash_attention {TINY.name}" in printed
+    assert LONGER.name not in printed
     assert "checked against flash_attention_bwd.reference" in printed
     assert len(registry.memory) == 0
     files = sorted(tmp_path.glob("*/*.jsonl"))
@@ -52,8 +53,9 @@ def test_records_are_written_to_the_folder_and_not_measured_again(monkeypatch, t
     other_call["problem"]["operation"][1] = 7
     others = [json.dumps(document) for document in (other_software, other_call)]
     files[0].write_text("\n".join([*lines[0], *others]) + "\n")
-    assert records.main(command) == 0
-    assert TINY.name not in capsys.readouterr().out
+    code, printed, _ = ejkernel(*command)
+    assert code == 0
+    assert "checked against" not in printed
     assert set(files[0].read_text().splitlines()) == {*lines[0], *others}
     fresh = Registry(plugins="ejkernel-ops,ejkernel-xla")
     fresh.register(PackagedRecords(tmp_path), "packaged")
@@ -64,13 +66,31 @@ def test_records_are_written_to_the_folder_and_not_measured_again(monkeypatch, t
         assert is_recorded == (example is TINY)  # the other one is of the other part
 
 
-def test_every_operation_with_examples_is_measured(monkeypatch, tmp_path: Path) -> None:
+def test_every_operation_with_examples_is_measured(monkeypatch, tmp_path: Path, ejkernel) -> None:
     operations = []
     monkeypatch.setattr(records, "benchmark_examples", lambda operation: operations.append(operation) or [])
-    assert records.main([str(tmp_path)]) == 0
+    assert ejkernel("records", str(tmp_path))[0] == 0
     assert {"flash_attention", "rms_norm"} <= {*operations}
 
 
-def test_a_call_that_cannot_be_measured_is_a_failure(monkeypatch, tmp_path: Path) -> None:
+def test_a_call_that_cannot_be_measured_is_a_failure(monkeypatch, tmp_path: Path, ejkernel) -> None:
     monkeypatch.setattr(records, "benchmark_examples", lambda operation: [TINY])
-    assert records.main([str(tmp_path), "flash_attention", "--seconds", "0.001"]) == 1
+    assert ejkernel("records", str(tmp_path), "flash_attention", "--seconds", "0.001")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["records", "FOLDER", "flash_atention"], 2, "flash_atention"),
+        (["records", "FOLDER", "--part", "3/2"], 2, "a part is I/N, as 2/3 for the second of three; got '3/2'"),
+        (["records", "FOLDER", "--seconds", "0"], 2, "--seconds"),
+        (["records", "FILE/folder"], 1, "Not a directory; name a folder that can be written"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, ejkernel, words, code, message) -> None:
+    (tmp_path / "file").write_text("")
+    places = {"FOLDER": str(tmp_path), "FILE/folder": str(tmp_path / "file/folder")}
+    exit_code, _, error = ejkernel(*(places.get(word, word) for word in words))
+    assert exit_code == code
+    assert message in error
+    assert error.count("\n") == 1

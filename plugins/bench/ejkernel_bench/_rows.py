@@ -1,0 +1,70 @@
+"""The rows of a table while it is measured: whoever listens is told each as soon as it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from ._report import ABSENT, Cell, Table, cell_text
+
+Listener = Callable[[str], object]
+
+_listener: ContextVar[Listener] = ContextVar("listener", default=lambda line: None)
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Call the listener with every line that is announced in this context."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def announce(line: str) -> None:
+    """Tell what is being done. A measurement may take minutes, and nobody should have to guess."""
+    _listener.get()(line)
+
+
+def announced_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], series: Sequence[str] = ()
+) -> Table:
+    """A table whose rows are all measured at once. Each is announced."""
+    announced_rows = Rows(title, columns, series)
+    for row in rows:
+        announced_rows.add(*row)
+    return announced_rows.table()
+
+
+class Rows(Iterable[tuple[Cell, ...]]):
+    """The rows of a table so far. A suite adds each row when it is measured."""
+
+    def __init__(self, title: str, columns: Sequence[str], series: Sequence[str] = ()) -> None:
+        self.title, self.columns, self.series = title, tuple(columns), tuple(series)
+        self._rows: list[tuple[Cell, ...]] = []
+
+    def add(self, *cells: Cell) -> None:
+        """Add a row, and announce it in one line."""
+        if not self._rows:
+            announce(self.title)
+        self._rows.append(cells)
+        announce(f"  {self._line(cells)}")
+
+    def _line(self, cells: Sequence[Cell]) -> str:
+        pairs = zip(self.columns[1:], cells[1:], strict=True)
+        # The rest of a wide row is for the table at the end.
+        shown = [pair for pair in pairs if pair[1] != ABSENT and (not self.series or pair[0] in self.series)]
+        figures = (f"{column} {cell_text(cell)}".strip() for column, cell in shown)
+        return f"{cells[0]}: {', '.join(figures)}"
+
+    def table(self) -> Table:
+        """The table of all rows."""
+        return Table(self.title, self.columns, self._rows, self.series)
+
+    def __iter__(self) -> Iterator[tuple[Cell, ...]]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
