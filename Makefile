@@ -11,8 +11,12 @@ EDITABLE := -e '.[dev]' $(PLUGINS:%=-e plugins/%)
 
 .PHONY: run test test-long test-all tpu-check tpu-estimates lint types docs docs-in-browser doc-tables changes wheels clean
 
+# Where `make run` saves its picture.
+PICTURE := build/run.png
+
 run: $(STAMP)
-	$(BIN)/python -m ejkernel_bench run
+	@mkdir -p $(dir $(PICTURE))
+	$(BIN)/ejkernel run --picture $(PICTURE)
 
 # Cheap cases first: a broken core is told within seconds. One process for each of two processors, and one more for the
 # core, whose tests often wait for other processes; with worksteal most files are run by one of them, so that fixtures
@@ -35,14 +39,14 @@ test-all: test
 TPU := build/tpu
 
 tpu-check: $(TPU)/.installed
-	$(TPU)/bin/python -m ejkernel_pallas_tpu.testing fits sharded
+	$(TPU)/bin/ejkernel tpu fits sharded
 
 tpu-estimates: $(TPU)/.installed
-	$(TPU)/bin/python -m ejkernel_pallas_tpu.testing estimates
+	$(TPU)/bin/ejkernel tpu estimates
 
 $(TPU)/.installed: Makefile $(PROJECTS)
 	$(PYTHON) -m venv $(TPU)
-	$(TPU)/bin/python -m pip install -q "jax[tpu]" -e . -e plugins/ops -e plugins/xla -e plugins/testing -e plugins/pallas_tpu
+	$(TPU)/bin/python -m pip install -q "jax[tpu]" -e . -e plugins/ops -e plugins/xla -e plugins/testing -e plugins/pallas_tpu -e plugins/cli
 	touch $@
 
 lint: $(STAMP)
@@ -83,13 +87,16 @@ wheels: $(STAMP)
 	$(BIN)/python -m pip wheel -q --no-deps -w build/wheels . $(PLUGINS:%=./plugins/%)
 	ls build/wheels
 
+# Without isolation, pip builds all packages with one setuptools; with it, it would install one for each of them.
 $(STAMP): $(PROJECTS) | $(BIN)/python
-	$(BIN)/python -m pip install -qq $(EDITABLE)
+	@echo "Installing JAX, the tools and the packages of this repository into $(VENV), once; it takes about a minute."
+	@$(BIN)/python .ci/install.py --no-build-isolation $(EDITABLE)
 	touch $@
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade pip
+	@echo "Making the environment $(VENV) with $(PYTHON)."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q --upgrade pip "setuptools>=77"
 
 clean:
 	rm -rf $(VENV) build dist $(LEFTOVERS)
