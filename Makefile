@@ -90,13 +90,13 @@ wheels: $(STAMP)
 # Without isolation, pip builds all packages with one setuptools; with it, it would install one for each of them.
 $(STAMP): $(PROJECTS) | $(BIN)/python
 	@echo "Installing JAX, the tools and the packages of this repository into $(VENV), once; it takes about a minute."
+	@$(BIN)/python -m pip install -q --upgrade pip "setuptools>=77"
 	@$(BIN)/python .ci/install.py --no-build-isolation $(EDITABLE)
 	touch $@
 
 $(BIN)/python:
 	@echo "Making the environment $(VENV) with $(PYTHON)."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -q --upgrade pip "setuptools>=77"
 
 clean:
 	rm -rf $(VENV) build dist $(LEFTOVERS)

@@ -44,7 +44,7 @@ def example_of(call: Call) -> Example:
     """The call with random arrays, differentiated for every array of real numbers that has a gradient."""
     operation = ejkernel_core.registry.operation(call.operation)
     # The operation checks the call here, so that a mistake is told before anything is compiled.
-    ejkernel_core.invocation(call.operation, **call.arrays, **call.options)
+    ejkernel_core.invocation(call.operation, **call.arguments)
     floating = {name: array for name, array in call.arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
     wrt = [name for name in operation.differentiable if name in floating] if operation.backward else ()
     dtype = next((array.dtype.name for array in floating.values()), "float32")
@@ -69,7 +69,7 @@ def _option_text(name: str, value: Any) -> str:
 def arguments_of(call: Call, draw: int) -> Mapping[str, Any]:
     """Samples of the operation where it has some, such as boundaries in order."""
     del draw  # a benchmark draws once
-    inv = ejkernel_core.invocation(call.operation, **call.arrays, **call.options)
+    inv = ejkernel_core.invocation(call.operation, **call.arguments)
     samples = sample_inputs(inv)
     arrays = {
         name: samples[name] if name in samples and _is_alike(samples[name], array) else _normal(number, array)
