@@ -190,6 +190,8 @@ def _autotune_call(
         raise ValueError(f"{op} has no backward operation to tune")
     share = budget_s / 2 if direction == "both" else budget_s
     result = TuningResult()
+    if not all(map(_is_here, call.values or ())):
+        call = attrs.evolve(call, values=None)  # the operation makes samples
     if direction != "backward":
         request, values = call.request, call.values
         inv = request.invocation(call.avals, call.target)
@@ -199,6 +201,21 @@ def _autotune_call(
         inv, inputs = _backward(call)
         result |= _tune_invocation(registry, inv, backend, configs, share, remember, inputs, calls)
     return result
+
+
+def _is_here(array: Any) -> bool:
+    """Whether this process has all of an array, and not only the shards on its own devices."""
+    return bool(getattr(array, "is_fully_addressable", True))
+
+
+def _notes_on_processes() -> tuple[str, ...]:
+    """What becomes of a measurement in a program of several processes."""
+    if jax.process_count() == 1:
+        return ()
+    return (
+        f"measured by process {jax.process_index()} of {jax.process_count()}, alone: their common programs take what "
+        "the first process has stored, if ejkernel-agree is installed, and else no measurement",
+    )
 
 
 def _has_tracers(*values: Any) -> bool:
@@ -291,7 +308,7 @@ class _Measurement:
         if remember and tuned.records:
             remember_records(self.policies, self.inv, tuned.records, record)
             self.plugins.invalidate(self.inv)
-        return tuned
+        return attrs.evolve(tuned, notes=(*tuned.notes, *_notes_on_processes()))
 
 
 @contextlib.contextmanager
