@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PROJECTS := pyproject.toml $(PLUGINS:%=plugins/%/pyproject.toml)
 EDITABLE := -e '.[dev]' $(PLUGINS:%=-e plugins/%)
 
-.PHONY: run test test-long test-all tpu-check tpu-estimates lint types docs docs-in-browser doc-tables changes wheels clean
+.PHONY: run test test-long test-all tpu-check tpu-estimates lint types docs docs-in-browser doc-tables changes pictures wheels clean
 
 # Where `make run` saves its picture.
 PICTURE := build/run.png
@@ -48,6 +48,10 @@ $(TPU)/.installed: Makefile $(PROJECTS)
 	$(PYTHON) -m venv $(TPU)
 	$(TPU)/bin/python -m pip install -q "jax[tpu]" -e . -e plugins/ops -e plugins/xla -e plugins/testing -e plugins/pallas_tpu -e plugins/cli
 	touch $@
+
+# The pictures of the README, from the tables of docs/performance.md.
+pictures: $(STAMP)
+	$(BIN)/python .ci/pictures.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -23,6 +24,8 @@ STEPS = (
     (re.compile(r"Building editable for ([\w.-]+)"), "building {}"),
     (re.compile(r"Installing collected packages: (.*)"), "installing {}"),
 )
+#: After how many seconds without a line the last step is shown again.
+PATIENCE_S = 10.0
 #: How many of the last lines are shown where pip fails.
 TAIL = 30
 
@@ -40,12 +43,45 @@ def step(line: str) -> str | None:
     return None
 
 
+class Progress:
+    """Prints what pip is doing, not too often, and never nothing for long."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.monotonic()
+        self._step = "reading the requirements"
+        self._lock = threading.Lock()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def show(self, text: str) -> None:
+        with self._lock:
+            is_rare = text.startswith("installing")
+            if is_rare or time.monotonic() - self._last >= INTERVAL_S:
+                self._print(text)
+            self._step = text
+
+    def repeat(self, is_done: threading.Event) -> None:
+        """Until pip is done, show the last step where nothing else is shown."""
+        while not is_done.wait(1.0):
+            with self._lock:
+                if time.monotonic() - self._last >= PATIENCE_S:
+                    self._print(f"still {self._step}")
+
+    def _print(self, text: str) -> None:
+        self._last = time.monotonic()
+        print(f"  {self.seconds:3.0f} s  {text}", flush=True)
+
+
 def main(requirements: list[str]) -> int:
     """The exit code of pip."""
-    start = last = time.monotonic()
+    progress, is_done = Progress(), threading.Event()
     tail: deque[str] = deque(maxlen=TAIL)
-    command = [sys.executable, "-m", "pip", "install", "--progress-bar", "off", *requirements]
+    # Python compiles what it imports; compiling all of every package would take as long as downloading them.
+    command = [sys.executable, "-m", "pip", "install", "--no-compile", "--progress-bar", "off", *requirements]
     log = Path(sys.prefix, "pip.log")
+    threading.Thread(target=progress.repeat, args=(is_done,), daemon=True).start()
     with (
         log.open("w") as file,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip,
@@ -54,16 +90,14 @@ def main(requirements: list[str]) -> int:
         for line in pip.stdout:
             file.write(line)
             tail.append(line)
-            text, now = step(line), time.monotonic()
-            if text is not None and (now - last >= INTERVAL_S or text.startswith("installing")):
-                print(f"  {now - start:3.0f} s  {text}", flush=True)
-                last = now
-    seconds = time.monotonic() - start
+            if text := step(line):
+                progress.show(text)
+    is_done.set()
     if pip.returncode:
         print("".join(tail), end="", file=sys.stderr)
-        print(f"pip failed after {seconds:.0f} s; all that it said is in {log}", file=sys.stderr)
+        print(f"pip failed after {progress.seconds:.0f} s; all that it said is in {log}", file=sys.stderr)
     else:
-        print(f"  {seconds:3.0f} s  installed; what pip said is in {log}")
+        print(f"  {progress.seconds:3.0f} s  installed; what pip said is in {log}")
     return pip.returncode
 
 

@@ -1,0 +1,207 @@
+"""``python .ci/pictures.py``: draw the pictures of the README from the tables of docs/performance.md.
+
+Each picture is drawn twice, for light and for dark pages, with a background of its own: a page may be dark where the
+system of the reader is light.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "docs" / "performance.md"
+FOLDER = ROOT / "docs" / "pictures"
+#: In inches, of which a README shows 96 pixels each, and the size of its smallest text in points.
+WIDTH, TEXT = 8.6, 9.5
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+class Theme(NamedTuple):
+    """The colours of a page, and of what is drawn on it."""
+
+    suffix: str
+    background: str
+    text: str
+    faint: str
+    ours: str
+    peer: str
+
+
+THEMES = (
+    Theme("", "#ffffff", "#1f2328", "#d1d9e0", "#0b5cad", "#7a828b"),
+    Theme("-dark", "#0d1117", "#e6edf3", "#30363d", "#58a6ff", "#9aa4af"),
+)
+
+
+# -- the figures -------------------------------------------------------------------------------------------------------
+
+
+def table(text: str, heading: str, first_column: str) -> list[list[str]]:
+    """The rows of the first table after a heading whose first column has this name."""
+    after = text[text.index(f"\n{heading}\n") :]
+    rows = re.search(rf"^\| {first_column} \|.*\n\| --- .*\n((?:\|.*\n)+)", after, re.MULTILINE)
+    assert rows is not None, f"no table follows {heading!r}"
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[1].splitlines()]
+
+
+class Case(NamedTuple):
+    """A call of attention on a card: TFLOP/s of ours and of cuDNN, forward and in both passes."""
+
+    name: str
+    ours: tuple[float, float]
+    cudnn: tuple[float, float]
+
+
+def work(name: str) -> float:
+    """The operations of a forward pass in billions; the diagonal of a causal one counts as half."""
+    batch, length, heads, head_dim = map(int, re.sub(r" \(.*?\)", "", name).split(", ")[:4])
+    return 4e-9 * batch * length**2 * heads * head_dim * (1.0 if name.endswith("full") else 0.5)
+
+
+def on_h200(text: str) -> Iterator[Case]:
+    """The seven common sizes: two rows each, with our milliseconds and cuDNN's relative to them."""
+    rows = table(text, "## Attention on Hopper, in Gluon", "case")
+    for forward, both in zip(rows[::2], rows[1::2], strict=True):
+        name = forward[0].removesuffix(", causal")
+        amounts = work(name), 3.5 * work(name)
+        ours = [amount / float(row[2]) for amount, row in zip(amounts, (forward, both), strict=True)]
+        cudnn = [rate / float(row[6]) for rate, row in zip(ours, (forward, both), strict=True)]
+        yield Case(name, (ours[0], ours[1]), (cudnn[0], cudnn[1]))
+
+
+def on_h100(text: str) -> Iterator[Case]:
+    """The same sizes: a row each, with our milliseconds and cuDNN's relative to them."""
+    for row in table(text, "### On an H100", "case")[:7]:
+        name, amount = row[0], work(row[0])
+        ours = amount / float(row[1]), 3.5 * amount / float(row[4])
+        yield Case(name, ours, (ours[0] / float(row[3]), ours[1] / float(row[6])))
+
+
+def memory(text: str) -> list[tuple[int, float, float]]:
+    """Tokens, and MiB of ours and of ``jax.nn``."""
+    return [(int(row[0]), float(row[1]), float(row[2])) for row in table(text, "## Attention on the CPU", "tokens")]
+
+
+# -- the pictures ------------------------------------------------------------------------------------------------------
+
+
+def attention(text: str, theme: Theme) -> Figure:
+    """Rates beside cuDNN: a row of panels for each card, a column for each pass."""
+    cards = {"H200": list(on_h200(text)), "H100": list(on_h100(text))}
+    figure = Figure(figsize=(WIDTH, 5.6), layout="constrained")
+    panels = figure.subplots(len(cards), 2, sharex=True, sharey=True)
+    for row, (card, cases) in enumerate(cards.items()):
+        for column, name in enumerate(("forward", "forward and backward")):
+            axes = panels[row][column]
+            _rates(axes, [(case.ours[column], case.cudnn[column]) for case in cases], theme)
+            axes.set_title(f"NVIDIA {card}, {name}", loc="left", fontsize=TEXT + 1, color=theme.text, weight="bold")
+            axes.set_yticks(range(len(cases)), [_label(case.name) for case in cases])
+            axes.set_ylim(len(cases) - 0.4, -1.1)
+            if row == len(cards) - 1:
+                axes.set_xlabel("TFLOP/s in bfloat16; more is better")
+    return figure
+
+
+def _label(name: str) -> str:
+    """Such as "4 x 4096, 16 x 128 causal": batch and length, heads and head dim."""
+    batch, length, heads, head_dim, *words = name.split(", ")
+    return f"{batch} {TIMES} {length}, {heads} {TIMES} {head_dim} {'full' if words else 'causal'}"
+
+
+def _rates(axes: Axes, pairs: Sequence[tuple[float, float]], theme: Theme) -> None:
+    for place, (ours, cudnn) in enumerate(pairs):
+        axes.plot([cudnn, ours], [place, place], color=theme.faint, linewidth=5, solid_capstyle="round", zorder=1)
+        axes.scatter([cudnn], [place], s=34, facecolor=theme.background, edgecolor=theme.peer, linewidth=1.6, zorder=2)
+        axes.scatter([ours], [place], s=40, color=theme.ours, zorder=3)
+        axes.annotate(
+            f"{ours / cudnn:.2f} {TIMES}", (max(ours, cudnn), place), (9, 0), textcoords="offset points", va="center",
+            fontsize=TEXT, color=theme.text,
+        )  # fmt: skip
+    ours, cudnn = pairs[0]
+    sides = (("ejkernel", ours, theme.ours, "left", 1), ("cuDNN", cudnn, theme.peer, "right", -1))
+    for name, rate, colour, side, shift in sides:
+        axes.annotate(
+            name, (rate, 0), (shift, 9), textcoords="offset points", ha=side, fontsize=TEXT, color=colour, weight="bold"
+        )
+    axes.set_xlim(340, 800)
+
+
+def memory_by_length(text: str, theme: Theme) -> Figure:
+    """Two lines on logarithmic axes, each with its name at its end."""
+    rows = memory(text)
+    tokens = [row[0] for row in rows]
+    figure = Figure(figsize=(WIDTH, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for column, name, colour in ((2, "jax.nn.dot_product_attention", theme.peer), (1, "ejkernel", theme.ours)):
+        amounts = [row[column] for row in rows]
+        axes.plot(tokens, amounts, color=colour, linewidth=2.2, marker="o", markersize=5)
+        for place in (0, len(tokens) - 1):
+            axes.annotate(
+                _size(amounts[place]), (tokens[place], amounts[place]), (0, 8), textcoords="offset points",
+                ha="center", fontsize=TEXT, color=theme.text,
+            )  # fmt: skip
+        axes.annotate(
+            name, (tokens[2], amounts[2]), (-8, 8) if column == 2 else (8, -16), textcoords="offset points",
+            ha="right" if column == 2 else "left", fontsize=TEXT + 1, color=colour, weight="bold",
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
+    axes.set_yticks([16, 128, 1024, 8192, 65536], ["16 MiB", "128 MiB", "1 GiB", "8 GiB", "64 GiB"])
+    axes.minorticks_off()
+    axes.set_ylim(12, 2**16.6)
+    axes.set_xlim(tokens[0] / 1.25, tokens[-1] * 1.25)
+    axes.set_xlabel("tokens")
+    title = "Memory of attention on a CPU, forward and backward, beside inputs and outputs"
+    axes.set_title(title, loc="left", fontsize=TEXT + 1, color=theme.text, weight="bold")
+    axes.grid(axis="y", color=theme.faint, linewidth=0.8)
+    axes.set_axisbelow(True)
+    return figure
+
+
+def _size(mib: float) -> str:
+    return f"{mib:.0f} MiB" if mib < 1024 else f"{mib / 1024:.0f} GiB"
+
+
+def settings(theme: Theme) -> dict[str, Any]:
+    """The style, of a page that may be read at half its width."""
+    return {
+        "svg.fonttype": "none",  # text stays text, which can be searched and read out
+        "font.sans-serif": ["DejaVu Sans", "Verdana", "Helvetica", "Arial", "sans-serif"],
+        "svg.hashsalt": "ejkernel",
+        "font.size": TEXT,
+        "figure.facecolor": theme.background,
+        "axes.facecolor": theme.background,
+        "axes.edgecolor": theme.faint,
+        "axes.labelcolor": theme.text,
+        "xtick.color": theme.text,
+        "ytick.color": theme.text,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "ytick.major.size": 0,
+    }
+
+
+PICTURES = {"attention": attention, "memory": memory_by_length}
+
+
+def draw(folder: Path, text: str) -> Iterator[Path]:
+    """Draw all pictures, and return their files."""
+    for name, picture in PICTURES.items():
+        for theme in THEMES:
+            with rc_context(settings(theme)):
+                file = folder / f"{name}{theme.suffix}.svg"
+                picture(text, theme).savefig(file, metadata={"Date": None})
+            yield file
+
+
+if __name__ == "__main__":
+    for path in draw(FOLDER, FIGURES.read_text()):
+        print(path.relative_to(ROOT))

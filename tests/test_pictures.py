@@ -1,0 +1,76 @@
+"""The pictures of the README show what the tables of docs/performance.md say today."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TIMES = "\N{MULTIPLICATION SIGN}"
+SVG = "{http://www.w3.org/2000/svg}"
+TEXT = (ROOT / "docs" / "performance.md").read_text()
+#: In docs/performance.md: what the tables of the two cards begin with, and how many rows are drawn.
+H200, H100 = "| 4, 4096, 16, 128, full | forward | 0.797 |", "| 4, 4096, 16, 128, full | 0.799 |"
+
+
+def rows(first: str, count: int) -> list[list[str]]:
+    lines = TEXT[TEXT.index(first) :].splitlines()[:count]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def texts(name: str) -> Counter[str]:
+    picture = ElementTree.parse(ROOT / "docs" / "pictures" / name)
+    return Counter("".join(element.itertext()) for element in picture.iter(f"{SVG}text"))
+
+
+@pytest.mark.parametrize("theme", ["", "-dark"])
+def test_the_ratios_to_cudnn_are_those_of_both_tables(theme):
+    ratios = [row[6] for row in rows(H200, 14)] + [ratio for row in rows(H100, 7) for ratio in (row[3], row[6])]
+    expected = Counter(f"{float(ratio):.2f} {TIMES}" for ratio in ratios)
+    assert len(ratios) == expected.total() == 28
+    shown = texts(f"attention{theme}.svg")
+    assert {text: count for text, count in shown.items() if text.endswith(TIMES)} == dict(expected)
+    assert shown[f"4 {TIMES} 4096, 16 {TIMES} 128 causal"] >= 1
+    assert {"ejkernel", "cuDNN", "NVIDIA H100, forward", "NVIDIA H200, forward and backward"} <= {*shown}
+
+
+@pytest.mark.parametrize("theme", ["", "-dark"])
+def test_the_memory_is_that_of_the_table(theme):
+    tokens = rows("| 1024 | ", 5)
+    shown = texts(f"memory{theme}.svg")
+    assert [shown[f"{int(row[0]):,}"] for row in tokens] == [1] * 5
+    assert f"{float(tokens[0][1]):.0f} MiB" in shown
+    assert f"{float(tokens[-1][2]) / 1024:.0f} GiB" in shown
+
+
+@pytest.mark.parametrize("name", ["attention", "memory"])
+def test_each_theme_has_a_background_and_the_same_words(name):
+    light, dark = (f"{name}{theme}.svg" for theme in ("", "-dark"))
+    assert texts(light) == texts(dark)
+    for file, background in ((light, "#ffffff"), (dark, "#0d1117")):
+        content = (ROOT / "docs" / "pictures" / file).read_text()
+        patch = content[content.index('id="patch_1"') :][:500]  # the first thing that is drawn covers the whole picture
+        assert re.search(rf"fill: {background}", patch)
+
+
+@pytest.fixture(scope="module")
+def drawing() -> ModuleType:
+    pytest.importorskip("matplotlib")
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / ".ci" / "pictures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_rates_are_those_of_the_table(drawing):
+    cases = list(drawing.on_h200(TEXT))
+    table_rates = [float(row[4]) for row in rows(H200, 14)]
+    rates = [rate for case in cases for rate in case.ours]
+    assert rates == pytest.approx(table_rates, rel=0.02)  # the milliseconds of the table are rounded
+    assert [case.name for case in cases] == [row[0].removesuffix(", causal") for row in rows(H200, 14)[::2]]
