@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DISTRIBUTIONS = (".", "plugins/ops")
+DISTRIBUTIONS = (".", "plugins/ops", "plugins/context")
 
 #: A line with ``# type: ignore`` must be an error, and every other line must be none.
 USER_CODE = """
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 import ejkernel_core
 from ejkernel_core import Explanation, Invocation, Plan, Unsupported, hookimpl
+from ejkernel_context import context_attention
 from ejkernel_ops import flash_attention, layer_norm, rms_norm
 from ejkernel_ops.flax import dot_product_attention as attention_fn
 from ejkernel_ops.jax_nn import dot_product_attention
@@ -51,6 +52,10 @@ layer_norm(x, quantize="int4")  # type: ignore
 assert_type(dot_product_attention(x, x, x), jax.Array)
 assert_type(dot_product_attention(x, x, x, return_residual=True), tuple[jax.Array, jax.Array])
 assert_type(attention_fn(x, x, x), jax.Array)
+
+assert_type(context_attention(x, x, x, axis="seq"), jax.Array)
+assert_type(context_attention(x, x, x, axis="seq", return_lse=True), tuple[jax.Array, jax.Array])
+context_attention(x, x, x, axis="seq", casual=True)  # type: ignore
 
 # The results of an operation that is called by name are unknown; what describes the call is known.
 assert_type(ejkernel_core.call("flash_attention", x, x, x), Any)

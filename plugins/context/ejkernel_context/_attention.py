@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
+import jax
 from jax.typing import ArrayLike
 
 import ejkernel_core
@@ -19,6 +20,75 @@ REASONS = {
     **dict.fromkeys(("cum_seqlens_q", "cum_seqlens_k"), "boundaries are of the whole sequence: use segment ids"),
     **dict.fromkeys(("dropout_prob", "dropout_seed"), "what is dropped depends on places in the whole sequence"),
 }
+
+
+@overload
+def context_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis: str | tuple[str, ...],
+    layout: str = "zigzag",
+    causal: bool = False,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    softmax_aux: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    return_lse: Literal[False] = False,
+    mesh: Any = None,
+    spec: Any = None,
+    backend: str | None = None,
+    cfg: Any = None,
+) -> jax.Array: ...
+
+
+@overload
+def context_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis: str | tuple[str, ...],
+    layout: str = "zigzag",
+    causal: bool = False,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    softmax_aux: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    return_lse: Literal[True],
+    mesh: Any = None,
+    spec: Any = None,
+    backend: str | None = None,
+    cfg: Any = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def context_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis: str | tuple[str, ...],
+    layout: str = "zigzag",
+    causal: bool = False,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    softmax_aux: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    return_lse: bool,
+    mesh: Any = None,
+    spec: Any = None,
+    backend: str | None = None,
+    cfg: Any = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def context_attention(
@@ -41,7 +111,7 @@ def context_attention(
     backend: str | None = None,
     cfg: Any = None,
     **others: Any,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Softmax attention over a sequence that is sharded over the mesh axis ``axis``.
 
     It is called inside ``shard_map`` on the shards of this device. Outside of it, on arrays on a mesh, it makes the
@@ -97,8 +167,10 @@ def context_attention(
     if is_manual(axis_names(axis)):
         if mesh is not None or spec is not None:
             raise TypeError("mesh, spec: take None inside shard_map, which has both")
-        return ejkernel_core.call("context_attention", **given)
-    return call_on_mesh(given, mesh, spec)
+        inside: jax.Array | tuple[jax.Array, jax.Array] = ejkernel_core.call("context_attention", **given)
+        return inside
+    outside: jax.Array | tuple[jax.Array, jax.Array] = call_on_mesh(given, mesh, spec)
+    return outside
 
 
 def _refuse(others: dict[str, Any]) -> None:
