@@ -272,7 +272,8 @@ def pack_records(folder: str, name: str, version: str, path: str | None, op: str
         raise click.BadParameter(str(fault).removeprefix("name: "), param_hint="'--name'") from fault
     for file in files:
         print_line(str(file))
-    print_line(f"install it: pip install {folder}")
+    # With a name alone, pip would look for it in its index.
+    print_line(f"install it: pip install {folder if Path(folder).is_absolute() else f'./{folder}'}")
     _tell(contents)
 
 

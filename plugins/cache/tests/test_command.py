@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import errno
 import json
 import os
@@ -16,7 +17,7 @@ import attrs
 import pytest
 
 import ejkernel_cli
-from ejkernel_cache import PackagedRecords, PersistentCache, _exchange
+from ejkernel_cache import PackagedRecords, PersistentCache, _contents, _exchange, _names
 from ejkernel_cache._contents import call_lines, contents_of, document_of, is_better, margins
 from ejkernel_cache._exchange import package_name
 from ejkernel_core import Key, Provenance, Record, RecordError, record_to_json
@@ -441,6 +442,13 @@ def test_writers_and_readers_do_not_disturb_each_other(run: Run, cache: Persiste
     }
 
 
+@pytest.mark.parametrize("module", [_contents, _exchange, _names])
+def test_the_examples_of_docstrings(module: Any) -> None:
+    results = doctest.testmod(module)
+    assert results.attempted
+    assert not results.failed
+
+
 # -- texts -------------------------------------------------------------------------------------------------------------
 
 
@@ -477,6 +485,13 @@ def test_a_line_that_is_no_record_is_refused(changes: dict[str, Any]) -> None:
     assert document_of(text, "here").config == {"block": 1}
     with pytest.raises(RecordError):
         document_of(json.dumps({**json.loads(text), **changes}), "here")
+
+
+def test_pip_is_to_install_a_folder_and_not_a_name(
+    run: Run, cache: PersistentCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("pack", "mine", "--name", "mine").text.splitlines()[-1] == "install it: pip install ./mine"
 
 
 def test_a_package_gets_a_module_name() -> None:

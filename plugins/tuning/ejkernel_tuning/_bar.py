@@ -52,7 +52,7 @@ class Bar:
             self._progress, self._time = progress, now
         if self.console is None and now - self._line_time >= LINE_S:
             self._line_time = now
-            self._write(f"{self._title}: {self._counts}; {self._details}; {self._time_left}")
+            self._write(f"{self._title}: {'; '.join(filter(None, [self._counts, self._details, self._time_left]))}")
 
     def _write(self, text: str) -> None:
         with contextlib.suppress(OSError):  # nobody reads it

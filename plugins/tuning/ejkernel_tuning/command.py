@@ -92,7 +92,7 @@ def command(
         print_json(_as_json(outcomes, missing))
     elif outcomes:
         print_line()
-        print_table(("call", "kernel", "time", "heuristic", "from"), map(_row, outcomes))
+        print_table(("call", "kernel", "ms", "heuristic", "from"), map(_row, outcomes))
     for line in missing:
         click.echo(f"ejkernel: {line}", err=True)
     _tell_of_warnings(caught)
@@ -350,18 +350,18 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
     if best is None:
         return _call(outcome.inv), "none", "", "", _reason(outcome)
     backend, cfg, milliseconds = best
-    time = "" if milliseconds is None else f"{milliseconds:.4g} ms"
+    time = "" if milliseconds is None else f"{milliseconds:.4g}"
     return _call(outcome.inv), _kernel(backend, cfg, "\n"), time, _comparison(outcome), _origin(outcome)
 
 
 def _comparison(outcome: Outcome) -> str:
-    """The time of the heuristic's configuration, and how many times as long that is."""
+    """The milliseconds of the heuristic's configuration, and how many times as long that is."""
     best, heuristic = _best(outcome), _heuristic_time(outcome)
     if best is None or not best[2] or outcome.heuristic is None:
         return ""
     if (outcome.heuristic.backend, outcome.heuristic.cfg) == best[:2]:
         return "the same"
-    return "" if heuristic is None else f"{heuristic:.4g} ms\n{heuristic / best[2]:.3g}x"
+    return "" if heuristic is None else f"{heuristic:.4g}\n{heuristic / best[2]:.3g}x"
 
 
 def _call(inv: Invocation) -> str:
