@@ -45,12 +45,19 @@ def merge(cache: PersistentCache, documents: Iterable[Document]) -> Merged:
 
 
 def write_lines(file: Path, documents: Iterable[Document]) -> None:
-    """Write a record in each line of a file. The old file stays until the new one is whole."""
-    lines = sorted(document.text for document in documents)
+    """Write a record in each line of a file. The old file stays until the new one is whole; a pipe or a device is
+    written to as it is.
+    """
+    text = "".join(f"{line}\n" for line in sorted(document.text for document in documents))
+    file = file.resolve()  # where it is a link, its target is replaced
+    if file.exists() and not file.is_file():
+        with open(file, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        return
     temporary = file.with_name(f".{file.name}.{_temporary.new_name()}")
     try:
         with open(temporary, "x", encoding="utf-8") as stream:
-            stream.writelines(f"{line}\n" for line in lines)
+            stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, file)

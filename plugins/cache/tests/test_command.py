@@ -377,6 +377,17 @@ def test_a_full_disk_is_told_in_one_line_and_the_old_file_stays(
     assert isinstance(cache.write_fault(), OSError)
 
 
+def test_a_device_is_written_to_and_not_replaced(run: Run, cache: PersistentCache, tmp_path: Path) -> None:
+    output = run("export", "/dev/full")
+    assert (output.code, output.text, output.errors.count("\n")) == (1, "", 1)
+    assert "No space left on device" in output.errors
+    assert not Path("/dev/full").is_file()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    assert run("export", tmp_path / "link").code == 0
+    assert (tmp_path / "link").is_symlink()
+    assert len(contents_of(tmp_path / "target").documents) == 4
+
+
 def test_the_folder_of_a_cache_can_be_tried(cache: PersistentCache, tmp_path: Path) -> None:
     assert cache.write_fault() is None
     assert list((cache.path / ".tmp").iterdir()) == []
