@@ -78,7 +78,7 @@ def command(
     from ._bar import bar
 
     with bar(budget_s, as_json) as shown, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", RuntimeWarning)  # also where Python has shown the same one before
         missing: list[str] = []
         if operation is not None:
             invocations = _described(operation, words, shapes, not no_backward)
