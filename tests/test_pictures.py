@@ -45,8 +45,9 @@ def test_the_memory_is_that_of_the_table(theme):
     tokens = rows("| 1024 | ", 5)
     shown = texts(f"memory{theme}.svg")
     assert [shown[f"{int(row[0]):,}"] for row in tokens] == [1] * 5
-    assert f"{float(tokens[0][1]):.0f} MiB" in shown
-    assert f"{float(tokens[-1][2]) / 1024:.0f} GiB" in shown
+    (_, first_ours, first_peer), (_, last_ours, last_peer) = (map(float, row) for row in (tokens[0], tokens[-1]))
+    ends = [*(f"{mib:.0f} MiB" for mib in (first_ours, first_peer, last_ours)), f"{last_peer / 1024:.0f} GiB"]
+    assert [shown[end] for end in ends] == [1] * 4
 
 
 @pytest.mark.parametrize("name", ["attention", "memory"])

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import click
 import jax
 import jax.numpy as jnp
 
@@ -34,6 +35,8 @@ def by_shape(words: Sequence[str]) -> Iterator[list[str]]:
         name, has_value, value = word.partition("=")
         if name == SHAPE:
             shapes.append(value if has_value else next(remaining, ""))
+            if not shapes[-1]:
+                raise click.UsageError(f"{SHAPE} takes a value, as {SHAPE} 4x4096x16x128")
         else:
             others.append(word)
     for shape in shapes:

@@ -91,6 +91,15 @@ def test_memory_is_counted_in_a_new_process():
     assert len(bars) == len(table.rows) == (2 if jax.default_backend() == "cpu" else 1)
 
 
+@pytest.mark.long
+def test_the_memory_of_the_dense_peer_grows_with_the_square():
+    (_, ours, theirs), (_, longer_ours, longer_theirs) = memory.by_length([512, 1024], None).rows
+    batch, _, heads, _ = memory.SIZE
+    assert theirs * memory.MIB >= batch * heads * 512**2 * 4  # the scores
+    assert longer_theirs / theirs == pytest.approx(4, rel=0.1)
+    assert longer_ours / ours < 2.5
+
+
 def test_ids_are_measured_against_repeat():
     table, bars, faults = packed.token_ids(tokens=64, sequences=9, rounds=1)
     assert faults == []

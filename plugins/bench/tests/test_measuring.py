@@ -12,6 +12,7 @@ from ejkernel_bench import _errors, _roof, _timing
 from ejkernel_bench._errors import error, fault_messages
 from ejkernel_bench._fresh import in_new_process
 from ejkernel_bench._report import Bar, Report, Table
+from ejkernel_bench._rows import Rows, listening
 from ejkernel_bench._timing import Times, interleaved
 
 
@@ -83,6 +84,31 @@ def test_a_table_lines_up():
         "  tiny    1.0e-06",
         "  count        12",
     ]
+
+
+def test_a_wide_table_is_divided_and_nothing_is_cut_off():
+    table = Table("times", ("", "ours", "range", "theirs", "kernels"), [("case", 1.5, "-", 20.25, "by xla")])
+    assert str(table).splitlines() == ["times", "        ours  theirs  kernels", "  case   1.5    20.2   by xla"]
+    assert table.text(24).splitlines() == [
+        "times",
+        "        ours  theirs",
+        "  case   1.5    20.2",
+        "",
+        "        kernels",
+        "  case   by xla",
+    ]
+
+
+def test_a_row_is_announced_with_the_columns_that_a_picture_draws():
+    lines = []
+    rows = Rows("milliseconds", ("", "ours", "range", "theirs"), series=("ours", "theirs"))
+    with listening(lines.append):
+        rows.add("first", 1.5, 0.1, 2.0)
+        assert lines == ["milliseconds", "  first: ours 1.5, theirs 2"]
+        rows.add("second", 1.25, 0.1, "-")
+    rows.add("third", 1, 1, 1)  # nobody listens
+    assert lines[2:] == ["  second: ours 1.25"]
+    assert rows.table().rows == (("first", 1.5, 0.1, 2.0), ("second", 1.25, 0.1, "-"), ("third", 1, 1, 1))
 
 
 def test_bars_have_two_sides():
