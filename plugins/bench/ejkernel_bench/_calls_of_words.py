@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import ejkernel_core
 from ejkernel_cli import Call, parse_call
-from ejkernel_core import Example
+from ejkernel_core import Example, Invocation
 from ejkernel_tuning._autotune import sample_inputs
 
 SHAPE = "--shape"
@@ -47,7 +47,7 @@ def example_of(call: Call) -> Example:
     """The call with random arrays, differentiated for every array of real numbers that has a gradient."""
     operation = ejkernel_core.registry.operation(call.operation)
     # The operation checks the call here, so that a mistake is told before anything is compiled.
-    ejkernel_core.invocation(call.operation, **call.arguments)
+    _invocation(call)
     floating = {name: array for name, array in call.arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
     wrt = [name for name in operation.differentiable if name in floating] if operation.backward else ()
     dtype = next((array.dtype.name for array in floating.values()), "float32")
@@ -72,13 +72,17 @@ def _option_text(name: str, value: Any) -> str:
 def arguments_of(call: Call, draw: int) -> Mapping[str, Any]:
     """Samples of the operation where it has some, such as boundaries in order."""
     del draw  # a benchmark draws once
-    inv = ejkernel_core.invocation(call.operation, **call.arguments)
-    samples = sample_inputs(inv)
+    samples = sample_inputs(_invocation(call))
     arrays = {
         name: samples[name] if name in samples and _is_alike(samples[name], array) else _normal(number, array)
         for number, (name, array) in enumerate(call.arrays.items())
     }
     return {**arrays, **call.options}
+
+
+def _invocation(call: Call) -> Invocation:
+    arguments: dict[str, Any] = {**call.arrays, **call.options}
+    return ejkernel_core.invocation(call.operation, **arguments)
 
 
 def _is_alike(array: Any, expected: jax.ShapeDtypeStruct) -> bool:

@@ -173,11 +173,18 @@ def _gradients(forward: Example) -> Example:
 # -- the peers --------------------------------------------------------------------------------------------------------
 
 
-def _by_xla(is_centered: bool, arguments: Mapping[str, Any]) -> Function:
+def _has_only(arguments: Mapping[str, Any], *names: str) -> bool:
+    """Whether the call has no other arguments than these."""
+    return {name for name, value in arguments.items() if value is not None} <= {*names}
+
+
+def _by_xla(is_centered: bool, arguments: Mapping[str, Any]) -> Function | None:
     """As one would write it in JAX, for XLA to fuse."""
+    if not _has_only(arguments, "x", "weight", "residual", "epsilon"):
+        return None
     epsilon = arguments.get("epsilon", 1e-6)
 
-    def norm(x: Any, weight: Any, residual: Any = None) -> Any:
+    def norm(x: Any, weight: Any = 1.0, residual: Any = None) -> Any:
         rows = x if residual is None else x + residual
         wide_rows = rows.astype(jnp.float32)
         if is_centered:
@@ -205,8 +212,9 @@ def by_liger(x: Any, weight: Any) -> Any:
 
 
 def _torch_peer(function: TorchNorm, arguments: Mapping[str, Any]) -> suite.TorchFunction | None:
-    """A function of PyTorch, which has no residual."""
-    return None if "residual" in arguments else suite.TorchFunction(function)
+    """A function of PyTorch, which has a weight and no residual."""
+    is_taken = "weight" in arguments and _has_only(arguments, "x", "weight")
+    return suite.TorchFunction(function) if is_taken else None
 
 
 def _gradients_by_xla(is_centered: bool, arguments: Mapping[str, Any]) -> Function:
@@ -229,6 +237,7 @@ def _quantized_by_xla(is_centered: bool, arguments: Mapping[str, Any]) -> Functi
 def between_products(operation: str, sizes: Sequence[tuple[int, int, int]], backend: str | None, rounds: int) -> Report:
     """A product, a normalization and a product in one program: XLA may fuse its own normalization with a product."""
     by_xla = _by_xla(operation == "layer_norm", {})
+    assert by_xla is not None  # it takes a call with a weight
     norms: dict[str, Function] = {OURS: partial(ejkernel_core.call, operation, backend=backend), XLA: by_xla}
     reference = _between(by_xla, "highest")
     name = f"{operation} between products"

@@ -87,6 +87,23 @@ def test_jax_nn_takes_what_it_computes_alike(words, is_taken):
         np.testing.assert_allclose(peer(**arrays), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_peers_of_norms_take_what_they_compute_alike(name):
+    peer = peers_of(name)["XLA"]
+    for words in ([], ["--weight", "32"], ["--residual", "8x32", "--weight", "32"]):
+        (example,) = examples_of(name, ["--shape", "8x32", "--dtype", "float32", *words])
+        arguments = example.arguments(0)
+        expected = registry.call(name, **arguments, backend="reference")
+        results = peer(describe(example))(**arguments)
+        assert all(
+            np.allclose(result, right, atol=1e-5)
+            for result, right in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True)
+        )
+    for words in (["--bias", "32"], ["--weight", "32", "--weight-offset", "1.0"]):
+        (example,) = examples_of(name, ["--shape", "8x32", "--dtype", "float32", *words])
+        assert peer(describe(example)) is None
+
+
 def test_an_operation_is_measured_at_given_shapes(ejkernel, tmp_path):
     file = tmp_path / "report.json"
     words = ["--shape", "1x20x2x16", "--shape", "1x24x2x16", *ATTENTION]

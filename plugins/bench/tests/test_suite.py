@@ -330,7 +330,8 @@ def test_minima_of_normalizations_are_for_calls_of_the_sweep():
         minima = [minimum for minimum in rms_norm._minima(op, "triton") if not minimum.is_worst]
         applicable = [sum(minimum.applies(call) for call in calls if call.op == op) for minimum in minima]
         assert applicable == counts[: len(minima)]
-    assert rms_norm._torch_peer(rms_norm.by_torch, {"x": None, "weight": None, "residual": None}) is None
+    for names, is_taken in ((("x", "weight"), True), (("x", "weight", "residual"), False), (("x",), False)):
+        assert (rms_norm._torch_peer(rms_norm.by_torch, dict.fromkeys(names, 1)) is not None) == is_taken
 
 
 def test_a_quick_run_has_the_extremes_and_all_rows_and_dims():
