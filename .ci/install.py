@@ -6,6 +6,7 @@ environment, and its end is shown where it fails.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -80,7 +81,7 @@ def main(requirements: list[str]) -> int:
     tail: deque[str] = deque(maxlen=TAIL)
     # Python compiles what it imports; compiling all of every package would take as long as downloading them.
     command = [sys.executable, "-m", "pip", "install", "--no-compile", "--progress-bar", "off", *requirements]
-    log = Path(sys.prefix, "pip.log")
+    log = Path(os.environ.get("EJKERNEL_PIP_LOG") or Path(sys.prefix, "pip.log"))
     threading.Thread(target=progress.repeat, args=(is_done,), daemon=True).start()
     with (
         log.open("w") as file,

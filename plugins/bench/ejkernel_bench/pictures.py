@@ -18,6 +18,7 @@ import attrs
 from ._calls import PASSES
 from ._report import Cell, cell_text
 from ._roof import CARDS, Card
+from .suite import COPY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +30,7 @@ ROOF = "#b3261e"
 #: In inches: the width of a picture, the height of a bar, and what a panel takes besides its bars.
 WIDTH, BAR, MARGIN, ROOFLINE = 9.0, 0.16, 0.75, 4.5
 #: Operations for each byte, above which a call is shown by its arithmetic and not by its traffic.
-INTENSITY = 50.0
+INTENSITY = 10.0
 RATES = ("TFLOP/s", "TB/s")
 
 
@@ -143,7 +144,8 @@ def bars(title: str, rows: Sequence[Row], series: Sequence[str]) -> Bars:
         assert isinstance(own, int | float)
         return scale * float(row[unit]) * own / value  # the same work in another time
 
-    lengths = {contender: [length(row, contender) for row in rows] for contender in series}
+    drawn = [name for name in series if name != COPY or unit != RATES[0]]  # a copy computes nothing
+    lengths = {contender: [length(row, contender) for row in rows] for contender in drawn}
     measured = {name: values for name, values in lengths.items() if any(value is not None for value in values)}
     roofs = [row.get("roof") if unit == RATES[0] else None for row in rows]
     cases = [str(next(iter(row.values()))) for row in rows]
@@ -199,7 +201,11 @@ class Roofline:
         axes.set_title(self.title, fontsize=9, loc="left")
         axes.set_xlabel("operations for each byte", fontsize=8)
         axes.set_ylabel(RATES[0], fontsize=8)
-        axes.tick_params(labelsize=8)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
+        axes.tick_params(which="both", labelsize=8)
         axes.spines["top"].set_visible(False)
 
 

@@ -45,6 +45,15 @@ def test_a_call_that_is_limited_by_memory_is_drawn_by_its_traffic():
     assert panel.unit == "TB/s (more is better)"
 
 
+def test_a_copy_is_drawn_beside_traffic_and_not_beside_arithmetic():
+    columns, series = [*COLUMNS, "copy"], ("ejkernel", "copy")
+    (panel,) = pictures.panels_of(report([[*ROWS[0], 5.0]], columns, "cpu cpu", series))
+    assert panel.lengths == {"ejkernel": [400.0]}
+    rows = [["norm, forward", 10.0, 0.1, 2.0, 4.0, 20.0, 5.0]]
+    (panel,) = pictures.panels_of(report(rows, columns, "cpu cpu", series))
+    assert panel.lengths == {"ejkernel": [4.0], "copy": [8.0]}
+
+
 def test_without_rates_the_figures_are_drawn():
     (panel,) = pictures.panels_of(report([["forward, ejkernel", 2.5]], ["", "median"], series=("median",)))
     assert panel.cases == ["forward, ejkernel"]
