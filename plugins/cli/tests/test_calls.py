@@ -121,6 +121,18 @@ def test_factors_and_named_axes_are_followed(mixture):
     assert shapes("mixture", "--shape 5x8 --table 3x8x2 --bounds 4")["bounds"] == (4,)
 
 
+def test_there_are_as_many_of_a_base_as_of_its_multiple(registry):
+    axes = Axes(
+        {"x": "heads dim", "y": "dim kv_heads"},
+        {"out": "heads dim"},
+        independent="heads kv_heads",
+        whole="dim",
+        multiples={"heads": "kv_heads"},
+    )
+    registry.register(Operation(name="turned", signature=lambda x, y: None, axes=axes))
+    assert shapes("turned", "--shape 6x8")["y"] == (8, 6)
+
+
 def test_the_examples_say_which_arrays_hold_integers(mixture):
     line = "--shape 5x8 --dtype float16"
     assert dtypes("mixture", line) == {"x": "float16", "pairs": "float16", "labels": "int32"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib import metadata
+from pathlib import Path
 
 import jax
 import pytest
@@ -109,6 +110,13 @@ def test_a_folder_that_cannot_be_used_is_broken(folder, monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", "/proc/self/configs")  # nobody can write there, not even root
     (finding,) = _findings.cache()
     assert finding.status == BROKEN
+
+
+def test_a_folder_on_a_full_disk_is_broken(folder, monkeypatch):
+    folder.mkdir()
+    monkeypatch.setattr(_findings.tempfile, "TemporaryFile", lambda dir: Path("/dev/full").open("wb"))  # noqa: SIM115
+    (finding,) = _findings.cache()
+    assert (finding.status, finding.text) == (BROKEN, f"{folder} cannot be used: {folder}: No space left on device")
 
 
 def test_the_folder_is_that_of_the_cache(folder, monkeypatch):

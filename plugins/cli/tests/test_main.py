@@ -16,6 +16,7 @@ import time
 
 import pytest
 
+from ejkernel_cli import print_table
 from ejkernel_cli._main import _debug_first, summary
 
 COMMAND = [sys.executable, "-m", "ejkernel_cli"]
@@ -132,7 +133,9 @@ def test_the_summary_of_a_subcommand_is_read_and_not_imported(tmp_path, monkeypa
 
 
 def environment(**variables: str) -> dict[str, str]:
-    rest = {name: value for name, value in os.environ.items() if not name.startswith(("EJKERNEL_", "COLUMNS"))}
+    # Unbuffered, output would fail earlier than that of a user.
+    ours = ("EJKERNEL_", "COLUMNS", "PYTHONUNBUFFERED")
+    rest = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return {**rest, **variables}
 
 
@@ -162,6 +165,23 @@ def test_a_full_disk_is_told_in_one_line(words):
             check=False,
         )
     assert "No space left on device" in one_line(process, 1)
+
+
+#: A subcommand whose output is not flushed before it ends.
+PRINTS = "import click\n@click.command()\ndef command(): print('x' * 10)"
+
+
+@pytest.mark.long
+def test_output_of_a_subcommand_that_prints_may_fail_too(install):
+    path = install("print-dist", {"prints": PRINTS}, commands={"prints": "prints:command"})
+    variables = environment(PYTHONPATH=os.pathsep.join([path, os.environ.get("PYTHONPATH", "")]))
+    options = {"stderr": subprocess.PIPE, "text": True, "env": variables, "timeout": 60, "check": False}
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert subprocess.run([*COMMAND, "prints"], stdout=writer, **options).stderr == ""
+    os.close(writer)
+    with open("/dev/full", "w") as full:
+        assert "No space left on device" in one_line(subprocess.run([*COMMAND, "prints"], stdout=full, **options), 1)
 
 
 def test_a_program_that_is_interrupted_says_nothing(run, install):
@@ -202,6 +222,14 @@ def test_a_narrow_terminal_gets_everything_in_its_width():
     for name in ("flash_attention_bwd", "pallas_tpu", "gluon_sm90"):
         assert name in joined or all(part in joined for part in (name[:6], name[-4:]))
     assert "…" not in text
+
+
+def test_a_table_loses_nothing_where_it_is_narrow(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    words = "flash_attention_bwd_zzzzzz1234", "pallas_tpu_quantized_abcdefghi"
+    print_table(("a", "b"), [words])
+    cells = [(line[:20], line[20:]) for line in capsys.readouterr().out.splitlines()[2:]]
+    assert ["".join(column).replace(" ", "") for column in zip(*cells, strict=True)] == [*words]
 
 
 @pytest.mark.long
