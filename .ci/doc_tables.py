@@ -133,7 +133,7 @@ def with_row(words: Iterable[str]) -> Iterator[str]:
 @cache
 def calls(op: str) -> tuple[Call, ...]:
     """The examples; and for each of their words, in every dtype, calls in which there is little else."""
-    found = {str(example.abstract()): (example.features, example.abstract()) for example in examples(op)}
+    by_text = {str(example.abstract()): (example.features, example.abstract()) for example in examples(op)}
     for word in sorted({word for example in examples(op) for word in example.features - {*DTYPES}}):
         reduced = {e.name: reduced_words(op, word, e) for e in examples(op) if word in e.features}
         with_word = sorted((e for e in examples(op) if e.name in reduced), key=lambda e: (len(reduced[e.name]), e.name))
@@ -145,8 +145,8 @@ def calls(op: str) -> tuple[Call, ...]:
                     alone[f"{word} {arguments}"] = (reduced[example.name] | {dtype}, arguments)
                 if len(alone) == SEVERAL:
                     break
-            found |= alone
-    return tuple(Call(words, *invocations(op, arguments)) for words, arguments in found.values())
+            by_text |= alone
+    return tuple(Call(words, *invocations(op, arguments)) for words, arguments in by_text.values())
 
 
 def group_of(word: str) -> set[str]:
@@ -189,9 +189,8 @@ def invocations(op: str, arguments: Mapping[str, Any]) -> tuple[Invocation, Invo
     """The call and that of its gradients, as kernels see them."""
     explanation = registry.explain(op, **arguments)
     assert explanation.plan is not None, explanation.error
-    backward = explanation.backward
-    has_gradients = backward is not None and backward.plan is not None
-    return explanation.plan.invocation, backward.plan.invocation if has_gradients else None
+    backward = None if explanation.backward is None else explanation.backward.plan
+    return explanation.plan.invocation, None if backward is None else backward.invocation
 
 
 def refusal(op: str, backend: str, inv: Invocation) -> str | None:
@@ -216,28 +215,28 @@ def refusal(op: str, backend: str, inv: Invocation) -> str | None:
 def answers(op: str, backend: str) -> list[Answer]:
     """What a backend says to all calls of an operation."""
     with all_dtypes():
-        asked = calls(op)
+        op_calls = calls(op)
     with devices_at_hand():
         return [
             Answer(
                 call.words,
                 refusal(op, backend, call.forward),
-                call.backward and refusal(str(registry.operation(op).backward), backend, call.backward),
+                None if call.backward is None else refusal(call.backward.op, backend, call.backward),
             )
-            for call in asked
+            for call in op_calls
         ]
 
 
 def words(op: str) -> list[str]:
     """The words of an operation's examples: dtypes, its arguments in their order, then the others."""
     order = [*DTYPES, *registry.operation(op).signature.parameters, *MEANINGS]
-    found = {word for call in calls(op) for word in call.words}
+    all_words = {word for call in calls(op) for word in call.words}
 
     def place(word: str) -> tuple[int, int, str]:
         name = word.partition("=")[0]
         return order.index(name) if name in order else len(order), len(word), word
 
-    return sorted(found, key=place)
+    return sorted(all_words, key=place)
 
 
 def rows_of_words(op: str) -> dict[str, list[str]]:
@@ -314,11 +313,11 @@ class Column:
     def reasons(self, rows: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
         """Pairs of what is refused and why: rows first, then calls of which every word is taken alone."""
         refused = {word: name for name, group in rows.items() for word in group if self.verdict(word) != "yes"}
-        said = [(name, answer) for word, name in refused.items() for answer in self.explaining(word)]
-        said += [("some calls", answer) for answer in self.answers if self.is_of_its_own(answer)]
+        refusals = [(name, answer) for word, name in refused.items() for answer in self.explaining(word)]
+        refusals += [("some calls", answer) for answer in self.answers if self.is_of_its_own(answer)]
         names: dict[str, dict[str, None]] = {}
         first: dict[str, str] = {}
-        for name, answer in said:
+        for name, answer in refusals:
             reason = answer.forward or answer.backward
             if reason is not None:
                 key = without_numbers(reason)
