@@ -150,7 +150,8 @@ def run_in_terminal() -> Callable[..., tuple[int, str]]:
         termios.tcsetwinsize(keyboard, (24, columns))
         process = subprocess.Popen(
             [sys.executable, "-c", IN_TERMINAL, os.ttyname(terminal), *words],
-            env={"TERM": "xterm", **os.environ},
+            # pytest-xdist has its own number of columns there.
+            env={"TERM": "xterm", **{name: value for name, value in os.environ.items() if name != "COLUMNS"}},
             start_new_session=True,
         )
         shown, waiting, until = b"", dict(answers), time.monotonic() + timeout_s
