@@ -182,16 +182,6 @@ def test_toml_is_valid(page):
             tomllib.loads(content)
 
 
-def variables_in_sources() -> set[str]:
-    files = [*ROOT.glob("ejkernel_core/**/*.py"), *ROOT.glob("plugins/*/ejkernel_*/**/*.py"), ROOT / "conftest.py"]
-    return {name for file in files for name in re.findall(r"\bEJKERNEL_[A-Z_]+\b", file.read_text())}
-
-
-def test_the_page_has_every_environment_variable():
-    names = {row[0].strip("`") for row in table_rows((ROOT / "docs/environment-variables.md").read_text())}
-    assert {name for name in names if name.startswith("EJKERNEL_")} == variables_in_sources()
-
-
 # -- the hooks ----------------------------------------------------------------------------------------------------
 
 
