@@ -22,13 +22,13 @@ run: $(STAMP)
 # core, whose tests often wait for other processes; with worksteal most files are run by one of them, so that fixtures
 # and programs are made once.
 test: export EJKERNEL_TESTS = quick
-test: $(STAMP)
+test: $(VENV)/.installed-integration
 	$(BIN)/python -m pytest -q tests -m "not long and not gpu" -n 3 --dist worksteal -x
 	$(BIN)/python -m pytest -q plugins -m "not long and not gpu" -n 2 --dist worksteal
 
 # The sweeps on which something has changed since they last passed, as tests/long-sweeps.json has it. With TENTH=commit,
 # of the others a tenth each, drawn by the commit; then nothing is recorded.
-test-long: $(STAMP)
+test-long: $(VENV)/.installed-integration
 	$(BIN)/python .ci/long_sweeps.py $(TENTH:%=--tenth %)
 
 # Everything, whatever is recorded: before each release.
@@ -60,7 +60,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# The site, in build/docs. Sphinx is installed when it is first needed, so that `make run` does not wait for it.
+# The site, in build/docs.
 docs: $(VENV)/.installed-docs
 	rm -rf build/docs
 	$(BIN)/sphinx-build -q -W --keep-going -E -c docs -d build/doctrees . build/docs
@@ -79,8 +79,10 @@ doc-tables: $(STAMP)
 changes: $(VENV)/.installed-docs
 	$(BIN)/towncrier build --draft --version next
 
-$(VENV)/.installed-docs: $(STAMP)
-	$(BIN)/python -m pip install -qq -e '.[docs]'
+# What only tests and the site need: installed when it is first needed, so that `make run` does not wait for it.
+$(VENV)/.installed-%: $(STAMP)
+	@echo "Installing what '$*' in pyproject.toml lists into $(VENV), once."
+	@$(BIN)/python .ci/install.py --no-build-isolation -e '.[$*]'
 	touch $@
 
 # setuptools packs what it finds in these from the last time, too: a module that is gone would be shipped on.
