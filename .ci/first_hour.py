@@ -70,7 +70,8 @@ def replay(page: str, folder: Path) -> int:
     for match in FENCE.finditer(page):
         language, content = match[1], match[2]
         if language == "python":
-            (folder / "clone" / re.findall(r"`(\w+\.py)`", page[: match.start()])[-1]).write_text(content)
+            current = Path(shell.run("pwd")[0].strip())
+            (current / re.findall(r"`(\w+\.py)`", page[: match.start()])[-1]).write_text(content)
         elif language == "shell":
             print(content, end="", flush=True)
             start = time.monotonic()
