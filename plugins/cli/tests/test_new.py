@@ -189,10 +189,12 @@ def target(tmp_path):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["my-store", "my-policy"])
-def test_the_tests_of_a_policy_pass(new, target, name):
+def test_the_tests_of_a_policy_pass_whatever_the_folder_above_has(new, target, name):
     folder = new(name, *KINDS[name])
     install(folder, target)
-    output = run_python(target, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder))
+    (folder.parent / "conftest.py").write_text("1 / 0\n")
+    (folder.parent / "pytest.ini").write_text("[pytest]\n")
+    output = run_python(target, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder))
     assert re.search(r"^\d passed", output, re.MULTILINE)
 
 
