@@ -27,9 +27,14 @@ class Shell:
     """One bash for the whole page, so that an activated environment stays so."""
 
     def __init__(self, folder: Path) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("EJKERNEL_", "PYTHON"))}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("EJKERNEL_", "PYTHON"))
+        }
         environment |= {"EJKERNEL_CACHE_DIR": str(folder / "cache"), "JAX_PLATFORMS": "cpu", "NO_COLOR": "1"}
-        environment |= {"PATH": f"{Path(sys.base_prefix, 'bin')}:{environment['PATH']}", "PIP_ROOT_USER_ACTION": "ignore"}
+        environment |= {
+            "PATH": f"{Path(sys.base_prefix, 'bin')}:{environment['PATH']}",
+            "PIP_ROOT_USER_ACTION": "ignore",
+        }
         environment.pop("VIRTUAL_ENV", None)
         self._bash = subprocess.Popen(
             ["bash"],

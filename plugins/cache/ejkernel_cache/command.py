@@ -197,7 +197,10 @@ def _ratio(a: Document, b: Document) -> str:
 
 def _range(pairs: Sequence[tuple[Document, Document]]) -> str:
     ratios = [b.milliseconds / a.milliseconds for a, b in pairs if a.milliseconds and b.milliseconds]
-    return f", whose times differ by {min(ratios):.3g}x to {max(ratios):.3g}x" if ratios else ""
+    if not ratios:
+        return ""
+    least, most = f"{min(ratios):.3g}", f"{max(ratios):.3g}"
+    return f", which takes {least if least == most else f'{least} to {most}'} times as long in the second"
 
 
 # -- share -------------------------------------------------------------------------------------------------------------
@@ -237,7 +240,11 @@ def import_records(file: str, path: str | None, op: str | None, device: str | No
     from ._exchange import merge
 
     cache = _cache(path)
-    contents = _contents(Path(file)).select(op, device)
+    contents = _contents(_records_in(Path(file))).select(op, device)
+    if not contents.documents and not contents.faults:
+        raise Failure(
+            f"no records{_selection(op, device)} in {file}; import takes what 'export' and 'pack' have written"
+        )
     merged = _write(lambda: merge(cache, contents.documents))
     counts = (
         (merged.added, "added"),
@@ -247,6 +254,12 @@ def import_records(file: str, path: str | None, op: str | None, device: str | No
     )
     print_line(", ".join(f"{count} {what}" for count, what in counts if count) or "no records")
     _tell(contents)
+
+
+def _records_in(place: Path) -> Path:
+    """The folder of the records, where a project like those that "pack" writes has them in its package."""
+    packages = [file.parent for file in place.glob("*/__init__.py")] if (place / "pyproject.toml").is_file() else []
+    return packages[0] if len(packages) == 1 else place
 
 
 @command.command("pack")
@@ -268,6 +281,8 @@ def pack_records(folder: str, name: str, version: str, path: str | None, op: str
         raise Failure(_nothing(cache.path, op, device))
     try:
         files = _write(lambda: pack(Path(folder), name, version, contents))
+    except FileExistsError as fault:
+        raise Failure(f"{folder} exists and is not empty; name another folder") from fault
     except ValueError as fault:
         raise click.BadParameter(str(fault).removeprefix("name: "), param_hint="'--name'") from fault
     for file in files:
@@ -307,7 +322,10 @@ def clear_records(path: str | None, op: str | None, device: str | None, yes: boo
 def _cache(path: str | None) -> PersistentCache:
     from ._store import PersistentCache, default_cache
 
-    return default_cache() if path is None else PersistentCache(path)
+    cache = default_cache() if path is None else PersistentCache(path)
+    if cache.path.exists() and not cache.path.is_dir():
+        raise Failure(f"{cache.path} is no folder; set EJKERNEL_CACHE_DIR, or pass --path, to a folder")
+    return cache
 
 
 def _contents(path: Path) -> Contents:
@@ -326,6 +344,8 @@ def _write(write: Callable[[], Result]) -> Result:
     """The result of ``write``. What the system refuses is told in one line."""
     try:
         return write()
+    except FileExistsError:
+        raise
     except OSError as fault:
         place = f"{fault.filename} cannot be written: " if fault.filename else ""
         raise Failure(
@@ -376,8 +396,11 @@ def _unknown(what: str, contents: Contents, path: Path) -> str:
 
 
 def _nothing(path: Path, op: str | None, device: str | None) -> str:
-    selection = "".join(f" {name} {value!r}" for name, value in (("of", op), ("on", device)) if value)
-    return f"no records{selection} in {path}; 'ejkernel tune' measures them"
+    return f"no records{_selection(op, device)} in {path}; 'ejkernel tune' measures them"
+
+
+def _selection(op: str | None, device: str | None) -> str:
+    return "".join(f" {name} {value!r}" for name, value in (("of", op), ("on", device)) if value)
 
 
 def _count(documents: Sequence[Document]) -> str:

@@ -17,7 +17,7 @@ import attrs
 import pytest
 
 import ejkernel_cli
-from ejkernel_cache import PackagedRecords, PersistentCache, _contents, _exchange, _names
+from ejkernel_cache import PackagedRecords, PersistentCache, _contents, _exchange, _names, default_cache
 from ejkernel_cache._contents import call_lines, contents_of, document_of, is_better, margins
 from ejkernel_cache._exchange import package_name
 from ejkernel_core import Key, Provenance, Record, RecordError, record_to_json
@@ -164,7 +164,10 @@ def test_diff_has_what_one_lacks_and_what_differs(run: Run, cache: PersistentCac
     assert [[d["config"]["block"] for d in pair] for pair in report["equal"]] == [[64, 64]]
     text = " ".join(run("diff", cache.path, other.path).text.split())
     assert "3x" in text
-    assert f"1 only in {other.path}, 1 different, 1 with the same configuration, whose times differ by 2x to 2x" in text
+    assert (
+        f"1 only in {other.path}, 1 different, 1 with the same configuration, which takes 2 times as long in the second"
+        in text
+    )
     assert "0 different, 4 with the same configuration" in run("diff", cache.path, cache.path).text
 
 
@@ -254,6 +257,10 @@ def test_a_package_answers_where_it_is_installed(
     assert output.text.splitlines()[-1] == f"install it: pip install {package}"
     assert 'name = "My-Records"\nversion = "3.1"' in (package / "pyproject.toml").read_text()
     assert 'my_records = "my_records:records"' in (package / "pyproject.toml").read_text()
+    assert run("import", package, "--path", tmp_path / "imported").text == "1 added\n"
+    assert run("pack", package, "--name", "other").errors == (
+        f"ejkernel: {package} exists and is not empty; name another folder\n"
+    )
     (file,) = package.rglob("*.jsonl")
     assert [json.loads(line)["config"] for line in file.read_text().splitlines()] == [{"factor": 5}]
     monkeypatch.syspath_prepend(str(package))
@@ -407,7 +414,7 @@ def test_the_folder_of_a_cache_can_be_tried(cache: PersistentCache, tmp_path: Pa
         (("export", "{missing}", "--op", "none"), 1, "no records of 'none' in {cache}; 'ejkernel tune' measures them"),
         (("pack", "{missing}", "--name", "json"), 2, "json is a module of Python; take another name"),
         (("pack", "{missing}", "--name", "1 2"), 2, "takes letters, digits and '-'"),
-        (("pack", "{cache}", "--name", "mine"), 1, "{cache} cannot be written: exists, and is no empty folder"),
+        (("pack", "{cache}", "--name", "mine"), 1, "{cache} exists and is not empty; name another folder"),
         (("show", "scal"), 1, "no record of 'scal' in {cache}; there are scale, scale_bwd"),
         (("sho",), 2, "No such command 'sho'."),
     ],
@@ -503,6 +510,26 @@ def test_pip_is_to_install_a_folder_and_not_a_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run("pack", "mine", "--name", "mine").text.splitlines()[-1] == "install it: pip install ./mine"
+
+
+def test_a_place_without_records_is_no_import(run: Run, cache: PersistentCache, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    output = run("import", tmp_path / "empty")
+    assert output.code == 1
+    assert output.errors == (
+        f"ejkernel: no records in {tmp_path / 'empty'}; import takes what 'export' and 'pack' have written\n"
+    )
+
+
+def test_a_file_in_the_place_of_the_folder_is_told(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("one\ntwo\n")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file"))
+    default_cache.cache_clear()
+    output = run("ls")
+    assert output.code == 1
+    assert output.errors == (
+        f"ejkernel: {tmp_path / 'file'} is no folder; set EJKERNEL_CACHE_DIR, or pass --path, to a folder\n"
+    )
 
 
 def test_a_package_gets_a_module_name() -> None:

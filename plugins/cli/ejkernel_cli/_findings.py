@@ -269,7 +269,15 @@ def plugins(machine: Machine) -> Findings:
 
 def commands() -> Findings:
     """The subcommands that cannot be used."""
+    points: dict[str, list[metadata.EntryPoint]] = {}
     for point in entry_points(COMMANDS):
+        points.setdefault(point.name, []).append(point)
+    for name, claims in points.items():
+        if len(claims) > 1:
+            text = f"claimed by {' and '.join(f'{provider(point)} ({point.value})' for point in claims)}"
+            advice = f"uninstall one: pip uninstall {distribution(claims[-1])}"
+            yield Finding(f"ejkernel {name}", BROKEN, text, advice)
+    for point in (claims[0] for claims in points.values() if len(claims) == 1):
         try:
             value = point.load()
         except Exception as fault:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import errno
 import importlib.util
 import os
 import sys
@@ -61,6 +62,8 @@ def _drop_output() -> None:
 
 def _text(error: Exception) -> str:
     """The error in one line. The type says something where it is not one of those for wrong arguments."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        return f"the output cannot be written: {error.strerror}; write it to a place with space"
     text = " ".join(str(error).split()) or "no message"
     is_clear = isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("ejkernel_")
     return text if is_clear else f"{type(error).__name__}: {text}"

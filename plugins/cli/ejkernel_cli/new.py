@@ -17,7 +17,7 @@ from pathlib import Path
 
 import click
 
-from ._metadata import OPERATIONS, distribution, entry_points, normalized, version
+from ._metadata import KERNELS, OPERATIONS, distribution, entry_points, normalized, provider, version
 from ._output import Failure, print_line
 
 SUFFIX = ".template"
@@ -56,7 +56,7 @@ def command(name: str, kind: str, operation: str | None, backend: str | None, in
         "my_package": module,
         "MY_PACKAGE": module.upper(),
         "my_operation": operation,
-        "my_backend": _backend(backend, "rows" if kind == "operation" else module),
+        "my_backend": _backend(backend, "rows" if kind == "operation" else module, operation),
         "my-provider": _provider(operation),
     }
     folder = into / name
@@ -106,8 +106,11 @@ def _operation(kind: str, operation: str | None, module: str) -> str:
     return name
 
 
-def _backend(backend: str | None, default: str) -> str:
+def _backend(backend: str | None, default: str, operation: str) -> str:
     name = backend or default
+    for point in entry_points(KERNELS):
+        if point.name == f"{operation}.{name}":
+            raise click.UsageError(f"{provider(point)} has a kernel {point.name}; name another --backend")
     if not re.fullmatch(r"[A-Za-z]\w*", name) or name == "reference":
         raise click.UsageError(f"{name!r} is no name for a backend; take letters, digits and '_', as in my_gpu")
     return name

@@ -68,6 +68,15 @@ def test_a_broken_plugin_is_found_with_its_reason(run_process, install):
     assert "cannot be imported: ZeroDivisionError" in groups["commands"]["ejkernel worse"]["text"]
 
 
+def test_a_subcommand_that_two_distributions_claim_is_found(monkeypatch):
+    points = [metadata.EntryPoint("same", f"{name}:command", _metadata.COMMANDS) for name in ("one", "other")]
+    monkeypatch.setattr(_findings, "entry_points", lambda group: tuple(points))
+    (finding,) = _findings.commands()
+    assert (finding.subject, finding.status) == ("ejkernel same", BROKEN)
+    assert "(one:command) and " in finding.text
+    assert "(other:command)" in finding.text
+
+
 @pytest.mark.long
 def test_it_goes_on_without_jax(run_process, tmp_path):
     (tmp_path / "broken").mkdir()

@@ -164,7 +164,7 @@ def test_a_full_disk_is_told_in_one_line(words):
             timeout=60,
             check=False,
         )
-    assert "No space left on device" in one_line(process, 1)
+    assert one_line(process, 1).startswith("the output cannot be written: No space left on device; write it to")
 
 
 #: A subcommand whose output is not flushed before it ends.

@@ -131,6 +131,11 @@ def test_no_word_of_a_template_is_left_and_the_code_is_in_order(new, name):
         (["a-b", "--kind", "operation", "--operation", "rms_norm"], 2, "'rms_norm' is installed already"),
         (["a-b", "--kind", "operation", "--operation", "Rms"], 2, "'Rms' is no name for an operation"),
         (["a-b", "--operation", "rms_norm", "--backend", "a.b"], 2, "'a.b' is no name for a backend"),
+        (
+            ["a-b", "--operation", "rms_norm", "--backend", "xla"],
+            2,
+            "has a kernel rms_norm.xla; name another --backend",
+        ),
         (["a-b", "--kind", "store", "--backend", "x"], 2, "--operation and --backend are for a kernel"),
         (["a-b", "--kind", "shop"], 2, "'shop' is not one of"),
         (["a-b", "--kind", "store", "--into", "absent"], 1, "absent/a-b cannot be written: No such file or directory"),

@@ -105,6 +105,8 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     for name, array in (("key", key), ("value", value)):
         if array.ndim != query.ndim or array.shape[:-3] != query.shape[:-3]:
             raise ValueError(f"{name}: takes the batch axes of the query {query.shape}; got shape {array.shape}")
+    if value.shape[:-1] != key.shape[:-1]:
+        raise ValueError(f"value: takes the length and the heads of the key {key.shape}; got shape {value.shape}")
 
 
 def _flat(array: jax.Array) -> jax.Array:

@@ -140,3 +140,6 @@ def test_what_cannot_be_had_is_refused() -> None:
         dot_product_attention(query, key, value, mask=booleans(5, 6))
     with pytest.raises(ValueError, match="value: takes the batch axes of the query"):
         dot_product_attention(query, key, value[0])
+    for wrong in (value[:, :-1], jnp.concatenate([value, value], 1)):
+        with pytest.raises(ValueError, match="value: takes the length and the heads of the key"):
+            dot_product_attention(query, key, wrong)

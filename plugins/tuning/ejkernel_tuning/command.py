@@ -334,8 +334,17 @@ def _origin(outcome: Outcome) -> str:
     if outcome.stored is not None:
         provenance = _provenance(outcome)
         when = f" {provenance.when[:10]}" if provenance else ""
-        return f"stored{when}, by {outcome.stored.origin.partition(' (')[0]}"
-    return f"measured in {outcome.tuned.seconds:.1f} s" if outcome.tuned else ""
+        text = f"stored{when}, by {outcome.stored.origin.partition(' (')[0]}"
+    else:
+        text = f"measured in {outcome.tuned.seconds:.1f} s" if outcome.tuned else ""
+    return f"{text}; {shortfall}" if (shortfall := _shortfall(outcome)) else text
+
+
+def _shortfall(outcome: Outcome) -> str:
+    """What was not reached within the budget, if anything."""
+    records = outcome.tuned.records if outcome.tuned else ()
+    provenance = _provenance(outcome) or next((record.provenance for record in records), None)
+    return str(provenance.shortfall) if provenance and provenance.shortfall else ""
 
 
 def _reason(outcome: Outcome) -> str:
@@ -406,4 +415,5 @@ def _outcome_as_json(outcome: Outcome) -> dict[str, Any]:
             for entry in (outcome.tuned.entries if outcome.tuned else ())
         ],
         "notes": list(outcome.tuned.notes) if outcome.tuned else [],
+        "shortfall": _shortfall(outcome),
     }

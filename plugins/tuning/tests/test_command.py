@@ -24,7 +24,8 @@ import ejkernel_core
 from ejkernel_cache import PersistentCache, default_cache
 from ejkernel_cache._directory import Directory
 from ejkernel_core import Operation, Registry, Unsupported, hookimpl
-from ejkernel_tuning import Progress, _calls, load_invocations, recording, save_invocations
+from ejkernel_core._records import Shortfall
+from ejkernel_tuning import Progress, _autotune, _calls, load_invocations, recording, save_invocations
 from ejkernel_tuning._bar import Bar
 
 
@@ -378,6 +379,18 @@ def test_a_budget_that_is_too_short_has_no_result(run: Run, triple_op: Triple) -
     assert "out of time" in output.text
     assert output.errors.splitlines()[-1] == "ejkernel: 1 call has no result; the reason is above"
     assert triple_op.stored() == []
+
+
+def test_what_the_budget_did_not_reach_is_said_when_it_is_measured_and_when_it_is_stored(
+    run: Run, triple_op: Triple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_autotune, "_shortfall", lambda *arguments: Shortfall(2, 60.0))
+    words = "2 configurations were not reached in 60 s"
+    for output in (run(*SHAPE, "--no-backward"), run(*SHAPE, "--no-backward")):
+        assert words in output.text
+    (call,) = json.loads(run(*SHAPE, "--no-backward", "--json").text)["calls"]
+    assert call["outcome"] == "stored"
+    assert call["shortfall"].startswith(words)
 
 
 def test_the_reason_why_no_kernel_runs_is_shown(run: Run, triple_op: Triple, use_registry: Any) -> None:
