@@ -7,6 +7,7 @@ to the plugins' own pages: so each link is right here, in a browser of the repos
 from __future__ import annotations
 
 import re
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,13 @@ def with_plain_defaults(
     return (signature and re.sub(r"\bNOTHING\b", "...", signature)), returns
 
 
+def copy_pictures(app: Sphinx, fault: Exception | None) -> None:
+    """Sphinx copies the pictures of Markdown. The README has some in HTML, which has others for dark screens."""
+    if fault is None:
+        shutil.copytree(ROOT / "docs/pictures", Path(app.outdir, "docs/pictures"), dirs_exist_ok=True)
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("build-finished", copy_pictures)
     app.connect("source-read", add_sections)
     app.connect("autodoc-process-signature", with_plain_defaults)
