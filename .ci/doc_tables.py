@@ -374,15 +374,19 @@ def section(kernel: str, name: str, kind: type) -> str:
     summary = " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
     comments = comments_of(kind)
     rows = [
-        (f"`{field.name}`", f"`{type_name(field.type)}`", default(field), comments.get(field.name, ""))
+        (f"`{field.name}`", f"`{type_name(kind, field.name)}`", default(field), comments.get(field.name, ""))
         for field in attrs.fields(kind)
     ]
     prose = textwrap.fill(f"`{name}`. {summary.replace('``', '`')}", 120)
     return f"## {kernel}\n\n{prose}\n\n{markdown([('field', 'type', 'default', 'is'), *rows])}\n"
 
 
-def type_name(kind: Any) -> str:
-    return kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+def type_name(kind: type, field: str) -> str:
+    """The type of a field as its source has it: attrs replaces its own copy once something resolves the types."""
+    annotation = next(
+        base.__annotations__[field] for base in kind.__mro__ if field in vars(base).get("__annotations__", ())
+    )
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
 
 
 def default(field: Any) -> str:
