@@ -57,10 +57,11 @@ def call_options(function: Function) -> Function:
     The command also needs ``context_settings=CALL_SETTINGS``.
     """
     with_words = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="--shape SHAPE [OPTIONS OF IT]...")
-    return click.argument("operation", shell_complete=_matching_operations)(with_words(function))
+    return click.argument("operation", shell_complete=matching_operations)(with_words(function))
 
 
-def _matching_operations(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+def matching_operations(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """The names of installed operations that begin with a text, for completion."""
     return sorted({point.name for point in entry_points(OPERATIONS) if point.name.startswith(incomplete)})
 
 

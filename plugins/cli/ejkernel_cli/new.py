@@ -17,6 +17,7 @@ from pathlib import Path
 
 import click
 
+from ._calls import matching_operations
 from ._metadata import KERNELS, OPERATIONS, distribution, entry_points, normalized, provider, version
 from ._output import Failure, print_line
 
@@ -27,14 +28,10 @@ KINDS = {"kernel": "a kernel", "operation": "an operation", "store": "a store", 
 SHAPES = {"flash_attention": "1x512x4x64"}
 
 
-def _matching_operations(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    return [name for name in _operations() if name.startswith(incomplete)]
-
-
 @click.command("new")
 @click.argument("name")
 @click.option("--kind", type=click.Choice([*KINDS]), default="kernel", show_default=True, help="What the package has.")
-@click.option("--operation", shell_complete=_matching_operations, help="Of a kernel: the operation that it computes. "
+@click.option("--operation", shell_complete=matching_operations, help="Of a kernel: the operation that it computes. "
               "Of an operation: its name, by default that of the package.")  # fmt: skip
 @click.option("--backend", help="The name of the kernel's backend; by default that of the package.")
 @click.option("--into", type=click.Path(path_type=Path), default=".", help="The folder in which its folder is made.")

@@ -182,6 +182,33 @@ def test_vmap_and_scan() -> None:
         np.testing.assert_allclose(actual, expected, atol=5e-5, rtol=1e-4)
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("wrt", [(0,), (1, 2), (0, 3), (2, 3), (0, 1, 2, 3)])
+@pytest.mark.parametrize("transform", ["jit", "vmap of grad", "grad of vmap", "checkpoint"])
+def test_two_calls_of_one_program_that_are_differentiated_in_different_arguments(wrt: Any, transform: str) -> None:
+    """The first call has a cotangent for its query alone, or none at all, where the second has others."""
+    query, key, value = (jnp.stack([array, -array, 2 * array]) for array in inputs(5, 7))
+    arrays = (query, key, value, jnp.stack([floats(4, 5, 7), -floats(4, 5, 7), floats(4, 5, 7) / 2]))
+    weights = jax.random.normal(jax.random.key(8), query.shape)
+
+    def gradients(function: Any) -> Any:
+        def loss(query: Any, key: Any, value: Any, bias: Any, weight: Any) -> Any:
+            first = function(query, jax.lax.stop_gradient(key), value, is_causal=True)
+            second = function(first, key, value, bias, local_window_size=(3, 1))
+            return (second * weight).sum() + (function(query, key, value, bias) * weight).sum()
+
+        if transform == "grad of vmap":
+            return jax.jit(jax.grad(lambda *a: jax.vmap(loss)(*a, weights).sum(), wrt))(*arrays)
+        if transform == "vmap of grad":
+            return jax.jit(jax.vmap(jax.grad(loss, wrt)))(*arrays, weights)
+        one = [array[1] for array in (*arrays, weights)]
+        return jax.jit(jax.grad(jax.checkpoint(loss) if transform == "checkpoint" else loss, wrt))(*one)
+
+    pairs = zip(gradients(dot_product_attention), gradients(jax.nn.dot_product_attention), strict=True)
+    for actual, expected in pairs:
+        np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_sharded_arrays_keep_their_explicit_axes() -> None:
     mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     spec = jax.P("batch", None, "heads", None)
