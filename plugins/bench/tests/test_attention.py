@@ -593,7 +593,7 @@ def test_a_choice_is_measured_against_its_candidates(monkeypatch):
     elsewhere = "triton" if jax.default_backend() == "cpu" else "pallas_tpu"
     report = choice.compare([TINY, KINDS[8]], ("xla", "reference", elsewhere), rounds=1)
     (table,) = report.tables
-    assert table.columns == ("", "chosen", "xla", "reference", elsewhere, "chosen / best", "chosen")
+    assert table.columns == ("", "chosen", "xla", "reference", elsewhere, "chosen / best", "by")
     for row, bar in zip(table.rows, report.bars, strict=True):
         assert row[4] == "-"  # it refuses
         assert row[5] == bar.measured == pytest.approx(row[1] / min(row[2:4]))
