@@ -14,12 +14,13 @@ import subprocess
 import sys
 import termios
 import time
+import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -122,6 +123,28 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
     ejkernel_cache.default_cache.cache_clear()
     return folder
+
+
+class Output(NamedTuple):
+    """What a command has printed, and its exit code."""
+
+    code: int
+    text: str
+    errors: str
+
+
+@pytest.fixture
+def run_command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Output]:
+    """``run_command("cache", "ls")``: the exit code and the output of ``ejkernel cache ls``, run in this process."""
+    import ejkernel_cli
+
+    def run(*words: object) -> Output:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end, warnings.catch_warnings():
+            ejkernel_cli.main([*map(str, words)])
+        return Output(int(end.value.code or 0), *capsys.readouterr())
+
+    return run
 
 
 #: How long after a text its answer is typed.

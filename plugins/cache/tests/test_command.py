@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import errno
+import functools
 import json
 import os
 import subprocess
@@ -11,40 +12,24 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 import pytest
 
-import ejkernel_cli
 from ejkernel_cache import PackagedRecords, PersistentCache, _contents, _exchange, _names, default_cache
 from ejkernel_cache._contents import call_lines, contents_of, document_of, is_better, margins
 from ejkernel_cache._exchange import package_name
 from ejkernel_core import Key, Provenance, Record, RecordError, record_to_json
 from ejkernel_core._records import Shortfall
 
-
-class Output(NamedTuple):
-    code: int
-    text: str
-    errors: str
-
-
-Run = Callable[..., Output]
+Run = Callable[..., Any]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
+def run(run_command: Run) -> Run:
     """``run("ls", ...)``: the exit code and the output of ``ejkernel cache ls ...``."""
-
-    def run_words(*words: object) -> Output:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            ejkernel_cli.main(["cache", *map(str, words)])
-        captured = capsys.readouterr()
-        return Output(int(end.value.code or 0), captured.out, captured.err)
-
-    return run_words
+    return functools.partial(run_command, "cache")
 
 
 @attrs.frozen

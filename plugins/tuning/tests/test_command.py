@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import re
 import signal
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 import jax
 import jax.numpy as jnp
 import pytest
 
-import ejkernel_cli
 import ejkernel_core
 from ejkernel_cache import PersistentCache, default_cache
 from ejkernel_cache._directory import Directory
@@ -28,28 +27,13 @@ from ejkernel_core._records import Shortfall
 from ejkernel_tuning import Progress, _autotune, _calls, load_invocations, recording, save_invocations
 from ejkernel_tuning._bar import Bar
 
-
-class Output(NamedTuple):
-    code: int
-    text: str
-    errors: str
-
-
-Run = Callable[..., Output]
+Run = Callable[..., Any]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
+def run(run_command: Run) -> Run:
     """``run("triple", ...)``: the exit code and the output of ``ejkernel tune triple ...``."""
-
-    def run_words(*words: object) -> Output:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end, warnings.catch_warnings():
-            ejkernel_cli.main(["tune", *map(str, words)])
-        captured = capsys.readouterr()
-        return Output(int(end.value.code or 0), captured.out, captured.err)
-
-    return run_words
+    return functools.partial(run_command, "tune")
 
 
 # -- an operation whose configurations take different times ------------------------------------------------------------
