@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -46,6 +47,18 @@ class Document:
     def milliseconds(self) -> float | None:
         """The time of one call; None for a record that was put there by hand."""
         return self.provenance.milliseconds if self.provenance else None
+
+    @property
+    def fields(self) -> Mapping[str, Any] | None:
+        """The fields of the configuration in the order of its type, as far as the texts of the provenance have it: a
+        record has them in the order of their names.
+        """
+        tried = self.provenance.tried if self.provenance else ()
+        text = next((text for text, _ in tried if text.startswith(f"{self.backend} ")), "")
+        names = [*dict.fromkeys(re.findall(r"\w+(?==)", text))]
+        return self.config and dict(
+            sorted(self.config.items(), key=lambda item: names.index(item[0]) if item[0] in names else len(names))
+        )
 
     @property
     def is_for_bucket(self) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ejkernel_cli import Failure, json_option, print_json, print_line, print_table
+from ejkernel_cli import Failure, config_text, json_option, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from ._contents import Contents, Document
@@ -124,21 +124,22 @@ def _call(document: Document) -> str:
 
 
 def _configuration(document: Document) -> str:
-    fields = (f"{name}={value}" for name, value in (document.config or {}).items())
-    return "\n".join([document.backend or "any backend", *fields])
+    return "\n".join(filter(None, [document.backend or "any backend", config_text(document.fields)]))
 
 
 def _print_tried(documents: Iterable[Document]) -> None:
     unique = {d.provenance.tried: d for d in documents if d.provenance is not None and d.provenance.tried}
     for document in unique.values():
         assert document.provenance is not None
-        rows = [
-            (text, "" if isinstance(outcome, str) else f"{outcome:.4g}", outcome if isinstance(outcome, str) else "")
-            for text, outcome in document.provenance.tried
-        ]
-        print_table(("tried", "ms", "out because"), rows, title=f"key {document.key.digest[:DIGITS]}")
+        rows = [_tried_row(*text.partition(" ")[::2], outcome) for text, outcome in document.provenance.tried]
+        print_table(("tried", "configuration", "ms", "out because"), rows, title=f"key {document.key.digest[:DIGITS]}")
         if document.provenance.shortfall:
             print_line(str(document.provenance.shortfall))
+
+
+def _tried_row(backend: str, cfg: str, outcome: float | str) -> tuple[str, ...]:
+    times = ("", outcome) if isinstance(outcome, str) else (f"{outcome:.4g}", "")
+    return backend, config_text(cfg), *times
 
 
 @command.command("diff")

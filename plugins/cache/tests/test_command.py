@@ -125,6 +125,28 @@ def test_show_has_the_call_the_configuration_and_by_how_much_it_won(run: Run, ca
     )
 
 
+@attrs.frozen
+class Blocks:
+    rows: int
+    columns: int | None = None
+
+
+def test_a_configuration_is_written_as_its_type_has_it(run: Run, folder: Path) -> None:
+    provenance = attrs.evolve(
+        measured(2.0), tried=((f"two {Blocks(8)}", 2.0), (f"two {Blocks(16, 4)}", 3.0), ("xla None", 5.0))
+    )
+    PersistentCache().put(key(3), Record(Blocks(8), "two", provenance))
+    file = default_cache().file(key(3), "two").read_text()
+    assert file.index("columns") < file.index("rows")  # sorted, in a record
+    lines = run("show", key(3).digest).text.splitlines()
+    assert any("rows=8, columns=None" in line for line in lines)
+    assert [line.split() for line in lines[-3:]] == [
+        ["two", "rows=8,", "columns=None", "2"],
+        ["two", "rows=16,", "columns=4", "3"],
+        ["xla", "5"],
+    ]
+
+
 def test_the_record_of_one_key_has_all_that_was_tried(run: Run, cache: PersistentCache) -> None:
     cache.put(key(3), record(64, measured(2.0, "two", "xla", budget_s=5.0)))
     output = run("show", key(3).digest)

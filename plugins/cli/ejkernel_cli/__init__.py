@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._main import main
-from ._output import Failure, json_option, print_json, print_line, print_table
+from ._output import Failure, config_text, json_option, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from ._calls import CALL_SETTINGS, Call, call_options, parse_call
@@ -19,6 +19,7 @@ __all__ = [
     "Call",
     "Failure",
     "call_options",
+    "config_text",
     "json_option",
     "main",
     "parse_call",

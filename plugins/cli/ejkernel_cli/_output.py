@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -37,6 +38,21 @@ def print_json(value: Any) -> None:
 def print_line(text: str = "") -> None:
     """Print a line as it is."""
     click.echo(text)
+
+
+def config_text(cfg: object) -> str:
+    """A configuration in words, without the name of its type: "" where a kernel has none.
+
+    ``cfg`` is the configuration, its fields in a record, or its text in a provenance.
+
+    >>> config_text({"rows": 2, "stages": None}), config_text("Config(rows=2)"), config_text(None)
+    ('rows=2, stages=None', 'rows=2', '')
+    """
+    if isinstance(cfg, Mapping):
+        return ", ".join(f"{name}={value!r}" for name, value in cfg.items())
+    text = "" if cfg is None else str(cfg)
+    fields = re.fullmatch(r"[\w.]+\((.*)\)", text, re.DOTALL)
+    return fields[1] if fields else text.removeprefix("None")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:

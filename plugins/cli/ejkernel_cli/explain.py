@@ -11,7 +11,7 @@ import click
 
 from ._calls import CALL_SETTINGS, call_options, parse_call
 from ._metadata import KERNELS, entry_points
-from ._output import Failure, json_option, print_json, print_line, print_table
+from ._output import Failure, config_text, json_option, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from ejkernel_core import Explanation, Plan, Provenance, Verdict
@@ -104,14 +104,7 @@ def _configuration(verdict: Verdict, plan: Plan | None) -> str:
     else:
         operation, _, backend = verdict.name.rpartition(".")
         cfg = ejkernel_core.registry.kernel(operation, backend).heuristic_cfg(plan.invocation)
-    return _without_type(str(cfg))
-
-
-def _without_type(cfg: str) -> str:
-    """A configuration without the name of its type, which is Config for almost every kernel; "" for none."""
-    if cfg == "None":
-        return ""
-    return cfg.removeprefix("Config(").removesuffix(")") if cfg.startswith("Config(") else cfg
+    return config_text(cfg)
 
 
 def _print_times(provenance: Provenance) -> None:
@@ -121,7 +114,7 @@ def _print_times(provenance: Provenance) -> None:
     if times:
         fastest = times[0][1]
         shown = [(*text.partition(" ")[::2], ms) for text, ms in times[:MOST_TIMES]]
-        rows = [(name, _without_type(cfg), f"{ms:.4g}", f"{ms / fastest:.2f}x") for name, cfg, ms in shown]
+        rows = [(name, config_text(cfg), f"{ms:.4g}", f"{ms / fastest:.2f}x") for name, cfg, ms in shown]
         print_table(("measured", "configuration", "ms", "of the fastest"), rows)
         print_line(_lead(times))
     failures = len(provenance.tried) - len(times)

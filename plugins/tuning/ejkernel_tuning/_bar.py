@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 
+from ejkernel_cli import config_text
 from ejkernel_core import Invocation
 from ejkernel_core._measurement import Entry, Progress, Trial
 
@@ -105,19 +106,16 @@ class Bar:
 
 
 def _trial_text(trial: Trial) -> str:
-    return " ".join(filter(None, [trial.step, trial.backend, fields_text(trial.cfg)]))
+    return f"{trial.step} {kernel_text(trial.backend, trial.cfg)}"
 
 
-def fields_text(cfg: Any, separator: str = " ") -> str:
-    """The fields of a configuration, without the name of its type.
+def kernel_text(backend: str, cfg: Any) -> str:
+    """A backend with its configuration.
 
-    >>> fields_text(attrs.make_class("Config", ["rows", "stages"])(2, None))
-    'rows=2 stages=None'
+    >>> kernel_text("xla", attrs.make_class("Config", ["rows", "stages"])(2, None)), kernel_text("xla", None)
+    ('xla (rows=2, stages=None)', 'xla')
     """
-    if cfg is None:
-        return ""
-    names = [field.name for field in attrs.fields(type(cfg))] if attrs.has(type(cfg)) else []
-    return separator.join(f"{name}={getattr(cfg, name)}" for name in names) or str(cfg)
+    return f"{backend} ({text})" if (text := config_text(cfg)) else backend
 
 
 def _is_done(entry: Entry) -> bool:

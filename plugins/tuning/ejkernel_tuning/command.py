@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ejkernel_cli import CALL_SETTINGS, Failure, json_option, parse_call, print_json, print_line, print_table
+from ejkernel_cli import (
+    CALL_SETTINGS,
+    Failure,
+    config_text,
+    json_option,
+    parse_call,
+    print_json,
+    print_line,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from ejkernel_core import Invocation, Provenance
@@ -305,20 +314,16 @@ def _fields(cfg: Any) -> dict[str, Any]:
     return attrs.asdict(cfg) if attrs.has(type(cfg)) else {} if cfg is None else {"configuration": cfg}
 
 
-def _kernel(backend: str, cfg: Any, separator: str) -> str:
-    from ._bar import fields_text
-
-    return separator.join(filter(None, [backend, fields_text(cfg, separator)]))
-
-
 def _line(outcome: Outcome) -> str:
     """One line for a call that is done."""
+    from ._bar import kernel_text
+
     best = _best(outcome)
     if best is None:
         return f"{outcome.inv}: {_reason(outcome)}"
     backend, cfg, milliseconds = best
     time = "" if milliseconds is None else f", {milliseconds:.4g} ms"
-    return f"{outcome.inv.op}: {_kernel(backend, cfg, ' ')}{time}{_gain(outcome)} ({_origin(outcome)})"
+    return f"{outcome.inv.op}: {kernel_text(backend, cfg)}{time}{_gain(outcome)} ({_origin(outcome)})"
 
 
 def _gain(outcome: Outcome) -> str:
@@ -360,7 +365,8 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
         return _call(outcome.inv), "none", "", "", _reason(outcome)
     backend, cfg, milliseconds = best
     time = "" if milliseconds is None else f"{milliseconds:.4g}"
-    return _call(outcome.inv), _kernel(backend, cfg, "\n"), time, _comparison(outcome), _origin(outcome)
+    kernel = "\n".join(filter(None, [backend, config_text(cfg)]))
+    return _call(outcome.inv), kernel, time, _comparison(outcome), _origin(outcome)
 
 
 def _comparison(outcome: Outcome) -> str:
