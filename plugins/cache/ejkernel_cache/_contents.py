@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import attrs
 
@@ -74,6 +74,9 @@ class Contents:
     #: Each with its place.
     faults: tuple[str, ...] = ()
 
+    def __or__(self, other: Contents) -> Contents:
+        return Contents(self.documents + other.documents, self.faults + other.faults)
+
     def select(self, op: str | None = None, device: str | None = None) -> Contents:
         """The documents of an operation, "flash*" for several, and of devices whose names contain a text."""
         selected = (d for d in self.documents if op is None or fnmatchcase(d.key.op, op))
@@ -100,11 +103,21 @@ def contents_of(path: str | os.PathLike[str]) -> Contents:
     """The records in a file of JSON lines, or in a folder: that of a cache, or of a package of records.
 
     Nothing is moved or changed. A folder that does not exist is empty. ``OSError`` if the folder cannot be listed, or
-    the file not be read.
+    the file, which may be a pipe, not be read.
     """
+    is_file = Path(path).exists() and not Path(path).is_dir()
+    return _collected(_read_file(Path(path)) if is_file else _read_folder(Path(path)))
+
+
+def contents_of_lines(stream: IO[bytes], name: str) -> Contents:
+    """The records in the JSON lines of a stream."""
+    return _collected(_read_lines(stream, name))
+
+
+def _collected(outcomes: Iterable[Document | str]) -> Contents:
     documents: list[Document] = []
     faults: list[str] = []
-    for outcome in _read_lines(Path(path)) if Path(path).is_file() else _read_folder(Path(path)):
+    for outcome in outcomes:
         if isinstance(outcome, Document):
             documents.append(outcome)
         else:
@@ -138,6 +151,7 @@ def _read_folder(root: Path) -> Iterator[Document | str]:
         next(os.scandir(root), None)
     except FileNotFoundError:
         return
+    yield from _unreadable_folders(root)
     files = Directory(root)
     for place in files.places():
         outcome = _read_place(files, place)
@@ -145,7 +159,16 @@ def _read_folder(root: Path) -> Iterator[Document | str]:
             yield outcome
     for file in sorted(root.glob(f"*/*{LINES}")):
         if not file.parent.name.startswith("."):
-            yield from _read_lines(file)
+            yield from _read_file(file)
+
+
+def _unreadable_folders(root: Path) -> Iterator[str]:
+    faults: list[OSError] = []
+    for _, folders, _ in os.walk(root, onerror=faults.append):
+        folders[:] = [folder for folder in folders if not folder.startswith(".")]
+    for fault in faults:
+        if not isinstance(fault, FileNotFoundError):  # another process has removed it
+            yield f"{fault.filename}: {fault.strerror}"
 
 
 def _read_place(files: Directory, place: Place) -> Document | str | None:
@@ -167,15 +190,19 @@ def _read_place(files: Directory, place: Place) -> Document | str | None:
         return f"{path}: {fault}"
 
 
-def _read_lines(file: Path) -> Iterator[Document | str]:
+def _read_file(file: Path) -> Iterator[Document | str]:
     with open(file, "rb") as stream:
-        data = stream.read(MAX_FILE_SIZE + 1)
+        yield from _read_lines(stream, str(file))
+
+
+def _read_lines(stream: IO[bytes], name: str) -> Iterator[Document | str]:
+    data = stream.read(MAX_FILE_SIZE + 1)
     if len(data) > MAX_FILE_SIZE:
-        yield f"{file}: larger than {MAX_FILE_SIZE} bytes"
+        yield f"{name}: larger than {MAX_FILE_SIZE} bytes"
         return
     for number, line in enumerate(data.splitlines(), 1):
         if line.strip():
-            place = f"{file}, line {number}"
+            place = f"{name}, line {number}"
             try:
                 yield document_of(text_of(line), place, size=len(line))
             except RecordError as fault:

@@ -49,11 +49,14 @@ def write_lines(file: Path, documents: Iterable[Document]) -> None:
     written to as it is.
     """
     text = "".join(f"{line}\n" for line in sorted(document.text for document in documents))
-    file = file.resolve()  # where it is a link, its target is replaced
     if file.exists() and not file.is_file():
-        with open(file, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        try:
+            with open(file, "w", encoding="utf-8") as stream:
+                stream.write(text)
+        except OSError as fault:
+            raise _of_file(fault, file) from fault
         return
+    file = file.resolve()  # where it is a link, its target is replaced
     temporary = file.with_name(f".{file.name}.{_temporary.new_name()}")
     try:
         with open(temporary, "x", encoding="utf-8") as stream:
@@ -65,8 +68,13 @@ def write_lines(file: Path, documents: Iterable[Document]) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         if isinstance(fault, OSError):  # whose path is the temporary one
-            raise OSError(fault.errno or errno.EIO, fault.strerror or str(fault), str(file)) from fault
+            raise _of_file(fault, file) from fault
         raise
+
+
+def _of_file(fault: OSError, file: Path) -> OSError:
+    """The same fault with the path of a file."""
+    return OSError(fault.errno or errno.EIO, fault.strerror or str(fault), str(file))
 
 
 # -- a package ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
@@ -25,7 +25,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 DIGITS = 8
 
 
-@click.group("cache", context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Subcommands whose summaries are folded in a narrow terminal. Click would cut them off."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            names = self.list_commands(ctx)
+            formatter.write_dl(
+                [(name, self.commands[name].get_short_help_str(limit=1000).rstrip(".")) for name in names]
+            )
+
+
+@click.group("cache", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
     """Show, compare, share and remove the configurations that were measured."""
 
@@ -52,7 +63,7 @@ def filter_options(function: Function) -> Function:
 def list_records(path: str | None, op: str | None, device: str | None, as_json: bool) -> None:
     """List devices and operations: how many records there are, their size, and the newest."""
     cache = _cache(path)
-    contents = _contents(cache.path).select(op, device)
+    contents = _selected(cache.path, op, device)
     groups = [
         (*names, list(documents))
         for names, documents in itertools.groupby(contents.documents, lambda d: (d.key.device, d.key.op))
@@ -64,7 +75,7 @@ def list_records(path: str | None, op: str | None, device: str | None, as_json: 
         ]
         print_json({"path": str(cache.path), "rows": rows, "faults": contents.faults})
     elif not groups:
-        print_line(_nothing(cache.path, op, device))
+        print_line(_nothing(contents, cache.path))
     else:
         for name, rows_of_device in itertools.groupby(groups, lambda group: group[0]):
             rows_of_text = [(o, len(docs), _bytes(_size(docs)), _date(_newest(docs))) for _, o, docs in rows_of_device]
@@ -85,18 +96,18 @@ def show_records(what: str, path: str | None, device: str | None, as_json: bool)
     A key is what the tables show, or the beginning of it. "bucket" is for all calls of about these sizes.
     """
     cache = _cache(path)
-    contents = _contents(cache.path).select(None, device)
+    everything = _contents(cache.path)
+    contents = everything.select(None, device)
     documents = contents.select(what).documents or tuple(
         document for document in contents.documents if document.key.digest.startswith(what)
     )
     if not documents:
-        raise Failure(_unknown(what, contents, cache.path))
+        _fail_with_faults(everything, _nothing(everything, cache.path, what, device))
     if as_json:
         print_json([_as_json(document) for document in documents])
     else:
         for title, group in _by_measurement(documents).items():
-            print_line(title)
-            print_table(("key", "call", "configuration", "time", "when"), map(_row, group))
+            print_table(("key", "call", "configuration", "time", "when"), map(_row, group), title)
             print_line()
         if all(document.key.op != what for document in documents):
             _print_tried(documents)
@@ -152,7 +163,11 @@ def compare_records(one: str, other: str, op: str | None, device: str | None, as
 
     A folder is that of a cache or of a package of records; a file is what "export" writes.
     """
-    contents = [_contents(Path(path)).select(op, device) for path in (one, other)]
+    both = [_contents(Path(path), "name another one") for path in (one, other)]
+    contents = [each.select(op, device) for each in both]
+    if (op or device) and not any(each.documents for each in contents):
+        union = both[0] | both[1]
+        _fail_with_faults(union, _nothing(union, f"{one} and {other}", op, device))
     firsts, seconds = (c.latest() for c in contents)
     only = [[d for problem, d in a.items() if problem not in b] for a, b in ((firsts, seconds), (seconds, firsts))]
     pairs = [(firsts[problem], seconds[problem]) for problem in firsts if problem in seconds]
@@ -216,9 +231,9 @@ def export_records(file: str, path: str | None, op: str | None, device: str | No
     from ._exchange import write_lines
 
     cache = _cache(path)
-    contents = _contents(cache.path).select(op, device)
+    contents = _selected(cache.path, op, device)
     if not contents.documents:
-        raise Failure(_nothing(cache.path, op, device))
+        _fail_with_faults(contents, _nothing(contents, cache.path))
     if file == "-":
         for document in contents.documents:
             print_line(document.text)
@@ -229,11 +244,11 @@ def export_records(file: str, path: str | None, op: str | None, device: str | No
 
 
 @command.command("import")
-@click.argument("file", type=click.Path(exists=True))
+@click.argument("file", type=click.Path(exists=True, allow_dash=True))
 @path_option
 @filter_options
 def import_records(file: str, path: str | None, op: str | None, device: str | None) -> None:
-    """Put the records of a file, of a folder or of a package into the cache.
+    """Put the records of a file, of a folder or of a package into the cache; "-" is the standard input.
 
     Of two records of one call, the one that was measured better stays: with a larger budget, against more backends, or
     faster. Records of other versions stay beside each other.
@@ -241,11 +256,12 @@ def import_records(file: str, path: str | None, op: str | None, device: str | No
     from ._exchange import merge
 
     cache = _cache(path)
-    contents = _contents(_records_in(Path(file))).select(op, device)
-    if not contents.documents and not contents.faults:
-        raise Failure(
-            f"no records{_selection(op, device)} in {file}; import takes what 'export' and 'pack' have written"
-        )
+    all_records = _standard_input() if file == "-" else _contents(_records_in(Path(file)), "name another one")
+    contents, name = all_records.select(op, device), "the standard input" if file == "-" else file
+    if not all_records.documents and not all_records.faults:
+        raise Failure(f"no records in {name}; import takes what 'export' and 'pack' have written")
+    if not contents.documents and all_records.documents:
+        _fail_with_faults(contents, _nothing(all_records, name, op, device))
     merged = _write(lambda: merge(cache, contents.documents))
     counts = (
         (merged.added, "added"),
@@ -255,6 +271,12 @@ def import_records(file: str, path: str | None, op: str | None, device: str | No
     )
     print_line(", ".join(f"{count} {what}" for count, what in counts if count) or "no records")
     _tell(contents)
+
+
+def _standard_input() -> Contents:
+    from ._contents import contents_of_lines
+
+    return contents_of_lines(sys.stdin.buffer, "the standard input")
 
 
 def _records_in(place: Path) -> Path:
@@ -277,9 +299,9 @@ def pack_records(folder: str, name: str, version: str, path: str | None, op: str
     from ._exchange import pack
 
     cache = _cache(path)
-    contents = _contents(cache.path).select(op, device)
+    contents = _selected(cache.path, op, device)
     if not contents.documents:
-        raise Failure(_nothing(cache.path, op, device))
+        _fail_with_faults(contents, _nothing(contents, cache.path))
     try:
         files = _write(lambda: pack(Path(folder), name, version, contents))
     except FileExistsError as fault:
@@ -303,17 +325,19 @@ def pack_records(folder: str, name: str, version: str, path: str | None, op: str
 def clear_records(path: str | None, op: str | None, device: str | None, yes: bool) -> None:
     """Remove records. Unfinished measurements and damaged files that were moved aside stay."""
     cache = _cache(path)
-    contents = _contents(cache.path).select(op, device)
+    contents = _selected(cache.path, op, device)
     if not contents.documents:
-        print_line(_nothing(cache.path, op, device))
+        print_line(_nothing(contents, cache.path))
         return
     if not yes:
+        records = f"{_count(contents.documents)} from {cache.path}"
         if not sys.stdin.isatty():
-            raise click.UsageError(f"{_count(contents.documents)} would be removed: pass --yes to do it without asking")
-        if not click.confirm(f"Remove {_count(contents.documents)} from {cache.path}?"):
+            raise click.UsageError(f"this removes {records}: pass --yes to do it without asking")
+        if not click.confirm(f"Remove {records}?"):
             raise Failure("nothing was removed")
     keys = {document.key for document in contents.documents}
-    removed = _write(lambda: cache.remove(lambda key: key in keys))
+    advice = "what is left stays: get the right to write to its folder"
+    removed = _write(lambda: cache.remove(lambda key: key in keys), "removed", advice)
     print_line(f"{removed} removed from {cache.path}")
 
 
@@ -329,40 +353,55 @@ def _cache(path: str | None) -> PersistentCache:
     return cache
 
 
-def _contents(path: Path) -> Contents:
+def _contents(path: Path, advice: str = "set EJKERNEL_CACHE_DIR, or pass --path, to another folder") -> Contents:
     from ._contents import contents_of
 
     try:
         return contents_of(path)
     except OSError as fault:
-        raise Failure(f"{fault.filename or path} cannot be read: {fault.strerror or fault}") from fault
+        reason = f"{fault.filename or path} cannot be read: {fault.strerror or fault}"
+        raise Failure(f"{reason}; get the right to read it, or {advice}") from fault
+
+
+def _selected(path: Path, op: str | None, device: str | None) -> Contents:
+    """The selected records of a cache. Fails if none is of these."""
+    contents = _contents(path)
+    selection = contents.select(op, device)
+    if (op or device) and not selection.documents:
+        _fail_with_faults(contents, _nothing(contents, path, op, device))
+    return selection
 
 
 Result = TypeVar("Result")
 
 
-def _write(write: Callable[[], Result]) -> Result:
+def _write(
+    write: Callable[[], Result], verb: str = "written", advice: str = "name a place with space that can be written to"
+) -> Result:
     """The result of ``write``. What the system refuses is told in one line."""
     try:
         return write()
-    except FileExistsError:
+    except (FileExistsError, BrokenPipeError):
         raise
     except OSError as fault:
-        place = f"{fault.filename} cannot be written: " if fault.filename else ""
-        raise Failure(
-            f"{place}{fault.strerror or fault}; name a place with space that can be written to, and run it again"
-        ) from fault
+        place = f"{fault.filename} cannot be {verb}: " if fault.filename else ""
+        raise Failure(f"{place}{fault.strerror or fault}; {advice}, and run it again") from fault
 
 
 def _tell(contents: Contents) -> None:
     """Tell what could not be read, and fail if there is such."""
-    for fault in contents.faults:
-        click.echo(f"ejkernel: {' '.join(fault.split())}", err=True)
     if contents.faults:
         number = len(contents.faults)
-        raise Failure(
-            f"{number} record{'s' * (number > 1)} could not be read and {'are' if number > 1 else 'is'} left out"
+        _fail_with_faults(
+            contents,
+            f"{number} record{'s' * (number > 1)} could not be read and {'are' if number > 1 else 'is'} left out",
         )
+
+
+def _fail_with_faults(contents: Contents, text: str) -> NoReturn:
+    for fault in contents.faults:
+        click.echo(f"ejkernel: {' '.join(fault.split())}", err=True)
+    raise Failure(text)
 
 
 def _by_measurement(documents: Iterable[Document]) -> dict[str, list[Document]]:
@@ -390,18 +429,17 @@ def _as_json(document: Document) -> dict[str, Any]:
     }
 
 
-def _unknown(what: str, contents: Contents, path: Path) -> str:
-    operations = sorted({document.key.op for document in contents.documents})
-    there = f"there are {', '.join(operations)}" if operations else "it has none"
-    return f"no record of {what!r} in {path}; {there}"
+def _nothing(contents: Contents, place: object, op: str | None = None, device: str | None = None) -> str:
+    """That no record of the contents is selected, and what they have instead."""
+    from ejkernel_core._display import suggestion
 
-
-def _nothing(path: Path, op: str | None, device: str | None) -> str:
-    return f"no records{_selection(op, device)} in {path}; 'ejkernel tune' measures them"
-
-
-def _selection(op: str | None, device: str | None) -> str:
-    return "".join(f" {name} {value!r}" for name, value in (("of", op), ("on", device)) if value)
+    text = "".join(f" {name} {value!r}" for name, value in (("of", op), ("on", device)) if value)
+    text = f"no records{text} in {place}"
+    if not contents.documents:
+        return f"{text}; 'ejkernel tune' measures them"
+    of_op = contents.select(op).documents
+    names = sorted({document.key.device for document in of_op} or {document.key.op for document in contents.documents})
+    return text + ((not of_op and suggestion(str(op), names)) or f"; there are {', '.join(map(repr, names))}")
 
 
 def _count(documents: Sequence[Document]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import errno
 import functools
+import io
 import json
 import os
 import subprocess
@@ -105,7 +106,9 @@ def test_an_empty_cache_is_no_error(run: Run, folder: Path) -> None:
     assert run("ls") == (0, f"no records in {folder}; 'ejkernel tune' measures them\n", "")
     assert run("clear", "--yes").code == 0
     assert not folder.exists()
-    assert run("show", "scale").errors == f"ejkernel: no record of 'scale' in {folder}; it has none\n"
+    assert (
+        run("show", "scale").errors == f"ejkernel: no records of 'scale' in {folder}; 'ejkernel tune' measures them\n"
+    )
 
 
 def test_show_has_the_call_the_configuration_and_by_how_much_it_won(run: Run, cache: PersistentCache) -> None:
@@ -201,6 +204,26 @@ def test_what_is_exported_can_be_imported(run: Run, cache: PersistentCache, tmp_
     assert run("import", cache.path, "--path", target.path).text == "4 the same\n"
     assert sorted(map(str, stored(target))) == sorted(map(str, stored(cache)))
     assert target.get(key(3), kind=Config) == Config(64)
+
+
+def test_records_come_from_the_standard_input_and_from_a_pipe(
+    run: Run, cache: PersistentCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = run("export", "-").text
+    for number, text in enumerate((lines, lines + "{\n", "")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        reader, writer = os.pipe()
+        os.write(writer, text.encode())
+        os.close(writer)
+        outputs = [run("import", file, "--path", tmp_path / f"{number}") for file in ("-", f"/dev/fd/{reader}")]
+        os.close(reader)
+        assert [output.code for output in outputs] == [min(number, 1)] * 2
+        if text:
+            assert [output.text for output in outputs] == ["4 added\n", "4 the same\n"]
+            assert sorted(map(str, stored(PersistentCache(tmp_path / f"{number}")))) == sorted(map(str, stored(cache)))
+        else:
+            assert outputs[0].errors.startswith("ejkernel: no records in the standard input; import takes what")
+        assert ("the standard input, line 5: no record" in outputs[0].errors) == (number == 1)
 
 
 def test_an_imported_record_answers(run: Run, scale_op: Any, folder: Path, tmp_path: Path) -> None:
@@ -313,7 +336,9 @@ def test_clear_removes_what_is_selected(run: Run, cache: PersistentCache) -> Non
 def test_nothing_is_removed_without_an_answer(run: Run, cache: PersistentCache) -> None:
     output = run("clear")
     assert output.code == 2
-    assert output.errors.startswith("ejkernel: 4 records would be removed: pass --yes to do it without asking")
+    assert output.errors.startswith(
+        f"ejkernel: this removes 4 records from {cache.path}: pass --yes to do it without asking"
+    )
     assert len(stored(cache)) == 4
 
 
@@ -402,6 +427,56 @@ def test_a_device_is_written_to_and_not_replaced(run: Run, cache: PersistentCach
     assert len(contents_of(tmp_path / "target").documents) == 4
 
 
+def test_what_cannot_be_read_or_removed_says_what_to_do(
+    run: Run, cache: PersistentCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's rights do not hold for root, who may run the tests."""
+
+    def refuse(path: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    scan, unlink, folder = os.scandir, os.unlink, cache.path / "NVIDIA%20H200" / "scale"
+    monkeypatch.setattr(os, "unlink", refuse)
+    output = run("clear", "--device", "H200", "--yes")
+    assert output.errors == (
+        f"ejkernel: {cache.file(key(4, device='NVIDIA H200'), 'two')} cannot be removed: Permission denied; what is left "
+        "stays: get the right to write to its folder, and run it again\n"
+    )
+    monkeypatch.setattr(os, "unlink", unlink)
+    monkeypatch.setattr(os, "scandir", lambda path: refuse(path) if Path(path) == folder else scan(path))
+    output = run("ls")
+    assert (output.code, "3 records in" in output.text) == (1, True)
+    assert output.errors.startswith(f"ejkernel: {folder}: Permission denied\n")
+    monkeypatch.setattr(os, "scandir", refuse)
+    for words in (["ls"], ["export", tmp_path / "lines"], ["clear", "--yes"]):
+        assert run(*words) == (
+            1,
+            "",
+            f"ejkernel: {cache.path} cannot be read: Permission denied; get the right to read it, or set "
+            "EJKERNEL_CACHE_DIR, or pass --path, to another folder\n",
+        )
+    monkeypatch.setattr(os, "scandir", scan)
+    assert len(stored(cache)) == 4
+
+
+def test_help_has_the_whole_line_of_each_subcommand_in_a_narrow_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for columns in (40, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = run("--help").text.splitlines()
+        assert "..." not in "".join(lines[3:])
+        assert "what only one has, and where the best configurations differ" in " ".join(" ".join(lines).split())
+
+
+def test_the_heading_of_a_table_is_folded(run: Run, cache: PersistentCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    cache.put(key(9), record(1, measured(1.0, jax="1 of a long name")))
+    output = run("show", "scale")
+    assert max(map(len, output.text.splitlines())) <= 40
+    assert "scale on NVIDIA H100, with jax 1 of a long name" in " ".join(output.text.split())
+
+
 def test_the_folder_of_a_cache_can_be_tried(cache: PersistentCache, tmp_path: Path) -> None:
     assert cache.write_fault() is None
     assert list((cache.path / ".tmp").iterdir()) == []
@@ -418,11 +493,21 @@ def test_the_folder_of_a_cache_can_be_tried(cache: PersistentCache, tmp_path: Pa
         (("import", "{file}", "--path", "{file}/below"), 1, "Not a directory"),
         (("diff", "{missing}", "{file}"), 2, "does not exist"),
         (("export", "{file}/below"), 1, "cannot be written: Not a directory"),
-        (("export", "{missing}", "--op", "none"), 1, "no records of 'none' in {cache}; 'ejkernel tune' measures them"),
+        (("export", "{missing}", "--op", "none"), 1, "no records of 'none' in {cache}; there are 'scale', 'scale_bwd'"),
+        (("ls", "--op", "scal"), 1, "no records of 'scal' in {cache}; did you mean 'scale'?"),
+        (("ls", "--op", "none", "--json"), 1, "no records of 'none' in {cache}; there are 'scale', 'scale_bwd'"),
+        (("ls", "--device", "abacus"), 1, "no records on 'abacus' in {cache}; there are 'NVIDIA H100', 'NVIDIA H200'"),
+        (("clear", "--op", "scal_bwd", "--yes"), 1, "no records of 'scal_bwd' in {cache}; did you mean 'scale_bwd'?"),
+        (("clear", "--op", "scale_bwd", "--device", "H200", "--yes"), 1, "no records of 'scale_bwd' on 'H200' in {cache}"),
+        (("show", "scale", "--device", "H300"), 1, "on 'H300' in {cache}; there are 'NVIDIA H100', 'NVIDIA H200'"),
+        (("diff", "{cache}", "{file}", "--op", "scales"), 1, "in {cache} and {file}; did you mean 'scale'?"),
+        (("import", "{file}", "--op", "none"), 1, "no records of 'none' in {file}; there are 'scale'"),
+        (("import", "/dev/null"), 1, "no records in /dev/null; import takes what 'export' and 'pack' have written"),
+        (("export", "/dev/full"), 1, "/dev/full cannot be written: No space left on device; name a place with space"),
         (("pack", "{missing}", "--name", "json"), 2, "json is a module of Python; take another name"),
         (("pack", "{missing}", "--name", "1 2"), 2, "takes letters, digits and '-'"),
         (("pack", "{cache}", "--name", "mine"), 1, "{cache} exists and is not empty; name another folder"),
-        (("show", "scal"), 1, "no record of 'scal' in {cache}; there are scale, scale_bwd"),
+        (("show", "scal"), 1, "no records of 'scal' in {cache}; did you mean 'scale'?"),
         (("sho",), 2, "No such command 'sho'."),
     ],
 )  # fmt: skip
