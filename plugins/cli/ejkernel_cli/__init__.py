@@ -12,7 +12,7 @@ from ._main import main
 from ._output import Failure, config_text, json_option, print_json, print_line, print_table
 
 if TYPE_CHECKING:
-    from ._calls import CALL_SETTINGS, Call, call_options, parse_call
+    from ._calls import CALL_SETTINGS, Call, call_options, matching_backends, matching_operations, parse_call
 
 __all__ = [
     "CALL_SETTINGS",
@@ -22,6 +22,8 @@ __all__ = [
     "config_text",
     "json_option",
     "main",
+    "matching_backends",
+    "matching_operations",
     "parse_call",
     "print_json",
     "print_line",
@@ -30,7 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("CALL_SETTINGS", "Call", "call_options", "parse_call"):  # most subcommands take no call
+    if name in __all__:  # most subcommands take no call
         from . import _calls
 
         return getattr(_calls, name)

@@ -18,7 +18,7 @@ import attrs
 import click
 
 from ._devices import platform
-from ._metadata import OPERATIONS, entry_points
+from ._metadata import KERNELS, OPERATIONS, entry_points
 
 if TYPE_CHECKING:  # JAX takes half a second, and --help does not need it
     import jax
@@ -63,6 +63,13 @@ def call_options(function: Function) -> Function:
 def matching_operations(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """The names of installed operations that begin with a text, for completion."""
     return sorted({point.name for point in entry_points(OPERATIONS) if point.name.startswith(incomplete)})
+
+
+def matching_backends(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """The names of the backends of the operation on the line that begin with a text, for completion."""
+    operation = ctx.params.get("operation")
+    kernels = [point.name.rpartition(".") for point in entry_points(KERNELS)]
+    return sorted({b for op, _, b in kernels if op == (operation or op) and b.startswith(incomplete)})
 
 
 def parse_call(operation: str, words: Sequence[str]) -> Call:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._calls import CALL_SETTINGS, call_options, parse_call
-from ._metadata import KERNELS, entry_points
+from ._calls import CALL_SETTINGS, call_options, matching_backends, parse_call
 from ._output import Failure, config_text, json_option, print_json, print_line, print_table
 
 if TYPE_CHECKING:
@@ -20,15 +19,9 @@ if TYPE_CHECKING:
 MOST_TIMES = 8
 
 
-def _matching_backends(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    operation = ctx.params.get("operation")
-    kernels = [point.name.rpartition(".") for point in entry_points(KERNELS)]
-    return sorted({b for op, _, b in kernels if op == (operation or op) and b.startswith(incomplete)})
-
-
 @click.command("explain", context_settings=CALL_SETTINGS)
 @call_options
-@click.option("--backend", shell_complete=_matching_backends, help="Explain the choice for this backend alone.")
+@click.option("--backend", shell_complete=matching_backends, help="Explain the choice for this backend alone.")
 @json_option
 def command(operation: str, words: tuple[str, ...], backend: str | None, as_json: bool) -> None:
     """Explain which kernel a call of OPERATION runs on this machine.

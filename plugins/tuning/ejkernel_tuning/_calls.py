@@ -23,7 +23,7 @@ from ejkernel_core._errors import NoKernel, NotDifferentiable, Unsupported
 from ejkernel_core._kernel import Candidate, Invocation, why_mutable
 from ejkernel_core._keys import abstractify
 from ejkernel_core._measurement import Earlier, Progress
-from ejkernel_core._plan import Choice
+from ejkernel_core._plan import Choice, Verdict
 from ejkernel_core._plugins import Plugins
 from ejkernel_core._policies import Policies, ask_policies, is_incomplete
 from ejkernel_core._records import DIED, Record
@@ -113,19 +113,31 @@ class Outcome:
 
 
 def tune_each(
-    invocations: Iterable[Any], budget_s: float, remember: bool = True, retune: bool = False
+    invocations: Iterable[Any],
+    budget_s: float,
+    remember: bool = True,
+    retune: bool = False,
+    backend: str | None = None,
 ) -> Iterator[Outcome]:
     """The outcome of each invocation as soon as it is there: see ``autotune_recorded``."""
     for inv, plugins in ((_core_invocation(inv), _plugins_of(inv)) for inv in invocations):
-        candidates, verdicts = candidates_for(inv, plugins.kernels(inv.op)[0], None, None)
+        candidates, verdicts = _candidates(plugins, inv, backend)
         if not candidates:
-            yield Outcome(inv, reason="; ".join(["no kernel can run it", *map(str, verdicts)]))
+            reasons = (str(verdict) for verdict in verdicts if verdict.status != "left out")  # by the backend
+            yield Outcome(inv, reason="; ".join(["no kernel can run it", *reasons]))
             continue
         outcome = Outcome(inv, heuristic=candidates[0])
         try:
             yield attrs.evolve(outcome, **_tuned_or_stored(plugins, inv, candidates, budget_s, remember, retune))
         except Unsupported as reason:  # the others can be tuned all the same
             yield attrs.evolve(outcome, reason=f"not tuned: {reason}", is_refused=True)
+
+
+def _candidates(plugins: Plugins, inv: Invocation, backend: str | None) -> tuple[list[Candidate], list[Verdict]]:
+    """The kernels that can run the invocation: those of a backend alone, unless it has none for the operation."""
+    return candidates_for(
+        inv, plugins.kernels(inv.op)[0], backend if backend in plugins.backends(inv.op) else None, None
+    )
 
 
 def _tuned_or_stored(
@@ -262,9 +274,9 @@ def _tune_invocation(
     calls: tuple[int, int],
 ) -> TuningResult:
     """Measure an invocation from the beginning, whatever the stores have."""
-    kernels, broken = plugins.kernels(inv.op)
-    candidates, verdicts = candidates_for(inv, kernels, backend if backend in plugins.backends(inv.op) else None, None)
+    candidates, verdicts = _candidates(plugins, inv, backend)
     if not candidates:
+        broken = plugins.kernels(inv.op)[1]
         raise NoKernel(f"no kernel can do {inv}\n" + "\n".join(f"  {verdict}" for verdict in (*broken, *verdicts)))
     with _measurement(plugins, inv, budget_s) as measurement:
         tuned = measurement.run(candidates, remember, inputs, configs, calls)

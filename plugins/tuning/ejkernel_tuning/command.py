@@ -17,6 +17,8 @@ from ejkernel_cli import (
     Failure,
     config_text,
     json_option,
+    matching_backends,
+    matching_operations,
     parse_call,
     print_json,
     print_line,
@@ -30,16 +32,18 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 BUDGET_S = 60.0
+#: A year, which every clock takes.
+MAX_BUDGET_S = 365 * 86400
 
 
-def _matching_operations(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    from importlib.metadata import entry_points
-
-    return sorted(p.name for p in entry_points(group="ejkernel.operations") if p.name.startswith(incomplete))
+def _check_seconds(ctx: click.Context, param: click.Parameter, seconds: float) -> float:
+    if not 0 < seconds <= MAX_BUDGET_S:  # nor is NaN
+        raise click.BadParameter(f"takes seconds above 0, and at most {MAX_BUDGET_S}; got {seconds:g}")
+    return seconds
 
 
 @click.command("tune", context_settings={**CALL_SETTINGS, "help_option_names": ["-h", "--help"]})
-@click.argument("operation", required=False, shell_complete=_matching_operations)
+@click.argument("operation", required=False, shell_complete=matching_operations)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF IT]...")
 @click.option("--shape", "shapes", multiple=True, metavar="SHAPE", help="The shape of the first array; several times.")
 @click.option("--recorded", type=click.Path(exists=True, dir_okay=False), help="A file of save_invocations.")
@@ -48,11 +52,15 @@ def _matching_operations(ctx: click.Context, param: click.Parameter, incomplete:
 @click.option(
     "--budget",
     "budget_s",
-    type=click.FloatRange(0, min_open=True),
+    type=float,
+    callback=_check_seconds,
     default=BUDGET_S,
     show_default=True,
     metavar="SECONDS",
     help="At most, for each pass of each call.",
+)
+@click.option(
+    "--backend", shell_complete=matching_backends, help="Measure this backend alone, for calls with backend=."
 )
 @click.option("--again", is_flag=True, help="Measure calls anew that have a record.")
 @json_option
@@ -64,6 +72,7 @@ def command(
     hlo: str | None,
     no_backward: bool,
     budget_s: float,
+    backend: str | None,
     again: bool,
     as_json: bool,
 ) -> None:
@@ -95,8 +104,9 @@ def command(
             invocations = _recorded(recorded, not no_backward)
         else:
             invocations, missing = _compiled(str(hlo), not no_backward)
+        _check_backend(invocations, backend)
         _check_stores()
-        outcomes, is_interrupted = _tune(invocations, budget_s, again, shown)
+        outcomes, is_interrupted = _tune(invocations, budget_s, again, backend, shown)
     if as_json:
         print_json(_as_json(outcomes, missing))
     elif outcomes:
@@ -110,7 +120,9 @@ def command(
     _fail_if_anything_is_missing(outcomes, missing, caught)
 
 
-def _tune(invocations: Sequence[Invocation], budget_s: float, again: bool, shown: Any) -> tuple[list[Outcome], bool]:
+def _tune(
+    invocations: Sequence[Invocation], budget_s: float, again: bool, backend: str | None, shown: Any
+) -> tuple[list[Outcome], bool]:
     """The outcomes, and whether Ctrl-C has ended the work."""
     from ._calls import tune_each
     from ._progress import shown_by
@@ -120,7 +132,7 @@ def _tune(invocations: Sequence[Invocation], budget_s: float, again: bool, shown
         with shown_by(shown):
             for number, inv in enumerate(invocations, 1):
                 shown.start(number, len(invocations), inv)
-                for outcome in tune_each([inv], budget_s, retune=again):
+                for outcome in tune_each([inv], budget_s, retune=again, backend=backend):
                     outcomes.append(outcome)
                     shown.print_line(_line(outcome))
     except KeyboardInterrupt:
@@ -229,6 +241,20 @@ def _with_passes(invocations: Iterable[Invocation], has_backward: bool) -> list[
     registry = ejkernel_core.registry
     backward_names = {registry.operation(name).backward for name in registry.names("ejkernel.operations")}
     return [inv for inv in invocations if inv.op not in backward_names]
+
+
+def _check_backend(invocations: Sequence[Invocation], backend: str | None) -> None:
+    """Fail where none of the calls has kernels of the backend."""
+    import ejkernel_core
+
+    registry = ejkernel_core.registry
+    if backend is None or any(backend in registry.backends(inv.op) for inv in invocations):
+        return
+    for inv in invocations:
+        try:
+            registry.kernel(inv.op, backend)
+        except ejkernel_core.UnknownBackend as error:
+            raise click.UsageError(str(error)) from None
 
 
 def _unique(invocations: Iterable[Invocation]) -> list[Invocation]:
@@ -366,7 +392,8 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
     backend, cfg, milliseconds = best
     time = "" if milliseconds is None else f"{milliseconds:.4g}"
     kernel = "\n".join(filter(None, [backend, config_text(cfg)]))
-    return _call(outcome.inv), kernel, time, _comparison(outcome), _origin(outcome)
+    origin = _origin(outcome).replace("measured in", "measured\nin")  # a folded line would part a time from its unit
+    return _call(outcome.inv), kernel, time, _comparison(outcome), origin
 
 
 def _comparison(outcome: Outcome) -> str:

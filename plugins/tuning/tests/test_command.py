@@ -158,6 +158,7 @@ def test_the_fastest_is_stored_and_shown_beside_the_heuristic(run: Run, triple_o
     assert second.startswith("triple_bwd: plain, ")
     assert {("triple", "plain", None), ("triple_bwd", "plain", None)} <= {*triple_op.stored()}
     assert "most=64" in output.text
+    assert re.search(r" measured\n.* in [\d.]+ s\n", output.text)  # a time and its unit in one line of the table
     assert "5x30 float32" in output.text
     assert max(map(len, table)) <= 80
     assert output.errors.splitlines()[0].startswith("measuring 1/2 triple: triple(x=float32[5,30], most=64)")
@@ -193,6 +194,25 @@ def test_several_shapes_are_several_calls(run: Run, triple_op: Triple) -> None:
         assert call["milliseconds"] == times["plain", None] < times["loop", 4] < times["loop", 40]
         assert call["heuristic"]["milliseconds"] == times["loop", 40]
     assert "measured in" in output.errors  # not in the JSON
+
+
+def test_a_backend_can_be_measured_alone(run: Run, triple_op: Triple, tmp_path: Path) -> None:
+    output = run(*SHAPE, "--backend", "loop", "--json")
+    forward, backward = json.loads(output.text)["calls"]
+    for call in (forward, backward):
+        assert (call["backend"], {entry["backend"] for entry in call["tried"]}) == ("loop", {"loop"})
+    assert {backend for _, backend, _ in triple_op.stored()} == {"loop"}
+    x = jax.ShapeDtypeStruct((5, 30), "float32")
+    plan = triple_op.registry.plan("triple", x, backend="loop")
+    assert (plan.origin.partition(" ")[0], {"turns": plan.cfg.turns}) == ("memory", forward["config"])
+    assert triple_op.registry.plan("triple", x).origin == "heuristic"  # which may be faster was not measured
+    recorded = json.loads(run("--recorded", recorded_file(tmp_path), "--backend", "plain", "--json").text)["calls"]
+    assert {entry["backend"] for call in recorded for entry in call["tried"]} == {"plain"}
+    refused = run(*SHAPE, "--plain", "--backend", "loop", "--no-backward")
+    assert (refused.code, refused.text.partition("; ")[2].partition("\n")[0]) == (
+        1,
+        "triple.loop (registered at run time): refused, it is not plain",
+    )
 
 
 def test_a_kernel_that_is_chosen_by_the_heuristic_is_said_to_be_the_same(run: Run, triple_op: Triple) -> None:
@@ -399,7 +419,12 @@ def test_the_reason_why_no_kernel_runs_is_shown(run: Run, triple_op: Triple, use
         (("triple", "--recorded", "{calls}"), 2, "it takes one of an operation, --recorded and --hlo"),
         ((), 2, "it takes one of an operation, --recorded and --hlo"),
         (("--recorded", "{calls}", "--shape", "3"), 2, "--shape belongs to an operation"),
-        (("triple", "--shape", "3", "--budget", "0"), 2, "0.0 is not in the range x>0"),
+        (("triple", "--shape", "3", "--budget", "0"), 2, "'--budget': takes seconds above 0, and at most 31536000; got 0"),
+        (("triple", "--shape", "3", "--budget", "nan"), 2, "'--budget': takes seconds above 0, and at most 31536000; got nan"),
+        (("triple", "--shape", "3", "--budget", "inf"), 2, "'--budget': takes seconds above 0, and at most 31536000; got inf"),
+        (("triple", "--shape", "3", "--budget", "long"), 2, "'--budget': 'long' is not a valid float"),
+        (("triple", "--shape", "3", "--backend", "lop"), 2, "no backend 'lop' of 'triple' is installed"),
+        (("--recorded", "{one}", "--backend", "lop"), 2, "no backend 'lop' of 'triple' is installed"),
         (("--recorded", "{missing}"), 2, "'{missing}' does not exist"),
         (("--recorded", "{text}"), 1, "{text} has no recorded calls: JSONDecodeError"),
         (("--recorded", "{calls}"), 1, "{calls} has no calls; they are recorded while a program is compiled"),
@@ -416,6 +441,7 @@ def test_bad_input_is_one_line(
         "calls": {"schema": 1, "invocations": []},
         "other": {"schema": 9, "invocations": []},
         "unknown": {"schema": 1, "invocations": [{"operation": ["quadruple", 1], "arguments": {}}]},
+        "one": {"schema": 1, "invocations": [{"operation": ["triple", 1], "arguments": {}}]},
         "older": {"schema": 1, "invocations": [{"operation": ["triple", 7], "arguments": {}}]},
     }
     places = {name: tmp_path / name for name in (*texts, "text", "missing")}
