@@ -55,7 +55,8 @@ def load_invocations(file: str | os.PathLike[str]) -> list[Invocation]:
         schema, documents = data["schema"], data["invocations"]
         parts = [(document["operation"], document["arguments"]) for document in documents]
     except (ValueError, LookupError, TypeError, RecursionError) as fault:
-        raise RecordError(f"{file} has no recorded calls: {type(fault).__name__}: {fault}", damaged=True) from fault
+        reason = f"{type(fault).__name__}: {fault}"
+        raise RecordError(f"{file} is no file of save_invocations: {reason}", damaged=True) from fault
     if schema != SCHEMA:
         raise RecordError(f"{file}: $.schema is {schema!r}; this version reads {SCHEMA}")
     return [_invocation(*part, {}, f"{file}, call {number}") for number, part in enumerate(parts, 1)]

@@ -89,6 +89,8 @@ def command(
     ejkernel tune rms_norm --shape 4096x1024 --shape 16384x1024 --budget 30
     ejkernel tune --recorded calls.json
     """  # noqa: D301  (click reads the character, after which it keeps the lines)
+    if operation is not None and operation.startswith("-"):
+        raise click.UsageError(f"{operation} belongs to an operation, and comes after it")
     if sum(source is not None for source in (operation, recorded, hlo)) != 1:
         raise click.UsageError("it takes one of an operation, --recorded and --hlo")
     if operation is None and (words or shapes):
@@ -192,14 +194,16 @@ def _compiled(file: str, has_backward: bool) -> tuple[list[Invocation], list[str
 
     labels = [label for label in extract_labels_from_hlo_text(_text(file)) if label.backend is not None]
     if not labels:
-        raise Failure(f"{file} has no labels of calls: it is to be the text of a program that calls ejkernel_core")
+        texts = "compiled.as_text(), or lowered.as_text(debug_info=True)"
+        raise Failure(f"{file} has no labels of calls: it takes {texts}, of a program that calls ejkernel_core")
     records = _stored_records()
     invocations, missing = [], []
     for label in labels:
         try:
             cfg = labels_to_configs([label], records=records)[label]
         except RecordError as error:
-            missing.append(str(error))
+            text = str(error)
+            missing.append(text if text.startswith(str(label)) else f"{label}: {text}")
             continue
         keys = [
             key

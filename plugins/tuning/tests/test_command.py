@@ -266,17 +266,19 @@ def test_the_labels_of_a_compiled_program_are_looked_up(
     default_cache().put(inv.key, ejkernel_core.Record(cfg, "loop"))
     program = jax.jit(lambda x: ejkernel_core.call("triple", x, most=5)).lower(jnp.ones((7, 30))).compile()
     file = tmp_path / "program.txt"
-    file.write_text(program.as_text() + '\nop_name="jit(f)/triple.loop(turns=33)/mul"')
+    others = ("triple.loop(less=3)", "triple.loop(turns=33)")
+    file.write_text(program.as_text() + "".join(f'\nop_name="jit(f)/{label}/mul"' for label in others))
     assert "triple.loop(turns=4)" in program.as_text()
     output = run("--hlo", file, "--again")
     assert output.code == 1
     assert "triple: plain, " in output.text
     assert "measured in" in output.text
-    fault, last = output.errors.splitlines()[-2:]
+    field, fault, last = output.errors.splitlines()[-3:]
+    assert field.startswith("ejkernel: triple.loop(less=3): extra fields found (less)")
     assert fault.startswith(
         "ejkernel: triple.loop(turns=33): a label has no shapes, and no stored call has its configuration"
     )
-    assert last == "ejkernel: 1 call has no result; the reason is above"
+    assert last == "ejkernel: 2 calls have no result; the reason is above"
 
 
 def test_what_is_saved_is_loaded(triple_op: Triple, tmp_path: Path) -> None:
@@ -419,6 +421,7 @@ def test_the_reason_why_no_kernel_runs_is_shown(run: Run, triple_op: Triple, use
         (("triple", "--recorded", "{calls}"), 2, "it takes one of an operation, --recorded and --hlo"),
         ((), 2, "it takes one of an operation, --recorded and --hlo"),
         (("--recorded", "{calls}", "--shape", "3"), 2, "--shape belongs to an operation"),
+        (("--recorded", "{calls}", "--plain"), 2, "--plain belongs to an operation, and comes after it"),
         (("triple", "--shape", "3", "--budget", "0"), 2, "'--budget': takes seconds above 0, and at most 31536000; got 0"),
         (("triple", "--shape", "3", "--budget", "nan"), 2, "'--budget': takes seconds above 0, and at most 31536000; got nan"),
         (("triple", "--shape", "3", "--budget", "inf"), 2, "'--budget': takes seconds above 0, and at most 31536000; got inf"),
@@ -426,12 +429,12 @@ def test_the_reason_why_no_kernel_runs_is_shown(run: Run, triple_op: Triple, use
         (("triple", "--shape", "3", "--backend", "lop"), 2, "no backend 'lop' of 'triple' is installed"),
         (("--recorded", "{one}", "--backend", "lop"), 2, "no backend 'lop' of 'triple' is installed"),
         (("--recorded", "{missing}"), 2, "'{missing}' does not exist"),
-        (("--recorded", "{text}"), 1, "{text} has no recorded calls: JSONDecodeError"),
+        (("--recorded", "{text}"), 1, "{text} is no file of save_invocations: JSONDecodeError"),
         (("--recorded", "{calls}"), 1, "{calls} has no calls; they are recorded while a program is compiled"),
         (("--recorded", "{other}"), 1, "{other}: $.schema is 9; this version reads 1"),
         (("--recorded", "{unknown}"), 1, "no operation 'quadruple' is installed"),
         (("--recorded", "{older}"), 1, "{older}, call 1 is of version 7 of triple, and here is version 1"),
-        (("--hlo", "{text}"), 1, "{text} has no labels of calls"),
+        (("--hlo", "{text}"), 1, "{text} has no labels of calls: it takes compiled.as_text(), or lowered.as_text(debug_info=True)"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(
