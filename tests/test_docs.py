@@ -255,6 +255,18 @@ def test_the_page_has_the_fields_of_every_configuration(name):
     assert sorted(table_rows(text)) == sorted(expected)
 
 
+def figures(text: str) -> set[str]:
+    return {figure.rstrip(".,") for figure in re.findall(r"\d[\d.,]*", re.sub(r"\d{4}-\d\d-\d\d", "", text))}
+
+
+def test_the_figures_of_today_are_those_of_the_sections_below():
+    text = (ROOT / "docs/performance.md").read_text()
+    today, sections_below = text.partition("\n## Today\n")[2].split("\n## How it is measured\n")
+    in_tables = figures("\n".join(line for line in today.splitlines() if line.startswith("|")))
+    assert len(in_tables) > 50
+    assert sorted(in_tables - figures(sections_below)) == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_have_targets(page):
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
