@@ -22,6 +22,7 @@ import ejkernel_core
 import ejkernel_ops
 from ejkernel_core import _errors, _hooks
 from ejkernel_tuning import clear_invocations
+from tests.pages import blocks
 
 ROOT = Path(__file__).parents[1]
 PLUGIN_PROJECTS = sorted(ROOT.glob("plugins/*/pyproject.toml"))
@@ -34,19 +35,12 @@ NOT_RUN_HERE = {
     "plugins/testing/README.md": "tests/test_tutorial.py",  # the test module of the plugin that is built there
 }
 
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: Line breaks do not matter, and "..." stands for any text.
 DOCTEST_OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-def blocks(page: Path) -> list[tuple[int, str, str]]:
-    """(line, language, content) of every fenced block."""
-    text = page.read_text()
-    return [(text.count("\n", 0, match.start()) + 2, match[1], match[2]) for match in FENCE.finditer(text)]
 
 
 def has_examples(page: Path) -> bool:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import doctest
-import re
+import itertools
 from pathlib import Path
 
 import pytest
 
+from tests.pages import Block, blocks
+
 PAGE = Path(__file__).parents[3] / "docs/command.md"
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = blocks(PAGE)
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-def blocks() -> list[tuple[str, str]]:
-    return FENCE.findall(PAGE.read_text())
+def is_command(block: Block, following: Block) -> bool:
+    return (block.language, following.language) == ("shell", "text")
 
 
 def commands() -> list[tuple[list[str], str]]:
     """The words of each command on the page, with the output that is shown after it."""
-    pairs = zip(blocks(), blocks()[1:], strict=False)
-    return [(a.split()[1:], b) for (x, a), (y, b) in pairs if (x, y) == ("shell", "text")]
+    return [(a.content.split()[1:], b.content) for a, b in itertools.pairwise(BLOCKS) if is_command(a, b)]
 
 
 def test_the_page_has_every_command_of_this_package():
@@ -45,7 +46,7 @@ def test_the_tables_of_the_page_are_those_of_the_command(run, words):
 
 
 def test_the_subcommand_of_the_page_runs(run, install):
-    (source,) = [content for language, content in blocks() if language == "python"]
+    (source,) = [block.content for block in BLOCKS if block.language == "python"]
     path = install("my-package", {"my_command": source}, commands={"hello": "my_command:command"})
     process = run("hello", "rms_norm", "--shape", "3x8", path=path)
     assert process.stdout.splitlines()[-2:] == ["x       (3, 8)", "hello"]
