@@ -1,4 +1,4 @@
-"""The plugin of docs/writing-a-plugin.md is built from the page's code, installed and used."""
+"""The plugin of docs/writing-a-plugin.md is made by the page's command, installed and used; the page has its code."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-#: test_operation_tutorial installs and uses a plugin in the same way.
-pytestmark = pytest.mark.long
+from tests.pages import blocks
 
 PAGE = Path(__file__).parents[1] / "docs/writing-a-plugin.md"
 
@@ -51,26 +50,39 @@ except ejkernel_core.NoKernel as error:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A folder for PYTHONPATH in which the plugin is installed. The environment of this process does not change."""
-    source, target = tmp_path_factory.mktemp("my-attention"), tmp_path_factory.mktemp("installed")
-    for language, name in (
-        ("toml", "pyproject.toml"),
-        ("python", "my_attention.py"),
-        ("python", "test_my_attention.py"),
-    ):
-        (source / name).write_text(file_in_page(language, name))
+def source(tmp_path_factory) -> Path:
+    """What the first command of the page makes."""
+    folder = tmp_path_factory.mktemp("made")
+    (words,) = re.findall(r"^ejkernel (new .*)$", PAGE.read_text(), re.MULTILINE)
+    subprocess.run([sys.executable, "-m", "ejkernel_cli", *words.split()], cwd=folder, check=True, timeout=60)
+    return folder / "my-attention"
+
+
+@pytest.fixture(scope="module")
+def folder(source, tmp_path_factory) -> Path:
+    """A folder for PYTHONPATH in which the plugin is installed, with a higher rank. The environment of this process
+    does not change.
+    """
+    target = tmp_path_factory.mktemp("installed")
+    module = source / "my_attention" / "__init__.py"
+    module.write_text(module.read_text().replace('"cpu": 1,', '"cpu": 90,'))
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "--no-deps", "--target", target, source], check=True)
     (target / "test_my_attention.py").write_text((source / "test_my_attention.py").read_text())
     return target
 
 
-def file_in_page(language: str, name: str) -> str:
-    """The block of the page that starts with the file's name as a comment."""
-    blocks = re.findall(rf"^```{language}\n# {re.escape(name)}\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 1, f"{PAGE.name} has {len(blocks)} blocks that are {name}"
-    return blocks[0]
+@pytest.mark.parametrize("name", ["my_attention/__init__.py", "test_my_attention.py"])
+def test_the_page_shows_what_the_command_makes(source, name):
+    shown = [block.text_of_file for block in blocks(PAGE) if block.file == name]
+    code = (source / name).read_text().replace('"cpu": 90,', '"cpu": 1,')
+    lines = [line for line in "".join(shown).splitlines() if line]
+    assert lines == [line for line in code.splitlines() if line and not line.startswith('"""The proofs')]
+
+
+def test_the_page_shows_the_entry_point(source):
+    (shown,) = [block.content for block in blocks(PAGE) if block.language == "toml"]
+    assert shown in (source / "pyproject.toml").read_text()
 
 
 def run_python(folder: Path, *arguments: str, plugins: str | None = None) -> str:
@@ -91,12 +103,14 @@ def kernel_lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip().startswith("flash_attention.")]
 
 
+@pytest.mark.long
 def test_the_listing_has_the_plugin_with_its_distribution(folder):
     listing = json.loads(run_python(folder, "-m", "ejkernel_cli", "list", "--here", "--json"))
     (row,) = [row for row in listing["kernels"] if row["distribution"] == "my-attention"]
     assert (row["operation"], row["backend"], row["status"]) == ("flash_attention", "mine", "runs")
 
 
+@pytest.mark.long
 def test_calls_choose_the_plugin_and_agree_with_the_reference(folder):
     run_python(folder, "-c", CALL)
 
@@ -105,8 +119,8 @@ def test_calls_choose_the_plugin_and_agree_with_the_reference(folder):
 def test_explain_reports_the_plugin_and_its_refusal(folder):
     supported, unsupported, error = run_python(folder, "-c", EXPLAIN).split("---\n")
     assert supported.startswith("flash_attention.mine with Config(block=64), by heuristic")
-    assert "flash_attention.mine (my-attention 1.0): chosen" in kernel_lines(supported)
-    reason = "flash_attention.mine (my-attention 1.0): refused, my-attention does not support sliding_window"
+    assert "flash_attention.mine (my-attention 0.1.0): chosen" in kernel_lines(supported)
+    reason = "flash_attention.mine (my-attention 0.1.0): refused, my-attention does not support sliding_window; leave it out, or pass another backend"
     assert reason in kernel_lines(unsupported)
     assert not unsupported.startswith("flash_attention.mine")
     assert reason in kernel_lines(error)
@@ -122,6 +136,7 @@ def test_the_plugin_can_be_excluded(folder):
     assert "flash_attention.reference" in supported
 
 
+@pytest.mark.long
 def test_the_plugin_is_not_installed_in_this_environment():
     assert "my-attention" not in run_python(Path(__file__).parent, "-m", "ejkernel_cli", "list")
 
