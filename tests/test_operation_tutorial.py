@@ -13,16 +13,23 @@ import attrs
 import pytest
 
 from ejkernel_core import Example, Operation
+from tests.pages import blocks
 
 PAGE = Path(__file__).parents[1] / "docs/writing-an-operation.md"
-FILES = re.findall(r"^```(?:python|toml)\n# (\S+\.(?:py|toml))\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+FILES = [(block.file, block.text_of_file) for block in blocks(PAGE) if block.file]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH in which the distribution is installed."""
-    source, target = tmp_path_factory.mktemp("my-norm"), tmp_path_factory.mktemp("installed")
-    (source / "my_norm").mkdir()
+    """A folder for PYTHONPATH in which the distribution is installed: what the page's command makes, with the page's
+    files in it.
+    """
+    folder, target = tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("installed")
+    (words,) = re.findall(r"^ejkernel (new .*)$", PAGE.read_text(), re.MULTILINE)
+    subprocess.run([sys.executable, "-m", "ejkernel_cli", *words.split()], cwd=folder, check=True, timeout=60)
+    source = folder / "my-norm"
+    (project,) = [block.content for block in blocks(PAGE) if block.language == "toml"]
+    assert project in (source / "pyproject.toml").read_text()
     for name, content in FILES:
         (source / name).write_text(content)
         if "/" not in name:
@@ -58,8 +65,8 @@ def test_the_listing_has_the_kernels_of_the_page(folder: Path) -> None:
 def test_the_operation_of_the_page_prints_what_the_page_shows(folder: Path) -> None:
     expected = PAGE.read_text().partition("# use_my_norm.py")[2].partition("```text\n")[2].partition("```")[0]
     warning = (
-        "my_rms_norm_bwd runs by its reference, my_rms_norm_bwd.reference (my-norm 1.0), which is slow: no other kernel of "
-        "it is installed, and its distribution, my-norm 1.0, provides none. 'ejkernel list' lists"
+        "my_rms_norm_bwd runs by its reference, my_rms_norm_bwd.reference (my-norm 0.1.0), which is slow: no other kernel of "
+        "it is installed, and its distribution, my-norm 0.1.0, provides none. 'ejkernel list' lists"
     )
     assert run_python(folder, "use_my_norm.py", warning=warning) == expected
 
