@@ -44,7 +44,10 @@ PAGES = {
     "flash_attention": ("flash_attention",),
     "rms_norm": ("rms_norm", "rms_norm_quantized"),
     "layer_norm": ("layer_norm", "layer_norm_quantized"),
+    "context_attention": ("context_attention",),
 }
+#: The option that a call over several devices has, whatever else it has.
+DEVICE_COUNT = "axis_size"
 #: The words of examples that are no argument of the operation, as a row shows them.
 MEANINGS = {
     "packed": "packed sequences",
@@ -55,6 +58,7 @@ MEANINGS = {
     "other value_dim": "values of another head dim",
     "bidirectional window": "a window without `causal`",
     "head_dim": "head dims, of those in the examples",
+    "heads": "heads over heads of keys, on four devices",
 }
 #: Words that are there together: one row.
 GROUPS = (
@@ -93,7 +97,7 @@ def devices_at_hand() -> Iterator[None]:
     from ejkernel_cudnn.flash_attention import library
     from ejkernel_triton.launch import _jax_triton
 
-    card = SimpleNamespace(compute_capability="9.0")
+    card = SimpleNamespace(compute_capability="9.0", platform="gpu", device_kind="NVIDIA H200", process_index=0)
     with (
         mock.patch.object(library, "_library", return_value=(None, None)),
         mock.patch.object(jax, "local_devices", return_value=[card]),
@@ -116,13 +120,57 @@ class Call:
 @cache
 def examples(op: str) -> tuple[Example, ...]:
     """The examples on which kernels are proved, each in its own dtype and in bfloat16."""
-    every = registry.operation(op).examples
+    every = context_examples if op == "context_attention" else registry.operation(op).examples
     assert every is not None
     return tuple(
         attrs.evolve(example, dtype=dtype, features=frozenset({*with_row(example.features)} - {*DTYPES} | {dtype}))
         for example in every()
         if example.op == op and "values" in example.checks
         for dtype in dict.fromkeys((example.dtype, "bfloat16"))
+    )
+
+
+def context_examples() -> Iterator[Example]:
+    """Calls on one of four devices. The operation's own examples are on one device alone, where no kernel refuses."""
+    ids = np.ones((2, 12), np.int32)
+    options: dict[str, dict[str, Any]] = {
+        "causal": {"causal": True},
+        "q_segment_ids": {"q_segment_ids": ids, "kv_segment_ids": ids},
+        "softmax_aux": {"softmax_aux": np.zeros(8)},
+        "softmax_scale": {"softmax_scale": 0.5},
+        "sliding_window": {"causal": True, "sliding_window": (5, 0)},
+        "bidirectional window": {"sliding_window": (5, 5)},
+        "logits_soft_cap": {"logits_soft_cap": 2.0},
+        "return_lse": {"return_lse": True},
+        "cross": {},
+        "other value_dim": {},
+    }
+    for layout in ("zigzag", "contiguous"):
+        for heads in ((8, 8), (8, 4), (8, 2), (6, 3)):
+            yield context_example(layout, heads)
+        for word in options:
+            yield context_example(layout, (8, 4), word, options[word])
+
+
+def context_example(layout: str, heads: tuple[int, int], word: str = "", options: Mapping[str, Any] = {}) -> Example:
+    heads_word, layout_word = f"heads={heads[0]} over {heads[1]}", f"layout={layout}"
+    length, value_dim = 20 if word == "cross" else 12, 24 if word == "other value_dim" else 16
+    arguments = {
+        "query": np.zeros((2, 12, heads[0], 16)),
+        "key": np.zeros((2, length, heads[1], 16)),
+        "value": np.zeros((2, length, heads[1], value_dim)),
+        "axis": "sequence",
+        DEVICE_COUNT: 4,
+        "layout": layout,
+        **options,
+    }
+    return Example(
+        f"{word} {layout_word} {heads_word}",
+        "context_attention",
+        lambda draw: arguments,
+        wrt=("query", "key", "value"),
+        features=frozenset({heads_word, layout_word, "float32", *options, *filter(None, [word])}),
+        checks=frozenset({"values"}),
     )
 
 
@@ -172,7 +220,7 @@ def only(op: str, word: str, example: Example) -> dict[str, Any] | None:
     A call without a batch axis, for example, needs its boundaries, whatever the word is.
     """
     parameters = registry.operation(op).signature.parameters
-    kept = group_of(word) | {ABOUT.get(word)}
+    kept = group_of(word) | {ABOUT.get(word), DEVICE_COUNT}
     arguments = {
         name: value
         for name, value in example.abstract().items()

@@ -41,6 +41,7 @@ REGIONS = [
     pytest.param("docs/operations/flash_attention.md", "features", marks=pytest.mark.long),
     pytest.param("docs/operations/rms_norm.md", "features", marks=pytest.mark.long),
     pytest.param("docs/operations/layer_norm.md", "features", marks=pytest.mark.long),
+    ("docs/operations/context_attention.md", "features"),
     ("docs/reference/configurations.md", "configurations"),
 ]
 
