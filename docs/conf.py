@@ -81,6 +81,24 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_inline"]
 suppress_warnings = ["myst.header"]  # a page about one thing may begin its sections at any level
 
+#: Every name in a signature or a docstring has a target, but for these.
+nitpicky = True
+nitpick_ignore_regex = [
+    # Names of others: their inventories are on the network, and the site is made without it.
+    (
+        r"py:.*",
+        r"(jax|numpy|collections|contextlib|inspect|os|pathlib|pytest|types)\..*|ArrayLike|PluginManager(\..*)?",
+    ),
+    # Our type variables, and aliases that a signature shows by name.
+    (r"py:class", r"ejkernel_classes\._kernel\.(Cfg|Out)|ejkernel_tuning\._labels\.Function"),
+    (
+        r"py:class",
+        r"Arguments|Fold|Format|Restore|ejkernel_core\._scopes\.(HasItems|Overlay)|ejkernel_cache.*\.Document",
+    ),
+    # Our classes that users get, and never make or import: their pages would be longer than their use.
+    (r"py:class", r"Division|Unfinished|ejkernel_core\._\w+\.(Layout|LoadedKernel|Plugins|Shards|Shortfall)"),
+]
+
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -127,6 +145,22 @@ def with_plain_defaults(
     return (signature and re.sub(r"\bNOTHING\b", "...", signature)), returns
 
 
+class AttributeDocstrings:
+    """Napoleon takes what an attribute's docstring has before a colon for its type: this keeps the docstrings as they
+    are.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def keep(self, app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+        self.lines = list(lines)
+
+    def restore(self, app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+        if what in ("attribute", "data", "property"):
+            lines[:] = self.lines
+
+
 def copy_pictures(app: Sphinx, fault: Exception | None) -> None:
     """Sphinx copies the pictures of Markdown. The README has some in HTML, which has others for dark screens."""
     if fault is None:
@@ -137,3 +171,6 @@ def setup(app: Sphinx) -> None:
     app.connect("build-finished", copy_pictures)
     app.connect("source-read", add_sections)
     app.connect("autodoc-process-signature", with_plain_defaults)
+    docstrings = AttributeDocstrings()
+    app.connect("autodoc-process-docstring", docstrings.keep, priority=100)  # before Napoleon's
+    app.connect("autodoc-process-docstring", docstrings.restore, priority=900)
