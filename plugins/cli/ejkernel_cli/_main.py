@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import errno
 import importlib.util
 import os
+import select
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -19,32 +22,50 @@ from ._metadata import COMMANDS, entry_points, provider
 
 #: The exit code of a program that was interrupted, as shells have it.
 INTERRUPTED = 130
+#: By distributions of the project: their subcommands, so that one that is not installed can be named.
+ELSEWHERE = {
+    "ejkernel-bench": ("bench", "records", "run"),
+    "ejkernel-cache": ("cache",),
+    "ejkernel-pallas-tpu": ("tpu",),
+    "ejkernel-triton": ("triton",),
+    "ejkernel-tuning": ("tune",),
+}
+
+
+class _ClosedPipe(Exception):
+    """A ``BrokenPipeError`` that click does not see: it would end the command with 1."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command and exit: 0, 1 where it failed, 2 where it was used wrongly."""
+    """Run the command and exit: 0, 1 where it failed, 2 where it was used wrongly. A closed pipe is no failure."""
     words = _debug_first(sys.argv[1:] if arguments is None else list(arguments))
     try:
-        code = ejkernel.main(words, prog_name="ejkernel", standalone_mode=False)
+        code = _run(words)
         sys.stdout.flush()  # a closed pipe and a full disk show here, where they can be handled
+    except (click.Abort, KeyboardInterrupt):
+        code = INTERRUPTED
+    except Exception as error:
+        if isinstance(error, (_ClosedPipe, BrokenPipeError)) and _is_output_closed():
+            for stream in (sys.stdout, sys.stderr):
+                _drop(stream)
+            sys.exit(0)
+        if "--debug" in words and not isinstance(error, click.ClickException):
+            raise
+        code = _fail(error)
+    sys.exit(code)
+
+
+def _run(words: list[str]) -> int:
+    """Run a subcommand, and return its exit code."""
+    try:
+        with warnings.catch_warnings():
+            if "--debug" not in words:
+                warnings.showwarning = _show_warning
+            code = ejkernel.main(words, prog_name="ejkernel", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as help_text:
         click.echo(help_text.format_message())
-        sys.exit(0)
-    except click.UsageError as error:
-        place = error.ctx.command_path if error.ctx else "ejkernel"
-        sys.exit(_fail(f"{error.format_message()} ('{place} --help' describes it)", 2))
-    except (click.Abort, KeyboardInterrupt):
-        sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        _drop_output()
-        sys.exit(0)
-    except click.ClickException as error:
-        sys.exit(_fail(error.format_message(), error.exit_code))
-    except Exception as error:
-        if "--debug" in words:
-            raise
-        sys.exit(_fail(f"{_text(error)} (--debug shows where)", 1))
-    sys.exit(code if isinstance(code, int) else 0)
+        return 0
+    return code if isinstance(code, int) else 0
 
 
 def _debug_first(words: Sequence[str]) -> list[str]:
@@ -55,32 +76,69 @@ def _debug_first(words: Sequence[str]) -> list[str]:
     return ["--debug", *(word for word in words[:end] if word != "--debug"), *words[end:]]
 
 
-def _drop_output() -> None:
-    """Have nowhere to write what is left of the output, or Python complains about it while it exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _is_output_closed() -> bool:
+    """Whether nobody reads the output any more. A pipe to another process may be broken, too, and that is an error."""
+    streams = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        streams.register(stream, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in streams.poll(0))
 
 
-def _text(error: Exception) -> str:
-    """The error in one line. The type says something where it is not one of those for wrong arguments."""
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
-        return f"the output cannot be written: {error.strerror}; write it to a place with space"
-    text = " ".join(str(error).split()) or "no message"
-    is_clear = isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("ejkernel_")
-    return text if is_clear else f"{type(error).__name__}: {text}"
+def _drop(stream: TextIO) -> None:
+    """Have nowhere to write what is left in a stream, or Python complains about it while it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _fail(text: str, code: int) -> int:
+def _show_warning(message: Warning | str, *place: Any, **rest: Any) -> None:
+    """Show a warning in one line. Where in the code it was raised is nothing to its user."""
+    click.echo(f"ejkernel: warning: {' '.join(str(message).split())}", err=True)
+
+
+def _fail(error: Exception) -> int:
     """Show an error in one line, and return the exit code."""
-    click.echo(f"ejkernel: {' '.join(text.split())}", err=True)
+    try:
+        click.echo(f"ejkernel: {' '.join(_text(error).split())}", err=True)
+    except BrokenPipeError:
+        _drop(sys.stderr)
     try:
         sys.stdout.flush()
     except OSError:  # what was to be written is what failed
-        _drop_output()
-    return code
+        _drop(sys.stdout)
+    return error.exit_code if isinstance(error, click.ClickException) else 1
+
+
+def _text(error: Exception) -> str:
+    """What is shown of an error. The type says something where it is not one of those for wrong arguments."""
+    if isinstance(error, click.UsageError):
+        place = error.ctx.command_path if error.ctx else "ejkernel"
+        return f"{error.format_message()} ('{place} --help' describes it)"
+    if isinstance(error, click.ClickException):
+        return error.format_message()
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        return f"the output cannot be written: {error.strerror}; write it to a place with space (--debug shows where)"
+    text = str(error) or "no message"
+    is_clear = isinstance(error, (ValueError, OSError, _ClosedPipe)) or type(error).__module__.startswith("ejkernel_")
+    return f"{text if is_clear else f'{type(error).__name__}: {text}'} (--debug shows where)"
+
+
+@contextlib.contextmanager
+def _hidden_closed_pipe() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise _ClosedPipe(str(error)) from error
 
 
 class Commands(click.Group):
     """The subcommands that are installed, which are imported when they run."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _hidden_closed_pipe():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _hidden_closed_pipe():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({point.name for point in entry_points(COMMANDS)})
@@ -112,6 +170,9 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         names = self.list_commands(ctx)
         if args and args[0] not in names and not args[0].startswith("-") and not ctx.resilient_parsing:
+            for name, others in ELSEWHERE.items():
+                if args[0] in others:
+                    raise click.UsageError(f"'ejkernel {args[0]}' comes with {name}: pip install {name}", ctx)
             similar = difflib.get_close_matches(args[0], names, 1)
             hint = f"; did you mean {similar[0]!r}?" if similar else f"; there are {', '.join(names)}"
             raise click.UsageError(f"no command is called {args[0]!r}{hint}", ctx)

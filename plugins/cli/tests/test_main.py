@@ -16,8 +16,8 @@ import time
 
 import pytest
 
-from ejkernel_cli import print_table
-from ejkernel_cli._main import _debug_first, summary
+from ejkernel_cli import _metadata, print_table
+from ejkernel_cli._main import ELSEWHERE, _debug_first, summary
 
 COMMAND = [sys.executable, "-m", "ejkernel_cli"]
 
@@ -105,6 +105,26 @@ def test_a_subcommand_of_two_distributions_is_refused(run, install):
     assert text.endswith("; uninstall one")
 
 
+def test_a_subcommand_that_is_not_installed_is_named_with_its_distribution(run, monkeypatch):
+    monkeypatch.setattr("ejkernel_cli._main.entry_points", lambda group: ())
+    text = one_line(run("tpu", "fits"), 2)
+    assert text.startswith("'ejkernel tpu' comes with ejkernel-pallas-tpu: pip install ejkernel-pallas-tpu")
+
+
+def test_the_subcommands_of_other_distributions_are_known():
+    distributions: dict[str, list[str]] = {}
+    for point in _metadata.entry_points(_metadata.COMMANDS):
+        distributions.setdefault(_metadata.distribution(point), []).append(point.name)
+    del distributions["ejkernel-cli"]
+    assert {name: tuple(sorted(names)) for name, names in distributions.items()} == ELSEWHERE
+
+
+def test_a_warning_is_told_in_one_line(run, install):
+    source = "import click, warnings\n@click.command()\ndef command(): warnings.warn('it is\\nlate')"
+    process = run("warns", path=install("warn-dist", {"warns": source}, commands={"warns": "warns:command"}))
+    assert (process.returncode, process.stderr) == (0, "ejkernel: warning: it is late\n")
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -139,16 +159,59 @@ def environment(**variables: str) -> dict[str, str]:
     return {**rest, **variables}
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("words", [["list"], ["--help"], ["list", "--json"]], ids=" ".join)
-def test_a_closed_pipe_is_silent(words):
+def run_unread(words: str, folder, **options) -> subprocess.CompletedProcess[str]:
+    """Run the command with an output that nobody reads."""
     reader, writer = os.pipe()
     os.close(reader)
-    process = subprocess.run(
-        [*COMMAND, *words], stdout=writer, stderr=subprocess.PIPE, env=environment(), timeout=60, check=False
-    )
-    os.close(writer)
-    assert process.stderr == b""
+    options = {"stderr": subprocess.PIPE, "env": environment(), **options}
+    try:
+        return subprocess.run(
+            [*COMMAND, *words.split()], stdout=writer, cwd=folder, text=True, timeout=120, check=False, **options
+        )
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("words", ["list", "--help", "list --json", "", "cache --help", "new my-own --kind store"])
+def test_a_closed_pipe_is_silent(words, tmp_path):
+    process = run_unread(words, tmp_path)
+    assert (process.returncode, process.stderr) == (0, "")
+
+
+#: By subcommand: the words with which it prints something soon.
+PRINTING = {
+    "bench": "bench",
+    "cache": "cache ls",
+    "completion": "completion zsh",
+    "doctor": "doctor",
+    "explain": "explain rms_norm --shape 3x8",
+    "list": "list --here",
+    "new": "new my-own --kind policy",
+    "records": "records folder rms_norm --seconds 0.01",
+    "run": "run --rounds 1",
+    "tpu": "tpu --help",
+    "triton": "triton --help",
+    "tune": "tune rms_norm --shape 3x8",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [point.name for point in _metadata.entry_points(_metadata.COMMANDS)])
+def test_a_closed_pipe_ends_every_subcommand_alike(name, tmp_path):
+    process = run_unread(PRINTING[name], tmp_path, env=environment(EJKERNEL_CACHE_DIR=str(tmp_path / "configs")))
+    lines = [line for line in process.stderr.splitlines() if not line.startswith("measuring ")]
+    assert (process.returncode, lines) == (0, [])
+
+
+def test_wrong_words_are_wrong_where_nobody_reads_that(tmp_path):
+    assert run_unread("lst", tmp_path, stderr=subprocess.STDOUT).returncode == 2
+
+
+def test_a_broken_pipe_to_another_process_is_an_error(run, install):
+    source = "import click\n@click.command()\ndef command(): raise BrokenPipeError(32, 'the worker has ended')"
+    path = install("pipe-dist", {"pipes": source}, commands={"pipes": "pipes:command"})
+    assert one_line(run("pipes", path=path), 1) == "[Errno 32] the worker has ended (--debug shows where)"
 
 
 @pytest.mark.sample(1)
@@ -176,10 +239,8 @@ def test_output_of_a_subcommand_that_prints_may_fail_too(install):
     path = install("print-dist", {"prints": PRINTS}, commands={"prints": "prints:command"})
     variables = environment(PYTHONPATH=os.pathsep.join([path, os.environ.get("PYTHONPATH", "")]))
     options = {"stderr": subprocess.PIPE, "text": True, "env": variables, "timeout": 60, "check": False}
-    reader, writer = os.pipe()
-    os.close(reader)
-    assert subprocess.run([*COMMAND, "prints"], stdout=writer, **options).stderr == ""
-    os.close(writer)
+    process = run_unread("prints", None, env=variables)
+    assert (process.returncode, process.stderr) == (0, "")
     with open("/dev/full", "w") as full:
         assert "No space left on device" in one_line(subprocess.run([*COMMAND, "prints"], stdout=full, **options), 1)
 

@@ -58,6 +58,8 @@ def command(folder: Path, operations: Sequence[str], seconds: float, part: tuple
         files = records.write_records(folder)
     except UnknownOperation as error:
         raise click.UsageError(str(error)) from error
+    except BrokenPipeError:  # of the output
+        raise
     except OSError as error:
         raise Failure(f"{folder}: {error.strerror or error}; name a folder that can be written") from error
     for file in files:
