@@ -306,27 +306,50 @@ def speed(machine: Machine) -> Findings:
                 needs.setdefault(row.reason, []).append(f"{row.operation}.{row.backend}")
         for reason, kernels in needs.items():
             yield Finding(", ".join(kernels), NOTE, reason)
-        yield from _records(machine)
+        yield from _records(_device_name(machine.devices[0]), machine.registry)
 
 
-def _records(machine: Machine) -> Findings:
+def _records(device: str, registry: Registry) -> Findings:
     """How many records answer on this device: of this machine, and of packages."""
-    name = _device_name(machine.devices[0])
-    counts = {source: count for source, count in _record_counts(name).items() if count}
+    if version("ejkernel-cache") is None:
+        return
+    answering, others = _cache_counts(device, registry)
+    counts = {source: count for source, count in {"the cache": answering, **_package_counts(device)}.items() if count}
     if counts:
         text = ", ".join(f"{count} in {source}" for source, count in counts.items())
-        yield Finding("records", OK, f"for {name}: {text}")
+        yield Finding("records", OK, f"for {device}: {text}")
     elif version("ejkernel-tuning") is not None:
-        yield Finding("records", NOTE, f"none for {name}: heuristics choose", "ejkernel tune --help")
+        yield Finding("records", NOTE, f"none for {device}: heuristics choose", "ejkernel tune --help")
+    if others:
+        yield Finding(
+            "old records", NOTE, f"{others} in the cache, of other versions or absent kernels: they are not used"
+        )
 
 
-def _record_counts(device: str) -> dict[str, int]:
-    if version("ejkernel-cache") is None:
-        return {}
+def _cache_counts(device: str, registry: Registry) -> tuple[int, int]:
+    """How many records of the cache are of the kernels here, and how many are not."""
+    if not is_selected("ejkernel-cache", selection()):
+        return 0, 0
+    documents = importlib.import_module("ejkernel_cache._contents").contents_of(cache_folder()).documents
+    is_current = [_is_current(document, registry) for document in documents if document.key.device == device]
+    return sum(is_current), len(is_current) - sum(is_current)
+
+
+def _is_current(document: Any, registry: Registry) -> bool:
+    """Whether a record was measured with the kernels that are installed, or put there by hand for one of them."""
+    kernels, _ = registry.kernels(document.key.op)
+    if document.backend is not None and document.backend not in [kernel.backend for kernel in kernels]:
+        return False
+    software = {name: number for kernel in kernels for name, number in kernel.software.items()}
+    return not (document.provenance and document.provenance.changes(software))
+
+
+def _package_counts(device: str) -> dict[str, int]:
+    """By distribution: the records of packages. They count with all versions."""
     # By name, because it is examined where it is installed, and not required.
     records_type = importlib.import_module("ejkernel_cache").PackagedRecords
     folder = importlib.import_module("ejkernel_cache._names").component(device)
-    counts = {"the cache": _count(cache_folder() / folder)} if is_selected("ejkernel-cache", selection()) else {}
+    counts: dict[str, int] = {}
     for point in entry_points(POLICIES):
         if not is_selected(distribution(point), selection()):
             continue

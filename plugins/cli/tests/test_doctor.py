@@ -10,8 +10,10 @@ import jax
 import pytest
 
 import ejkernel_cli
+import ejkernel_core
 from ejkernel_cli import _findings, _metadata
 from ejkernel_cli._findings import BROKEN, NOTE, OK, Finding
+from ejkernel_core import Provenance, Record
 from ejkernel_core._devices import device_name
 
 FLAG = "--xla_cpu_experimental_ynn_fusion_type="
@@ -180,17 +182,35 @@ def test_the_flag_of_jaxlib_0_10_is_missed_on_a_cpu_only(monkeypatch, jaxlib, pl
     assert subjects == (["XLA_FLAGS"] if is_found else [])
 
 
-def test_records_of_the_cache_and_of_packages_are_counted(folder, monkeypatch):
-    from ejkernel_cache._names import component
+def test_records_of_packages_are_counted(folder):
+    assert _findings._package_counts("NVIDIA H200")["ejkernel-tuned-h200"] > 100
+    assert set(_findings._package_counts("my cpu, 2 cores").values()) == {0}
 
-    assert _findings._record_counts("NVIDIA H200")["ejkernel-tuned-h200"] > 100
-    assert _findings._record_counts("NVIDIA H200")["the cache"] == 0
-    kernel = folder / component("my cpu, 2 cores") / "rms_norm" / "xla"
-    kernel.mkdir(parents=True)
-    (kernel / "a.json").write_text("{}")
-    (kernel / "b.json").write_text("{}")
-    counts = _findings._record_counts("my cpu, 2 cores")
-    assert {source: count for source, count in counts.items() if count} == {"the cache": 2}
+
+def test_records_of_the_cache_count_where_they_are_of_the_kernels_here(folder):
+    from ejkernel_cache import PersistentCache
+
+    def store(rows, backend, **software):
+        x = jax.ShapeDtypeStruct((rows, 8), "float32")
+        plan = registry.plan("rms_norm", x, backend="reference")
+        versions = {**plan.kernel.software, **software}
+        provenance = Provenance(
+            when="2026-01-01T00:00:00+00:00", device="a cpu", milliseconds=1.0, backends=(backend,), software=versions
+        )
+        PersistentCache().put(plan.invocation.key, Record(plan.cfg, backend, provenance))
+        return plan.invocation.key
+
+    registry = ejkernel_core.registry
+    device = store(3, "reference").device
+    assert _findings._cache_counts(device, registry) == (1, 0)
+    store(3000, "reference", jax="0.1")
+    store(30000, "absent")
+    (folder / "damaged.json").write_text("{")
+    assert _findings._cache_counts(device, registry) == (1, 2)
+    assert _findings._cache_counts("another cpu", registry) == (0, 0)
+    answering, old = _findings._records(device, registry)
+    assert (answering.status, answering.text) == (OK, f"for {device}: 1 in the cache")
+    assert old.text == "2 in the cache, of other versions or absent kernels: they are not used"
 
 
 def test_what_is_absent_for_the_platform_is_advised(monkeypatch):
