@@ -47,7 +47,7 @@ tpu-estimates: $(TPU)/.installed
 $(TPU)/.installed: Makefile $(PROJECTS)
 	$(PYTHON) -m venv $(TPU)
 	$(TPU)/bin/python -m pip install -q "jax[tpu]" -e . -e plugins/ops -e plugins/xla -e plugins/testing -e plugins/pallas_tpu -e plugins/cli
-	touch $@
+	@touch $@
 
 # The pictures of the README, from the tables of docs/performance.md.
 pictures: $(STAMP)
@@ -83,7 +83,7 @@ changes: $(VENV)/.installed-docs
 $(VENV)/.installed-%: $(STAMP)
 	@echo "Installing what '$*' in pyproject.toml lists into $(VENV), once."
 	@$(BIN)/python .ci/install.py --no-build-isolation -e '.[$*]'
-	touch $@
+	@touch $@
 
 # setuptools packs what it finds in these from the last time, too: a module that is gone would be shipped on.
 LEFTOVERS := build/lib build/bdist.* *.egg-info $(PLUGINS:%=plugins/%/build) $(PLUGINS:%=plugins/%/*.egg-info)
@@ -98,7 +98,7 @@ $(STAMP): $(PROJECTS) | $(BIN)/python
 	@echo "Installing JAX, the tools and the packages of this repository into $(VENV), once; it takes about a minute."
 	@$(BIN)/python -m pip install -q --upgrade pip "setuptools>=77"
 	@$(BIN)/python .ci/install.py --no-build-isolation $(EDITABLE)
-	touch $@
+	@touch $@
 
 $(BIN)/python:
 	@echo "Making the environment $(VENV) with $(PYTHON)."

@@ -11,6 +11,8 @@ from typing import Any
 import attrs
 import jax
 
+from ejkernel_core._devices import device_name
+
 Cell = str | int | float
 #: Of what was not measured.
 ABSENT = "-"
@@ -118,7 +120,7 @@ def circumstances() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "ejkernel-core")},
-        "device": f"{device.platform} {device.device_kind}",
+        "device": f"{device.platform} {device_name(device)}",
         "cores": os.cpu_count(),
         "load": os.getloadavg() if hasattr(os, "getloadavg") else None,
     }
@@ -129,7 +131,8 @@ def heading() -> str:
     values = circumstances()
     versions = " ".join(f"{name} {version}" for name, version in values["versions"].items())
     load = f", load {values['load'][0]:.1f}" if values["load"] else ""
-    return f"Python {values['python']}, {versions}, on {values['device']}, {values['cores']} cores{load}"
+    cores = "" if values["device"].endswith("cores") else f", {values['cores']} cores"  # the name of a CPU has them
+    return f"Python {values['python']}, {versions}, on {values['device']}{cores}{load}"
 
 
 def cell_text(cell: Cell) -> str:

@@ -5,13 +5,14 @@ Every step is announced before it begins, so that nobody waits without knowing f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 import ejkernel_core
-from ejkernel_core import Example, Explanation, Registry, Verdict
+from ejkernel_cli.explain import origin_of, reason_of
+from ejkernel_core import Example, Explanation, Plan, Registry
 from ejkernel_core._discovery import OPERATIONS
 from ejkernel_ops.flash_attention.sizes import self_attention
 
@@ -81,7 +82,8 @@ def measure(example: Example, backend: str | None, rounds: int) -> Report:
     runs, results = _first_calls(example, inputs, backend)
     accuracy, faults = _accuracy(example, inputs, results)
     pace = _pace(example, inputs, runs, rounds, explanation)
-    return Report("run", [accuracy, pace], faults=faults, text=f"{example.op} {example.name}\n\n{explanation}")
+    title = f"{example.op} {example.name}"
+    return Report(title, [accuracy, pace], faults=faults, text=f"{title}\n\n{explanation}")
 
 
 def _step(number: int, text: str) -> None:
@@ -94,19 +96,21 @@ def reasons(explanation: Explanation) -> Iterator[str]:
     if plan is None:
         yield f"{explanation.op}: {' '.join((explanation.error or '').split())}"
     else:
-        yield f"{explanation.op}: {plan.kernel.backend}, {plan.cfg}, by {plan.origin}"
-        yield from (f"  {line}" for line in _others(plan.verdicts))
+        yield f"{explanation.op}: {plan.kernel.backend}, {plan.cfg}, by {origin_of(plan)}"
+        if (record := plan.choice.record) and record.provenance:
+            yield f"  {record.provenance}"
+        yield from (f"  {line}" for line in _others(plan))
     if backward is not None:
         yield from reasons(backward)
 
 
-def _others(verdicts: Sequence[Verdict]) -> Iterator[str]:
+def _others(plan: Plan) -> Iterator[str]:
     """The other kernels: those with the same reason in one line."""
     backends: dict[str, list[str]] = {}
-    for verdict in verdicts:
+    for verdict in plan.verdicts:
         if verdict.status != "chosen":
-            reason = " ".join(verdict.reason.split())
-            text = "also able, with a lower rank" if verdict.status == "able" else f"{verdict.status}, {reason}"
+            status = "also able" if verdict.status == "able" else verdict.status
+            text = f"{status}, {' '.join(reason_of(verdict, plan).split())}"
             backends.setdefault(text.removesuffix(", "), []).append(verdict.name.rpartition(".")[2])
     for text, names in backends.items():
         yield f"{', '.join(names)}: {text}"
@@ -150,7 +154,7 @@ def _pace(example: Example, inputs: Inputs, runs: Mapping[str, Run], rounds: int
         ours, theirs = times[OURS].median, times[PEER].median
         rows.append((pass_name, ours * 1e3, theirs * 1e3, theirs / ours, work[pass_name] / ours / 1e9))
     title = f"milliseconds, medians of {rounds} rounds in turn"
-    table = Table(title, ("", OURS, PEER, f"{PEER} / {OURS}", "GFLOP/s"), rows, series=(OURS, PEER))
+    table = Table(title, ("", OURS, PEER, f"{PEER} / {OURS}", f"GFLOP/s of {OURS}"), rows, series=(OURS, PEER))
     _announce_table(table)
     for pass_name, _, _, ratio, _ in rows:
         announce(f"  {pass_name}: {ratio:.2g} times the speed of jax.nn")

@@ -13,6 +13,7 @@ from ejkernel_bench import _attention, _calls_of_words
 from ejkernel_bench._calls import PASSES, describe
 from ejkernel_bench._calls_of_words import examples_of
 from ejkernel_bench._suites import peers_of
+from ejkernel_cli import Failure
 from ejkernel_core import registry
 
 ATTENTION = ("--causal", "--dtype", "float32")
@@ -26,7 +27,7 @@ def test_doctests():
 
 def test_each_shape_is_a_call_with_all_other_words():
     words = ["--shape", "1x20x2x16", *ATTENTION, "--key", "1x24x1x16", "--value", "1x24x1x16", "--shape=2x20x2x16"]
-    with pytest.raises(ValueError, match="batch"):  # the keys have another batch than the second shape
+    with pytest.raises(Failure, match="batch"):  # the keys have another batch than the second shape
         examples_of("flash_attention", words)
     (example,) = examples_of("flash_attention", words[:-1])
     assert example.name == "1x20x2x16 float32, key 1x24x1x16, value 1x24x1x16, causal"
@@ -58,6 +59,14 @@ def test_a_backward_operation_is_measured_forward_alone():
         "rms_norm_bwd", ["--shape", "8x32", "--dtype", "float32", "--wrt", "x,weight", "--weight", "32"]
     )
     assert example.wrt == ()
+
+
+def test_what_the_operation_refuses_is_told_in_its_words():
+    with pytest.raises(Failure) as failure:
+        examples_of("flash_attention", ["--shape", "1x8x6x16", "--key", "1x8x4x16"])
+    assert failure.value.message == (
+        "flash_attention: query: heads must be a multiple of kv_heads, which is 4 in key; got 6"
+    )
 
 
 def test_peers_are_those_of_the_suite_of_the_operation():

@@ -291,7 +291,7 @@ def test_run_says_what_is_installed_chosen_right_and_fast(tiny, ejkernel, tmp_pa
     assert lines[-1] == f"picture: {picture}"
     assert max(map(len, lines[:-1])) <= 100
     (report,) = json.loads(file.read_text())
-    assert report["benchmark"] == "run"
+    assert report["benchmark"] == "flash_attention B1 S64 H2 D16 float32 causal"
     assert [row[0] for row in report["tables"][0]["rows"]] == ["out", "d_query", "d_key", "d_value"]
     texts = [element.text or "" for element in ElementTree.parse(picture).iter(f"{SVG}text")]
     for contender in ("ejkernel", "jax.nn"):

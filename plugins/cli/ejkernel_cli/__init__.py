@@ -12,13 +12,22 @@ from ._main import main
 from ._output import Failure, config_text, json_option, print_json, print_line, print_table
 
 if TYPE_CHECKING:
-    from ._calls import CALL_SETTINGS, Call, call_options, matching_backends, matching_operations, parse_call
+    from ._calls import (
+        CALL_SETTINGS,
+        Call,
+        call_options,
+        clear_refusals,
+        matching_backends,
+        matching_operations,
+        parse_call,
+    )
 
 __all__ = [
     "CALL_SETTINGS",
     "Call",
     "Failure",
     "call_options",
+    "clear_refusals",
     "config_text",
     "json_option",
     "main",
@@ -32,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:  # most subcommands take no call
+    if name in __all__:  # those that are not imported above, because most subcommands take no call
         from . import _calls
 
         return getattr(_calls, name)

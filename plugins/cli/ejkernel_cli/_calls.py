@@ -8,6 +8,7 @@ of the operation: ``--causal``, ``--no-causal``, ``--sliding-window 128,0``.
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import inspect
 import re
@@ -19,6 +20,7 @@ import click
 
 from ._devices import platform
 from ._metadata import KERNELS, OPERATIONS, entry_points
+from ._output import Failure
 
 if TYPE_CHECKING:  # JAX takes half a second, and --help does not need it
     import jax
@@ -33,6 +35,8 @@ Shape = tuple[int, ...]
 CALL_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 #: What else may be written for these values.
 CONSTANTS = {"true": True, "false": False, "none": None}
+#: The largest array of XLA, which ends the process for a larger one.
+MAX_BYTES = 2**63 - 1
 #: An array in words: a shape, and a dtype if it is to have another one than ``--dtype``.
 _ARRAY = re.compile(r"(?P<shape>\(\)|scalar|\d+(?:[x,]\d+)*)(?::(?P<dtype>\w+))?")
 
@@ -91,6 +95,16 @@ def parse_call(operation: str, words: Sequence[str]) -> Call:
     texts = {name: value for name, value in values.items() if name in definition.arrays}
     dtype = options.pop("dtype", None) if "dtype" not in definition.signature.parameters else None
     return Call(operation, _arrays(definition, texts, options, dtype), options)
+
+
+@contextlib.contextmanager
+def clear_refusals(operation: str) -> Iterator[None]:
+    """Raise ``Failure`` for what the operation refuses about its arguments, in its own words and with its name."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        text = str(error)
+        raise Failure(text if text.startswith(operation) else f"{operation}: {text}") from error
 
 
 def _check_options(operation: Operation, options: Collection[str]) -> None:
@@ -213,11 +227,17 @@ def _arrays(
         raise click.UsageError(f"the shape of {first} is missing, as --shape 4x4096x16x128")
     shapes |= _following_shapes(operation, layouts, shapes)
     dtypes = _Dtypes(operation, shapes, dtype)
-    return {
+    arrays = {
         name: jax.ShapeDtypeStruct(shapes[name], dtypes.of(name, parsed[name][1] if name in parsed else None))
         for name in operation.arrays
         if name in shapes
     }
+    for name, array in arrays.items():
+        if array.size * array.dtype.itemsize > MAX_BYTES:
+            raise click.UsageError(
+                f"{name}: an array has less than 2**63 bytes; {'x'.join(map(str, array.shape))} has more"
+            )
+    return arrays
 
 
 def _is_required(operation: Operation, name: str) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._calls import CALL_SETTINGS, call_options, matching_backends, parse_call
+from ._calls import CALL_SETTINGS, call_options, clear_refusals, matching_backends, parse_call
 from ._output import Failure, config_text, json_option, print_json, print_line, print_table
 
 if TYPE_CHECKING:
@@ -50,12 +50,10 @@ def _explanation(operation: str, words: tuple[str, ...], backend: str | None) ->
     import ejkernel_core
 
     try:
-        return ejkernel_core.registry.explain(operation, backend=backend, **call.arguments)
+        with clear_refusals(operation):
+            return ejkernel_core.registry.explain(operation, backend=backend, **call.arguments)
     except ejkernel_core.UnknownBackend as error:
         raise click.UsageError(str(error)) from None
-    except (TypeError, ValueError) as error:  # what is wrong with the arguments, in the operation's own words
-        text = str(error)
-        raise Failure(text if text.startswith(operation) else f"{operation}: {text}") from error
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -65,11 +63,14 @@ def _print(explanation: Explanation) -> None:
     plan = explanation.plan
     print_line(f"{plan.invocation}" if plan else str(explanation.error).partition("\n")[0])
     if plan:
-        print_line(f"{plan.kernel.name} runs, chosen by {plan.origin}{_remark(plan)}")
+        print_line(f"{plan.kernel.name} runs, chosen by {origin_of(plan)}")
     print_line()
     # The heading has the operation. A policy has its whole name.
     prefix = f"{explanation.op}."
-    rows = [(v.name.removeprefix(prefix), v.status, _configuration(v, plan), v.reason) for v in explanation.verdicts]
+    rows = [
+        (v.name.removeprefix(prefix), v.status, _configuration(v, plan), reason_of(v, plan))
+        for v in explanation.verdicts
+    ]
     print_table(("backend", "verdict", "configuration", "reason"), rows)
     if plan and plan.choice.record and plan.choice.record.provenance:
         _print_times(plan.choice.record.provenance)
@@ -82,8 +83,22 @@ def _print(explanation: Explanation) -> None:
         print_line(f"\n{remark}")
 
 
-def _remark(plan: Plan) -> str:
-    return f" ({plan.choice.note})" if plan.choice.note else ""
+def origin_of(plan: Plan) -> str:
+    """What chose the kernel, with the remark of the choice."""
+    return f"{plan.origin} ({plan.choice.note})" if plan.choice.note else plan.origin
+
+
+def reason_of(verdict: Verdict, plan: Plan | None) -> str:
+    """The reason of a verdict; of an able kernel, why another one was chosen."""
+    if verdict.status != "able" or verdict.reason or plan is None:
+        return verdict.reason
+    if plan.origin == "heuristic":
+        return "with a lower rank"
+    record = plan.choice.record
+    if record is None or record.provenance is None:
+        return ""
+    backend = verdict.name.rpartition(".")[2]
+    return "slower when it was measured" if backend in record.provenance.backends else "it was not measured"
 
 
 def _configuration(verdict: Verdict, plan: Plan | None) -> str:
@@ -157,7 +172,7 @@ def as_dict(explanation: Explanation) -> dict[str, Any]:
                 "distribution": v.provider,
                 "verdict": v.status,
                 "config": _configuration(v, plan),
-                "reason": v.reason,
+                "reason": reason_of(v, plan),
             }
             for v in explanation.verdicts
         ],

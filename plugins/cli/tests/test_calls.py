@@ -56,6 +56,12 @@ def test_an_axis_has_the_size_that_a_given_array_has():
     assert shapes("flash_attention", line) == {"query": (2, 7, 8, 64), "key": (2, 9, 4, 64), "value": (2, 9, 4, 32)}
 
 
+def test_an_array_larger_than_any_is_refused():
+    assert shapes("rms_norm", f"--shape 1x{2**61 - 1}")["x"] == (1, 2**61 - 1)
+    for shape in (f"1x{2**61}", f"{2**40}x{2**40}", f"1x{10**30}"):
+        assert complaint("rms_norm", f"--shape {shape}") == f"x: an array has less than 2**63 bytes; {shape} has more"
+
+
 def test_a_packed_call_has_packed_arrays():
     line = "--shape 1024x8x64 --cum-seqlens-q 5 --cum_seqlens_k 5"
     expected = {**dict.fromkeys(("query", "key", "value"), (1024, 8, 64)), "cum_seqlens_q": (5,), "cum_seqlens_k": (5,)}

@@ -30,7 +30,7 @@ def test_the_table_has_a_verdict_and_a_configuration_of_every_kernel(run, regist
     assert ["cudnn", "refused", "it runs on gpu; this is cpu"] in rows
     plan = registry.plan("flash_attention", **call_of(registry).arguments)
     assert ["xla", "chosen", str(plan.cfg).removeprefix("Config(").removesuffix(")")] in rows
-    assert ["reference", "able"] in rows
+    assert ["reference", "able", "with a lower rank"] in rows
     assert any(line.startswith("flash_attention_bwd.xla runs, chosen by heuristic") for line in lines)
     assert max(len(line) for line in lines if "=float32" not in line) <= 80
 
@@ -69,6 +69,7 @@ def record(registry):
 def test_measured_times_are_shown_with_the_lead_of_the_winner(run, record):
     lines = run(*WORDS).stdout.splitlines()
     assert lines[1] == "flash_attention.xla runs, chosen by memory"
+    assert ["reference", "able", "slower when it was measured"] in [line.split(maxsplit=2) for line in lines]
     (summary,) = [line for line in lines if line.startswith("measured ") and "a cpu" in line]
     assert "on a cpu: 2 ms; 3 configurations were not reached in 10 s" in summary
     assert "the fastest is 1.25x as fast as the next configuration, and 2.50x as fast as reference" in lines
@@ -115,6 +116,17 @@ def test_one_backend_is_explained_alone(run, registry):
     explanation = json.loads(run("explain", "rms_norm", "--shape", "3x8", "--backend", "reference", "--json").stdout)
     assert explanation["kernel"] == "rms_norm.reference"
     assert {v["name"]: v["verdict"] for v in explanation["verdicts"]}["rms_norm.xla"] == "left out"
+
+
+@pytest.mark.long
+def test_a_damaged_record_is_told_in_one_line(run_process, tmp_path):
+    words = ("rms_norm", "--shape", "3x8")
+    run_process("tune", *words)
+    for file in tmp_path.glob("configs/*/rms_norm/*/*.json"):
+        file.write_text("{")
+    lines = run_process("explain", *words).stderr.splitlines()
+    assert lines
+    assert all(line.startswith("ejkernel: warning: ejkernel-cache: ") for line in lines)
 
 
 def test_a_typo_in_the_environment_is_told(run, registry):
