@@ -203,6 +203,20 @@ def test_the_tests_of_a_policy_pass_whatever_the_folder_above_has(new, target, n
     assert re.search(r"^\d passed", output, re.MULTILINE)
 
 
+GRADIENT = """
+import jax, jax.numpy as jnp, my_swish
+x, slope = jnp.array([[0.3, -2.0, 1.5]]), jnp.array([1.0, 0.5, 2.0])
+gradient = jax.grad(lambda x: my_swish.my_swish(x, slope).sum())(x)
+expected = jax.grad(lambda x: (x * jax.nn.sigmoid(slope * x)).sum())(x)
+assert jnp.allclose(gradient, expected, atol=1e-6), (gradient, expected)
+"""
+
+
+def test_a_new_operation_is_differentiated_without_a_warning(new, target):
+    install(new("my-swish", *KINDS["my-swish"]), target)
+    run_python(target, "-W", "error::RuntimeWarning", "-c", GRADIENT)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "kernel", "selection"),
