@@ -14,8 +14,20 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from .drop_in import drop_in
 from .jax_nn import attend, sides
 
+#: By the names of ``flash_attention``: those of flax.
+NAMES = {
+    "query": "query",
+    "key": "key",
+    "value": "value",
+    "bias": "bias",
+    "attention_mask": "mask",
+    "causal": "is_causal",
+    "dropout_prob": "dropout_rate",
+    "dropout_seed": "dropout_rng",
+}
 #: Arguments that change how flax computes its weights, which are never in memory here.
 REFUSED = {
     "module": "the weights are never in memory, so none can be sown: leave out sow_weights",
@@ -25,6 +37,7 @@ REFUSED = {
 }
 
 
+@drop_in(NAMES)
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -136,3 +149,6 @@ def _dropout(deterministic: bool, rate: float, key: jax.Array | None) -> dict[st
     if key is None:
         raise ValueError("dropout_rng: dropout_rate above 0 takes a random key, unless deterministic is True; got None")
     return {"dropout_prob": rate, "dropout_seed": jax.random.bits(key)}
+
+
+__test__ = {"dot_product_attention": dot_product_attention}  # doctest passes over decorated functions

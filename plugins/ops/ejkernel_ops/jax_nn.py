@@ -16,10 +16,24 @@ import numpy as np
 from jax.typing import ArrayLike
 
 import ejkernel_core
+from ejkernel_ops.drop_in import drop_in
 from ejkernel_ops.options import type_and_value
 
 #: What ``jax.nn`` puts in the place of a masked logit, and so nearly the log-sum-exp of a row without visible keys.
 MASKED_LOGIT = -0.7 * float(np.finfo(np.float32).max)
+#: By the names of ``flash_attention``: those of ``jax.nn``.
+NAMES = {
+    "query": "query",
+    "key": "key",
+    "value": "value",
+    "bias": "bias",
+    "attention_mask": "mask",
+    "softmax_scale": "scale",
+    "causal": "is_causal",
+    "sliding_window": "local_window_size",
+    "backend": "implementation",
+    "return_lse": "return_residual",
+}
 
 
 @overload
@@ -58,6 +72,7 @@ def dot_product_attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@drop_in(NAMES)
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -300,3 +315,6 @@ def _with_mean_of_values(
         mean = jnp.broadcast_to(mean[:, :, :, None], (batch, 1, heads, group, dim)).reshape(batch, 1, -1, dim)
     is_mean = is_empty if in_query is None else is_empty & in_query[:, :, None]
     return jnp.where(is_mean[..., None], mean, out)
+
+
+__test__ = {"dot_product_attention": dot_product_attention}  # doctest passes over decorated functions

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[list[jax.Array], dict[str, Any]]] = {
     "bias": (inputs(2, 3), {"bias": jax.random.normal(jax.random.key(1), (1, 1, 2, 1, 7))}),
     "value dim": ([*inputs(2)[:2], inputs(2)[2][..., :5]], {"mask": booleans(2, 1, 5, 7)}),
     "dtype": (inputs(2, dtype="bfloat16"), {"dtype": jnp.float32}),
+    "float16": (inputs(2, dtype="float16"), {"mask": booleans(2, 1, 5, 7).at[1, 0, 2].set(False)}),
 }
 
 
@@ -106,6 +107,70 @@ def test_an_nnx_module_is_trained() -> None:
     assert_same_training(train, nnx.dot_product_attention)
 
 
+TRANSFORMS = ("jit", "vmap of grad", "grad of vmap", "checkpoint")
+
+
+def gradients_of(loss: Any, wrt: Any, transform: str, arrays: Any, shared: Any = ()) -> Any:
+    """The gradients of a loss of arrays, whose first axis is mapped, and of what is not mapped."""
+    axes = (*(None,) * len(shared), *(0,) * len(arrays))
+    if transform == "grad of vmap":
+        return jax.jit(jax.grad(lambda *a: jax.vmap(loss, axes)(*a).sum(), wrt))(*shared, *arrays)
+    if transform == "vmap of grad":
+        return jax.jit(jax.vmap(jax.grad(loss, wrt), axes))(*shared, *arrays)
+    one = [array[1] for array in arrays]
+    return jax.jit(jax.grad(jax.checkpoint(loss) if transform == "checkpoint" else loss, wrt))(*shared, *one)
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4, rtol=1e-4)
+    assert max(np.abs(y).max() for y in jax.tree.leaves(expected)) > 0.1  # that of a key's bias is 0
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("wrt", [(0,), (1, 2), (0, 3), (2, 3), (0, 1, 2, 3)])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_two_calls_of_one_program_that_are_differentiated_in_different_arguments(wrt: Any, transform: str) -> None:
+    """The first call has a cotangent for its query alone, or none at all, where the second has others."""
+    query, key, value = (jnp.stack([array, -array, 2 * array]) for array in inputs(2))
+    bias = jax.random.normal(jax.random.key(5), (3, 2, 1, 5, 7))
+    weights = jax.random.normal(jax.random.key(9), query.shape)
+    mask = booleans(2, 1, 5, 7).at[1, 0, 2].set(False)
+
+    def gradients(function: Any) -> Any:
+        def loss(query: Any, key: Any, value: Any, bias: Any, weight: Any) -> Any:
+            first = function(query, jax.lax.stop_gradient(key), value, mask=mask)
+            second = function(first, key, value, bias)
+            return (second * weight).sum() + (function(query, key, value, bias, mask) * weight).sum()
+
+        return gradients_of(loss, wrt, transform, (query, key, value, bias, weights))
+
+    assert_close(gradients(dot_product_attention), gradients(linen.dot_product_attention))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("wrt", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_two_modules_of_one_program(wrt: Any, transform: str) -> None:
+    """One attends to the output of the other; the first, the second or neither is trained."""
+    x, target = jax.random.normal(jax.random.key(10), (2, 3, 2, 6, 16))
+    mask = linen.make_causal_mask(jnp.ones((2, 6)))
+
+    def gradients(attention_fn: Any) -> Any:
+        modules = [linen.MultiHeadDotProductAttention(num_heads=n, attention_fn=attention_fn) for n in (2, 4)]
+        parameters = [module.init(jax.random.key(n), x[0], x[0]) for n, module in enumerate(modules)]
+
+        def loss(first: Any, second: Any, x: Any, target: Any) -> Any:
+            inner = modules[0].apply(first, x, mask=mask)
+            out = modules[1].apply(second, x, inner) + modules[1].apply(second, inner, x, mask=mask)
+            return ((out - target) ** 2).sum()
+
+        return gradients_of(loss, wrt, transform, (x, target), parameters)
+
+    with jax.default_matmul_precision("highest"):
+        assert_close(gradients(dot_product_attention), gradients(linen.dot_product_attention))
+
+
 def test_dropout_has_the_right_mean() -> None:
     """It drops other weights than flax does, with the same probability."""
     query, key = (jnp.zeros((1, 64, 2, 8)) for _ in range(2))
@@ -125,6 +190,8 @@ def test_dropout_has_the_right_mean() -> None:
 
 def test_what_cannot_be_had_is_refused() -> None:
     query, key, value = inputs(2)
+    with pytest.raises(TypeError, match="keyword argument 'causal'; 'causal' is called 'is_causal' here"):
+        dot_product_attention(query, key, value, causal=True)  # type: ignore[call-arg]
     with pytest.raises(NotImplementedError, match="module: the weights are never in memory"):
         linen.MultiHeadDotProductAttention(num_heads=2, attention_fn=dot_product_attention).init(
             jax.random.key(0), X, sow_weights=True

@@ -124,6 +124,18 @@ def test_bfloat16() -> None:
     assert_same(inputs(9, 5, "bfloat16"), None, "bfloat16", mask=mask, is_causal=True, scale=0.4)
 
 
+def test_float16() -> None:
+    """Beside ``jax.nn`` in float32, because it does not take float16 on a CPU."""
+    arrays = inputs(9, 5, "float16")
+    options = {"mask": booleans(9, 5).at[3].set(False), "is_causal": True, "scale": 0.4}
+    wide = tuple(array.astype(jnp.float32) for array in arrays)
+    actual = jax.tree.leaves(results(dot_product_attention, arrays, None, options))
+    expected = jax.tree.leaves(results(jax.nn.dot_product_attention, wide, None, options))
+    for x, y in zip(actual, expected, strict=True):
+        assert x.dtype == jnp.float16
+        np.testing.assert_allclose(np.asarray(x, np.float32), y, atol=4e-3, rtol=4e-3)
+
+
 def test_all_at_once() -> None:
     assert_same(
         inputs(9, 7),
@@ -281,6 +293,26 @@ def test_wrong_arguments(name: str) -> None:
     with pytest.raises(kind) as error:
         dot_product_attention(**{"query": Q, "key": K, "value": V, **arguments})
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [
+        ("softmax_scale", "scale"),
+        ("sm_scale", "scale"),
+        ("causal", "is_causal"),
+        ("sliding_window", "local_window_size"),
+        ("attn_mask", "mask"),
+    ],
+)
+def test_a_name_of_another_library_is_told_with_the_one_here(name: str, here: str) -> None:
+    with pytest.raises(TypeError, match=f"keyword argument '{name}'; '{name}' is called '{here}' here"):
+        dot_product_attention(Q, K, V, **{name: 1})  # type: ignore[call-overload]
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(TypeError, match="keyword argument 'temperature'$"):
+        dot_product_attention(Q, K, V, temperature=1)  # type: ignore[call-overload]
 
 
 def test_placed() -> None:
