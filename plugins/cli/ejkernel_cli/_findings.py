@@ -31,9 +31,10 @@ from ._metadata import (
     entry_points,
     extras,
     is_selected,
-    normalized,
+    name_of,
     provider,
     selection,
+    unreadable_distributions,
     version,
 )
 from ._output import Failure
@@ -85,6 +86,8 @@ def software() -> Findings:
 
 def distributions() -> Findings:
     """The distributions of the project: one version for all, and nothing missing that they require."""
+    for folder, fault in unreadable_distributions().items():
+        yield Finding(folder, BROKEN, f"cannot be read: {fault}", f"rm -r {folder}, and install the package again")
     expected = version(CORE)
     for name in _family():
         installed = version(name)
@@ -101,7 +104,7 @@ def distributions() -> Findings:
 
 def _family() -> list[str]:
     """The installed distributions of the project."""
-    names = {normalized(dist.metadata["Name"] or "") for dist in metadata.distributions()}
+    names = {name_of(dist) for dist in metadata.distributions()}
     return sorted(names & {CORE, *(name for extra in extras().values() for name in extra)})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import warnings
 from importlib import metadata
 from typing import Any
 
@@ -26,7 +27,29 @@ EXTRAS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 @functools.cache
 def _all_entry_points() -> Any:
     """All entry points, which are read once. Their type differs between Python 3.11 and 3.12."""
-    return metadata.entry_points()
+    try:
+        return metadata.entry_points()
+    except Exception:  # of one distribution whose files are damaged: the others work
+        faults = unreadable_distributions()
+        for folder, fault in faults.items():
+            warnings.warn(f"{folder} is left out: {fault}", RuntimeWarning, stacklevel=2)
+        readable = (dist for dist in metadata.distributions() if _folder(dist) not in faults)
+        return metadata.EntryPoints(point for dist in readable for point in dist.entry_points)
+
+
+def unreadable_distributions() -> dict[str, str]:
+    """By the folder of its metadata: why a distribution cannot be read."""
+    faults: dict[str, str] = {}
+    for dist in metadata.distributions():
+        try:
+            dist.metadata, dist.entry_points  # noqa: B018  (both are read here)
+        except Exception as fault:
+            faults[_folder(dist)] = f"{type(fault).__name__}: {fault}"
+    return faults
+
+
+def _folder(dist: metadata.Distribution) -> str:
+    return str(getattr(dist, "_path", dist.locate_file("")))  # no public name has it
 
 
 @functools.cache
@@ -40,14 +63,21 @@ def entry_points(group: str) -> tuple[metadata.EntryPoint, ...]:
 
 @functools.cache  # reading the metadata of a distribution takes most of the time of a list
 def _name_and_version(dist: metadata.Distribution | None) -> tuple[str, str]:
-    if dist is None:
-        return "unknown distribution", ""
-    return normalized(dist.metadata["Name"] or "unknown distribution"), dist.metadata["Version"] or ""
+    try:
+        fields: Any = {} if dist is None else dist.metadata
+    except UnicodeDecodeError:  # the doctor has a finding for it
+        fields = {}
+    return normalized(fields.get("Name") or "unknown distribution"), fields.get("Version") or ""
 
 
 def distribution(point: metadata.EntryPoint) -> str:
     """The distribution of an entry point, as pip names it."""
     return _name_and_version(point.dist)[0]
+
+
+def name_of(dist: metadata.Distribution) -> str:
+    """The name of a distribution, as pip has it."""
+    return _name_and_version(dist)[0]
 
 
 def normalized(name: str) -> str:

@@ -160,6 +160,23 @@ def test_distributions_of_other_versions_are_broken(monkeypatch):
     assert (incomplete.status, incomplete.advice) == (BROKEN, "pip install absent")
 
 
+@pytest.mark.parametrize("file", ["METADATA", "entry_points.txt"])
+def test_a_distribution_with_damaged_files_is_named_and_the_others_are_listed(run, install, monkeypatch, file):
+    path = install("bad-dist", {}, kernels={"rms_norm.bad": "bad"})
+    folder = Path(path, "bad_dist-1.0.dist-info")
+    (folder / file).write_bytes(b"\xff\xfe")
+    process = run("list", path=path)
+    assert process.returncode == 0
+    assert "flash_attention" in process.stdout
+    if file == "entry_points.txt":
+        assert process.stderr.startswith(f"ejkernel: warning: {folder} is left out: UnicodeDecodeError: ")
+        assert process.stderr.count("\n") == 1
+    monkeypatch.syspath_prepend(path)
+    (finding,) = [finding for finding in _findings.distributions() if finding.status == BROKEN]
+    assert finding.subject == str(folder)
+    assert finding.text.startswith("cannot be read: UnicodeDecodeError: ")
+
+
 @pytest.mark.parametrize(
     ("jaxlib", "platform", "value", "is_found"),
     [
