@@ -15,6 +15,7 @@ import click
 from ejkernel_cli import (
     CALL_SETTINGS,
     Failure,
+    clear_refusals,
     config_text,
     json_option,
     matching_backends,
@@ -160,11 +161,8 @@ def _described(operation: str, words: tuple[str, ...], shapes: tuple[str, ...], 
     calls = [parse_call(operation, words_of_call) for words_of_call in words_of_calls]
     from ._calls import passes_of
 
-    try:
+    with clear_refusals(operation):
         passes = [inv for call in calls for inv in passes_of(operation, call.arguments, has_backward)]
-    except (TypeError, ValueError) as error:  # what is wrong with the arguments, in the operation's own words
-        text = str(error)
-        raise Failure(text if text.startswith(operation) else f"{operation}: {text}") from error
     return _unique(passes)
 
 
