@@ -209,7 +209,7 @@ def select(
         reasons = "".join(f"\n  {v.name}: {v.status}, {v.reason}" for v in policy_verdicts)
         raise NoConfig(
             f"no configuration is remembered for {inv}{_key_text(inv)}, and the policy is error_on_miss: tune the call "
-            f"(ejkernel_tuning.autotune), or enter policy_override(mode='on_miss'){reasons}"
+            f"(ejkernel_tuning.autotune, or 'ejkernel tune'), or enter policy_override(mode='on_miss'){reasons}"
         )
     return nearest or Choice(best.backend, best.cfg, "heuristic"), policy_verdicts
 

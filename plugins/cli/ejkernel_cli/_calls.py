@@ -257,6 +257,10 @@ def _array(name: str, text: str, layout: Layout | None) -> tuple[Shape, str | No
     if match is None:
         raise click.UsageError(f"{name} takes a shape, as 4x4096x16x128, or with a dtype 4x4096:int32; got {text!r}")
     lengths = [] if match["shape"] in ("()", "scalar") else [int(n) for n in re.split("[x,]", match["shape"])]
+    if layout is not None and not layout.has_leading and len(layout.axes) == 1 < len(lengths):
+        raise click.UsageError(
+            f"{name} has one axis: give its length, as {_option(name)} {len(lengths)}; what it holds does not matter"
+        )
     is_value = layout is not None and not layout.axes and len(lengths) == 1
     return () if is_value else tuple(lengths), match["dtype"]
 

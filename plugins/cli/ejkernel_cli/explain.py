@@ -73,7 +73,7 @@ def _print(explanation: Explanation) -> None:
     ]
     print_table(("backend", "verdict", "configuration", "reason"), rows)
     if plan and plan.choice.record and plan.choice.record.provenance:
-        _print_times(plan.choice.record.provenance)
+        _print_times(plan.choice.record.provenance, f"{plan.kernel.name.rpartition('.')[2]} {plan.cfg}")
     if explanation.division:
         print_line(str(explanation.division))
     if explanation.backward:
@@ -115,7 +115,9 @@ def _configuration(verdict: Verdict, plan: Plan | None) -> str:
     return config_text(cfg)
 
 
-def _print_times(provenance: Provenance) -> None:
+def _print_times(provenance: Provenance, chosen: str) -> None:
+    from ejkernel_core._measurement import OUT_OF_TIME
+
     times = measured_times(provenance)
     print_line()
     print_line(str(provenance))
@@ -125,7 +127,14 @@ def _print_times(provenance: Provenance) -> None:
         rows = [(name, config_text(cfg), f"{ms:.4g}", f"{ms / fastest:.2f}x") for name, cfg, ms in shown]
         print_table(("measured", "configuration", "ms", "of the fastest"), rows)
         print_line(_lead(times))
-    failures = len(provenance.tried) - len(times)
+        if chosen in dict(times) and chosen != times[0][0]:
+            print_line(
+                "the chosen one was ahead when both were last measured side by side, or is that of the heuristic, which "
+                "stays unless another one is more than 2 % faster"
+            )
+    reasons = [reason for _, reason in provenance.tried if isinstance(reason, str)]
+    # The line of the measurement counts those that it did not reach.
+    failures = sum(not reason.startswith(OUT_OF_TIME) for reason in reasons)
     rest = [f"{len(times) - MOST_TIMES} more were slower"] if len(times) > MOST_TIMES else []
     rest += [f"{failures} {'was' if failures == 1 else 'were'} left out or failed"] if failures else []
     if rest:

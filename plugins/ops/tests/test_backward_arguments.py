@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -46,3 +47,16 @@ def test_the_results_of_the_forward_are_taken(dtype: Any) -> None:
     # lse.
     expected = np.full((2, 6, 4, 8), float(arguments()["lse"][0, 0, 0]) * 8**-0.5)
     np.testing.assert_allclose(np.asarray(d_query, np.float32), expected, rtol=2e-2)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_result_that_is_not_returned_has_no_cotangent_in_an_explanation(is_packed: bool, return_lse: bool) -> None:
+    """Else the backward that is tuned would be another one than that of the program."""
+    array = jax.ShapeDtypeStruct((30, 2, 16) if is_packed else (1, 30, 2, 16), jnp.float32)
+    bounds = jax.ShapeDtypeStruct((4,), jnp.int32)
+    packed = {"cum_seqlens_q": bounds, "cum_seqlens_k": bounds} if is_packed else {}
+    explanation = REGISTRY.explain("flash_attention", array, array, array, return_lse=return_lse, **packed)
+    backward = explanation.backward.plan.invocation
+    assert backward["d_out"] is not None
+    assert (backward["d_lse"] is not None) == return_lse

@@ -93,7 +93,7 @@ class Bar:
         """The time until the budget of this call is spent, and those of all later calls."""
         spent_s = self._progress.seconds + time.monotonic() - self._time if self._progress else 0.0
         seconds = round(max(0.0, self.budget_s - spent_s) + self.budget_s * (self.count - self.number))
-        return f"at most {seconds // 60}:{seconds % 60:02} left"
+        return f"at most {seconds // 60}:{seconds % 60:02} left in all"
 
     @property
     def _details(self) -> str:

@@ -480,7 +480,7 @@ def test_the_bar_has_the_counts_the_best_and_the_time_left(triple_op: Triple, mo
     with console.capture() as capture:
         console.print(bar)
     first, second = re.sub(r"\x1b\[[\d;]*m", "", capture.get()).splitlines()
-    assert re.fullmatch(r"2/3 triple ━+[╸╺]?━* 3 of 4 at most 1:45 left", first)
+    assert re.fullmatch(r"2/3 triple ━+[╸╺]?━* 3 of 4 at most 1:45 left in all", first)
     assert second.strip() == "best 0.5 ms by plain; compiling loop (turns=2)"
     assert max(len(first), len(second)) <= 60
     bar(Progress(inv, (), 20.0, 60.0, finished=True))

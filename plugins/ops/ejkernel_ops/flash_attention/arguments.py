@@ -50,8 +50,10 @@ def prepare(arguments: Arguments) -> tuple[Arguments, Callable[[tuple[Any, ...]]
 
 def _restore(is_packed: bool, return_lse: bool) -> Callable[[tuple[Any, ...]], Any]:
     def restore(results: tuple[Any, ...]) -> Any:
-        out, lse = (result[0] for result in results) if is_packed else results
-        return (out, lse) if return_lse else out
+        # A result that the caller does not get is not read either: the backward would have a cotangent for it.
+        wanted = results if return_lse else results[:1]
+        out, *lse = (result[0] for result in wanted) if is_packed else wanted
+        return (out, *lse) if return_lse else out
 
     return restore
 
