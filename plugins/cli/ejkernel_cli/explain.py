@@ -129,8 +129,8 @@ def _print_times(provenance: Provenance, chosen: str) -> None:
         print_line(_lead(times))
         if chosen in dict(times) and chosen != times[0][0]:
             print_line(
-                "the chosen one was ahead when both were last measured side by side, or is that of the heuristic, which "
-                "stays unless another one is more than 2 % faster"
+                "the chosen one was ahead when both were last measured side by side, or is that of the heuristic, "
+                "which stays unless another one is more than 2 % faster"
             )
     reasons = [reason for _, reason in provenance.tried if isinstance(reason, str)]
     # The line of the measurement counts those that it did not reach.

@@ -113,7 +113,8 @@ def dot_product_attention(
         gradient.
 
     Returns:
-      The output in the query's shape and dtype. A row that sees no key is the mean of all S values, as in ``jax.nn``.
+      The output in the query's shape and dtype. A row that sees no key is the mean of all S values, as in
+      ``jax.nn``; where S is 0, it is 0.
     """
     shape = jnp.shape(query)
     q, k, v = (_with_batch(name, array) for name, array in (("query", query), ("key", key), ("value", value)))
@@ -163,7 +164,7 @@ def attend(
 
     out = _lengthened(out, length, 0)
     lse = _lengthened(jax.lax.stop_gradient(lse).mT, length, -jnp.inf)
-    if mask is not None or in_keys is not None or has_empty_rows:
+    if kv_length and (mask is not None or in_keys is not None or has_empty_rows):
         out = _with_mean_of_values(out, lse == -jnp.inf, in_query, v)
     return out, lse
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import jax
@@ -148,6 +149,19 @@ def test_all_at_once() -> None:
         local_window_size=(4, 2),
         return_residual=True,
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": jnp.ones((1, 1, 5, 0), bool)}], ids=str)
+def test_without_keys_it_is_0(options: Any) -> None:
+    query, keys = jax.random.normal(jax.random.key(0), (2, 5, 4, 8)), jnp.zeros((2, 0, 2, 8))
+
+    def loss(function: Any, query: Any, keys: Any) -> Any:
+        return (function(query, keys, keys, **options) + query).sum()
+
+    np.testing.assert_array_equal(dot_product_attention(query, keys, keys, **options), 0.0)
+    gradient, of_keys = jax.grad(partial(loss, dot_product_attention), (0, 1))(query, keys)
+    np.testing.assert_array_equal(gradient, 1.0)
+    assert of_keys.shape == keys.shape
 
 
 def test_without_a_batch() -> None:
