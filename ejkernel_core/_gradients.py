@@ -22,7 +22,7 @@ from ._errors import NotDifferentiable, PluginError, UnknownOperation
 from ._jax_versions import Primitive, reshard_like
 from ._kernel import LoadedKernel
 from ._lowering import apply, with_checkpoint_names
-from ._operation import Operation, gradient_signature
+from ._operation import Operation, gradient_signature, zero_cotangent
 from ._request import CALLS, MappedAxis, Request, make_request
 
 tangent_call = Primitive("ejkernel_tangents")
@@ -217,7 +217,7 @@ def _reference_gradients(
     function, primals = _by_reference(request, arrays, wrt)
     results, vjp = jax.vjp(function, primals)
     full_cotangents = [
-        jnp.zeros_like(result) if ct is None else reshard_like(ct, result)
+        zero_cotangent(result) if ct is None else reshard_like(ct, result)
         for ct, result in zip(cotangents, results, strict=True)
     ]
     (gradients,) = vjp(tuple(full_cotangents))

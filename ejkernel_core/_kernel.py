@@ -46,6 +46,8 @@ class Invocation(Mapping[str, Any]):
     #: The processes whose devices run the program, sorted: (0, 1). One or none: this process alone. None: unknown, but
     #: there may be several. They are no part of any key.
     processes: tuple[int, ...] | None = ()
+    #: The registry that chose the kernel; None: the one of this process.
+    registry: Any = attrs.field(default=None, repr=False)
 
     @functools.cached_property
     def key(self) -> Key:
@@ -95,6 +97,14 @@ class Invocation(Mapping[str, Any]):
     def has_several_processes(self) -> bool:
         """Whether other processes may have to make the same choice."""
         return self.processes is None or len(self.processes) > 1
+
+    def call(self, op: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call an operation by the registry that chose this kernel: for kernels that are made of other operations."""
+        if self.registry is None:
+            from . import call
+
+            return call(op, *args, **kwargs)
+        return self.registry.call(op, *args, **kwargs)
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> Invocation:
         """The same invocation on these arrays."""

@@ -215,7 +215,7 @@ class Operation:
         results, vjp = jax.vjp(lambda arrays: self._checked_results(forward({**arguments, **arrays})), primals)
         cotangents = (arguments[f"d_{name}"] for name in self.results)
         full_cotangents = [
-            jnp.zeros_like(result) if ct is None else ct.astype(result.dtype)
+            zero_cotangent(result) if ct is None else ct.astype(result.dtype)
             for result, ct in zip(results, cotangents, strict=True)
         ]
         (gradients,) = vjp(tuple(full_cotangents))
@@ -272,6 +272,13 @@ class Operation:
         if here is None:
             return suggestion(name, (*self.signature.parameters, *CALL_OPTIONS))
         return f"; {name!r} is called {here!r} here" if here.isidentifier() else f"; {here}"
+
+
+def zero_cotangent(result: Any) -> Any:
+    """The cotangent of a result on which nothing depends."""
+    if jnp.issubdtype(result.dtype, jnp.inexact):
+        return jnp.zeros_like(result)
+    return np.zeros(result.shape, jax.dtypes.float0)
 
 
 def as_tuple(results: Any) -> tuple[Any, ...]:

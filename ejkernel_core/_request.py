@@ -131,6 +131,7 @@ class Request:
             target.compute_capability,
             self.operation,
             target.processes,
+            self.registry,
         )
 
     def plan(self, values: Sequence[Any], target: Target) -> Plan:

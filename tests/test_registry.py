@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import attrs
 import jax
@@ -12,8 +14,10 @@ import numpy as np
 import pytest
 
 from ejkernel_core import (
+    Axes,
     Candidate,
     Choice,
+    Invocation,
     NoKernel,
     Operation,
     PluginError,
@@ -573,3 +577,60 @@ def test_an_operation_without_arrays() -> None:
     registry.register(Kernel, "ramp.it")
     np.testing.assert_array_equal(registry.call("ramp", n=4), [0, 1, 2, 3])
     np.testing.assert_array_equal(jax.jit(lambda x: x + registry.call("ramp", n=2))(X), X + np.array([0, 1]))
+
+
+def test_a_kernel_that_calls_an_operation_uses_the_registry_that_chose_it(registry: Registry) -> None:
+    """Else its parts would be those of the installed plugins, whatever the registry has."""
+
+    class Twice:
+        @staticmethod
+        @hookimpl
+        def run_backend(inv: Invocation, cfg: None) -> jax.Array:
+            return inv.call("scale", inv.call("scale", inv["x"]), backend="own")
+
+    registry.register(Operation(name="scale_twice", signature=lambda x: None, outputs=lambda a: (a["x"],)), "scale_twice")
+    registry.register(Twice, "scale_twice.kernel")
+    registry.register(kernel(Config(3)), "scale.own")
+    np.testing.assert_array_equal(registry.call("scale_twice", X), 9 * X)
+    np.testing.assert_array_equal(jax.jit(lambda x: registry.call("scale_twice", x))(X), 9 * X)
+    with pytest.raises(UnknownOperation):
+        registry.invocation("scale_twice", X).call("scale_thrice", X)
+
+
+def test_results_that_are_integers_have_no_part_in_a_gradient() -> None:
+    """A result of a backward operation's forward, or of a reference, may be an index."""
+    registry = Registry(plugins="")
+
+    def largest(inv: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+        place = jnp.argmax(inv["x"])
+        return jnp.sin(inv["x"][place]), place.astype(jnp.int32)
+
+    class Kernel:
+        @staticmethod
+        @hookimpl
+        def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, jax.Array]:
+            return largest(inv)
+
+    class Backward:
+        @staticmethod
+        @hookimpl
+        def run_backend(inv: Invocation, cfg: None) -> Any:
+            return operation.gradients_by_jax(largest, inv)
+
+    axes = Axes({"x": "n"}, {"value": "", "place": ""}, whole="n", dtypes={"place": jnp.int32})
+    x = jnp.array([0.5, 2.0, 1.0])
+    expected = np.array([0.0, np.cos(2.0), 0.0], np.float32)
+    for backward in (None, "largest_bwd"):
+        operation = Operation(name="largest", signature=lambda x: None, axes=axes, backward=backward)
+        registry = Registry(plugins="")
+        registry.register(operation, "largest")
+        registry.register(Kernel, "largest.reference")
+        if backward:
+            registry.register(operation.gradients(), backward)
+            registry.register(Backward, f"{backward}.reference")
+        gradient = jax.grad(lambda x, registry=registry: registry.call("largest", x, backend="reference")[0])(x)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+        _, tangent = jax.jvp(
+            lambda x, registry=registry: registry.call("largest", x, backend="reference")[0], (x,), (jnp.ones(3),)
+        )
+        np.testing.assert_allclose(tangent, np.cos(2.0), rtol=1e-6)

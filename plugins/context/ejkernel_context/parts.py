@@ -10,7 +10,6 @@ import attrs
 import jax
 import jax.numpy as jnp
 
-import ejkernel_core
 from ejkernel_core import Invocation
 
 #: What every part has of the call.
@@ -39,18 +38,18 @@ class Part:
         return self.out.astype(dtype), self.lse[..., 0].swapaxes(1, 2)
 
 
-def attention(inv: Mapping[str, Any], **arguments: Any) -> tuple[jax.Array, jax.Array]:
+def attention(inv: Invocation, **arguments: Any) -> tuple[jax.Array, jax.Array]:
     """The out and the lse of a call of ``flash_attention``, with the options of ``inv``."""
     options = {name: inv[name] for name in OPTIONS if inv[name] is not None}
-    out, lse = ejkernel_core.call("flash_attention", **options, **_given(arguments), return_lse=True)
+    out, lse = inv.call("flash_attention", **options, **_given(arguments), return_lse=True)
     return out, lse
 
 
-def gradients(inv: Mapping[str, Any], wrt: Sequence[str], **arguments: Any) -> dict[str, jax.Array]:
+def gradients(inv: Invocation, wrt: Sequence[str], **arguments: Any) -> dict[str, jax.Array]:
     """The gradients of a call of ``flash_attention`` by name, in float32 or better."""
     if not wrt:
         return {}
-    results = ejkernel_core.call("flash_attention_bwd", **gradient_call(inv, wrt, **arguments))
+    results = inv.call("flash_attention_bwd", **gradient_call(inv, wrt, **arguments))
     return {name: wide(gradient) for name, gradient in zip(wrt, results, strict=True)}
 
 
