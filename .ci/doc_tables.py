@@ -45,6 +45,9 @@ PAGES = {
     "rms_norm": ("rms_norm", "rms_norm_quantized"),
     "layer_norm": ("layer_norm", "layer_norm_quantized"),
     "context_attention": ("context_attention",),
+    "grouped_matmul": ("grouped_matmul",),
+    "moe_route": ("moe_route",),
+    "moe_permute": ("moe_permute", "moe_combine"),
 }
 #: The option that a call over several devices has, whatever else it has.
 DEVICE_COUNT = "axis_size"

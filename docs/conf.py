@@ -34,6 +34,7 @@ SECTIONS = {
         "stores",
         "several-devices",
         "several-processes",
+        "mixture-of-experts",
         "triton",
         "pallas-tpu",
         "kernel-classes",
@@ -45,6 +46,9 @@ SECTIONS = {
         "operations/context_attention",
         "operations/rms_norm",
         "operations/layer_norm",
+        "operations/grouped_matmul",
+        "operations/moe_route",
+        "operations/moe_permute",
     ),
     "Reference": (
         "hooks",

@@ -8,7 +8,21 @@ from __future__ import annotations
 
 from . import flax, jax_nn
 from .flash_attention import flash_attention
+from .grouped_matmul import grouped_matmul
 from .layer_norm import layer_norm
+from .moe_combine import moe_combine
+from .moe_permute import moe_permute
+from .moe_route import moe_route
 from .rms_norm import rms_norm
 
-__all__ = ["flash_attention", "flax", "jax_nn", "layer_norm", "rms_norm"]
+__all__ = [
+    "flash_attention",
+    "flax",
+    "grouped_matmul",
+    "jax_nn",
+    "layer_norm",
+    "moe_combine",
+    "moe_permute",
+    "moe_route",
+    "rms_norm",
+]

@@ -1,0 +1,129 @@
+"""Launches of the kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel_core import Invocation
+from ejkernel_ops.grouped_matmul.axes import AXES, D_RHS_AXES
+from ejkernel_ops.grouped_matmul.groups import boundaries
+from ejkernel_triton.grouped_matmul_sm90._tiling import ROWS, Config
+from ejkernel_triton.launch import _jax_triton
+from ejkernel_triton.launch._cards import capability
+from ejkernel_triton.launch._multiprocessors import multiprocessors
+
+#: The rows of tiles that the copy engine fetches for a group of warps, and how many of a matrix.
+HALF, DEPTH = 64, 64
+#: Tiles, and groups, that a program lists.
+TILES, GROUPS = 64, 32
+
+
+def forward(inv: Invocation, cfg: Config) -> jax.Array:
+    """The result, with zeros in rows of no group."""
+    (output,) = AXES.outputs(inv)
+    lhs, rhs, bias, transposed = inv["lhs"], inv["rhs"], inv["rhs_bias"], inv["transpose_rhs"]
+    # The gates of the first two are apart from the values, and of the last one beside them.
+    is_split = inv["activation"] in ("silu_gated", "gelu_gated")
+    width = cfg.columns // 2 if is_split else cfg.columns
+    block = (1, width, DEPTH) if transposed else (1, DEPTH, width)
+    table = row_table(inv)
+    return _launch(
+        "_multiply:multiply",
+        inv,
+        [
+            _jax_triton.describe(lhs, (HALF, DEPTH)),
+            _jax_triton.describe(rhs, block),
+            table,
+            lhs if bias is None else bias,
+        ],
+        output,
+        multiprocessors(inv),
+        {
+            "K": lhs.shape[1],
+            "N": rhs.shape[1 if transposed else 2],
+            "COLUMNS": cfg.columns if inv["activation"] is None else cfg.columns // 2,
+            "TRANSPOSED": transposed,
+            "BIAS": bias is not None,
+            "ACTIVATION": inv["activation"],
+            "STAGES": cfg.stages,
+            "BAND": cfg.band,
+        },
+    )
+
+
+def row_table(inv: Invocation) -> jax.Array:
+    """The tiles of rows, as `_tables.list_rows` has them."""
+    rows, groups = inv["lhs"].shape[0], inv["rhs"].shape[0]
+    # Each group, and the rows before the first and after the last one, may end with a tile that is not full.
+    most = math.ceil(rows / ROWS) + groups + 1
+    programs = math.ceil(most / TILES)
+    return _launch(
+        "_tables:list_rows",
+        inv,
+        [boundaries(inv)],
+        jax.ShapeDtypeStruct((4 * (1 + programs * TILES),), jnp.int32),
+        programs,
+        {"GROUPS": groups, "PARTS": 1 << (groups + 1).bit_length(), "ROWS": ROWS, "TILES": TILES},
+        (rows,),
+    )
+
+
+def d_rhs(inv: Invocation, cfg: Config) -> jax.Array:
+    """The gradient of ``rhs``."""
+    (output,) = D_RHS_AXES.outputs(inv)
+    groups, k, n = output.shape
+    first, second = (inv["d_out"], inv["lhs"]) if inv["transpose_rhs"] else (inv["lhs"], inv["d_out"])
+    return _launch(
+        "_contract:contract",
+        inv,
+        [
+            _jax_triton.describe(first, (DEPTH, HALF)),
+            _jax_triton.describe(second, (DEPTH, cfg.columns)),
+            inv["boundaries"],
+            group_table(inv),
+        ],
+        output,
+        multiprocessors(inv),
+        {"GROUPS": groups, "K": k, "N": n, "COLUMNS": cfg.columns, "STAGES": cfg.stages, "BAND": cfg.band},
+    )
+
+
+def group_table(inv: Invocation) -> jax.Array:
+    """The groups in the order of `_tables.list_groups`."""
+    groups = inv["boundaries"].shape[0] - 1
+    return _launch(
+        "_tables:list_groups",
+        inv,
+        [inv["boundaries"]],
+        jax.ShapeDtypeStruct((groups,), jnp.int32),
+        math.ceil(groups / GROUPS),
+        {"GROUPS": groups, "PARTS": 1 << max(groups - 1, 1).bit_length(), "BLOCK": GROUPS},
+    )
+
+
+def _launch(
+    kernel: str,
+    inv: Invocation,
+    arrays: list[Any],
+    output: jax.ShapeDtypeStruct,
+    programs: int,
+    constants: dict[str, Any],
+    scalars: tuple[int, ...] = (),
+) -> jax.Array:
+    (result,) = _jax_triton.call(
+        f"ejkernel_triton.grouped_matmul_sm90.{kernel}",
+        arrays,
+        (output,),
+        scalars=scalars,
+        grid=(programs,),
+        constants=constants,
+        num_warps=4,
+        num_stages=1,
+        compute_capability=capability(inv),
+        name=f"{inv.op}_{kernel.partition(':')[2]}_sm90",
+    )
+    return result

@@ -1,0 +1,70 @@
+"""The tiles of the kernels for Hopper, and what they refuse."""
+
+from __future__ import annotations
+
+import sys
+
+import attrs
+from attrs.validators import in_
+
+from ejkernel_core import Invocation, Unsupported
+from ejkernel_triton.grouped_matmul import _tiling
+from ejkernel_triton.launch import _jax_triton
+from ejkernel_triton.launch._cards import capability
+
+DTYPES = ("float16", "bfloat16")
+#: The copy engine moves multiples of 16 bytes.
+ELEMENTS = 8
+#: Rows of a tile: 64 for each of two groups of warps.
+ROWS = 128
+#: By the columns of a tile, of which gates and values are half: how many stages fit into shared memory.
+STAGES = {256: (4, 3), 128: (6, 5, 4)}
+#: The most groups of which a program lists the tiles.
+MOST_GROUPS = 1022
+
+
+@attrs.frozen
+class Config:
+    """The columns of the matrix in a tile, the stages in shared memory, and the tiles of rows of a band."""
+
+    columns: int = attrs.field(default=256, validator=in_((128, 256)))
+    stages: int = attrs.field(default=4, validator=in_((3, 4, 5, 6)))
+    band: int = attrs.field(default=8, validator=in_((1, 2, 4, 8, 16, 32)))
+
+
+def check(inv: Invocation, groups: int, sizes: tuple[int, ...]) -> None:
+    """Raise for a card, versions or arrays that the kernels do not support. ``sizes``: of the rows in memory."""
+    _tiling.check(inv, groups)
+    compute_capability = capability(inv)
+    if compute_capability != (9, 0):
+        major, minor = compute_capability or (0, 0)
+        raise Unsupported(f"the Gluon kernels are for compute capability 9.0 (Hopper); this GPU has {major}.{minor}")
+    if _jax_triton.version() < (0, 4, 1):
+        newer = "" if sys.version_info >= (3, 12) else ", which needs Python 3.12"
+        raise Unsupported(f'the Gluon kernels need jax-triton 0.4{newer}: pip install "jax-triton>=0.4.1"')
+    unknown = _jax_triton.no_descriptors_reason()
+    if unknown is not None:
+        raise Unsupported(f"the Gluon kernels need descriptions for the copy engine: {unknown}")
+    dtype = str(inv["lhs"].dtype)
+    if dtype not in DTYPES:
+        raise Unsupported(f"the Gluon kernels take {' and '.join(DTYPES)}; not {dtype}")
+    if groups > MOST_GROUPS:
+        raise Unsupported(f"the Gluon kernels take up to {MOST_GROUPS} groups; there are {groups}")
+    for size in sizes:
+        if size % ELEMENTS or not size:
+            raise Unsupported(f"the Gluon kernels take multiples of {ELEMENTS} for k and n; not {size}")
+    if not inv["lhs"].shape[0]:
+        raise Unsupported("the Gluon kernels take no arrays without rows")
+
+
+def configs(columns: int) -> list[Config]:
+    """All tiles, the best first, for a matrix of so many columns."""
+    widths = (128, 256) if columns <= 128 else (256, 128)
+    bands = (8, 16, 4)
+    return [Config(width, stages, band) for width in widths for band in bands for stages in STAGES[width][:1]]
+
+
+def check_config(cfg: Config) -> None:
+    """Raise where the stages do not fit into shared memory."""
+    if cfg.stages not in STAGES[cfg.columns]:
+        raise Unsupported(f"{cfg.stages} stages of {cfg.columns} columns do not fit into shared memory: take fewer")

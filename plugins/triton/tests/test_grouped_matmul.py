@@ -1,0 +1,129 @@
+"""The tables of tiles of the Hopper kernels, on the CPU, and what the kernels refuse."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_core
+from ejkernel_core import Invocation, Unsupported
+from ejkernel_triton import grouped_matmul as portable
+from ejkernel_triton import grouped_matmul_sm90 as hopper
+from ejkernel_triton.grouped_matmul_sm90 import _launch, d_rhs
+from ejkernel_triton.interpreter import interpreted
+from ejkernel_triton.launch import _jax_triton
+
+if _jax_triton.unavailable_reason():
+    pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
+
+#: The sizes of groups, and how many rows are behind them.
+SIZES = {
+    "uneven": ([1, 300, 0, 128, 129, 127], 0),
+    "rest": ([5, 0, 64], 200),
+    "one-has-all": ([0, 0, 1000, 0], 0),
+    "empty": ([0, 0], 70),
+    "many": ([*range(40), *range(40)], 1),
+}
+
+
+def invocation(sizes: list[int], rest: int, part: slice = slice(None), **changes: Any) -> Invocation:
+    """A call on an H200 with these sizes."""
+    rows, groups = sum(sizes) + rest, len(range(*part.indices(len(sizes))))
+    arrays = {
+        "lhs": jax.ShapeDtypeStruct((rows, 64), "bfloat16"),
+        "rhs": jax.ShapeDtypeStruct((groups, 64, 256), "bfloat16"),
+        "group_sizes": jnp.asarray(sizes, jnp.int32),
+    }
+    if part != slice(None):
+        arrays["group_offset"] = jnp.array([part.start], jnp.int32)
+    arguments = {**arrays, **changes}
+    inv = ejkernel_core.invocation("grouped_matmul", **arguments)
+    concrete = {name: array for name, array in arrays.items() if isinstance(array, jax.Array)}
+    on_card = {"platform": "gpu", "device_kind": "NVIDIA H200", "compute_capability": (9, 0)}
+    return attrs.evolve(inv.with_arrays(concrete), **on_card)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("is_part", [False, True])
+def test_the_tiles_of_rows_have_each_row_once(name: str, is_part: bool) -> None:
+    sizes, rest = SIZES[name]
+    part = slice(1, max(2, len(sizes) - 1)) if is_part else slice(None)
+    inv = invocation(sizes, rest, part)
+    with interpreted():
+        table = np.asarray(jax.jit(lambda: _launch.row_table(inv))()).reshape(-1, 4)
+    count, tiles = table[0, 0], table[1 : 1 + table[0, 0], :3]
+    ends = np.cumsum(sizes)
+    groups = [*range(len(sizes))][part]
+    owner = np.full(sum(sizes) + rest, -1)
+    for local, group in enumerate(groups):
+        owner[ends[group] - sizes[group] : ends[group]] = local
+    seen = np.full_like(owner, -9)
+    for group, first, end in tiles:
+        rows = slice(first, min(first + 128, end))
+        assert (seen[rows] == -9).all()
+        seen[rows] = group
+    np.testing.assert_array_equal(seen, owner)
+    assert count <= -(-len(owner) // 128) + len(groups) + 1
+    assert [*tiles[:, 1]] == sorted(tiles[:, 1])  # neighbours in memory are neighbours in time
+
+
+@pytest.mark.parametrize("sizes", [[3, 9, 9, 0, 100, 1], [7], [0, 0, 0], [*range(100)]])
+def test_the_largest_groups_come_first(sizes: list[int]) -> None:
+    inv = ejkernel_core.invocation(
+        "grouped_matmul_d_rhs",
+        jax.ShapeDtypeStruct((sum(sizes), 64), "bfloat16"),
+        jax.ShapeDtypeStruct((sum(sizes), 64), "bfloat16"),
+        jax.ShapeDtypeStruct((len(sizes) + 1,), "int32"),
+    )
+    inv = attrs.evolve(inv, platform="gpu", device_kind="NVIDIA H200", compute_capability=(9, 0))
+    inv = inv.with_arrays({"boundaries": jnp.cumsum(jnp.asarray([0, *sizes], jnp.int32))})
+    with interpreted():
+        order = np.asarray(jax.jit(lambda: _launch.group_table(inv))())
+    np.testing.assert_array_equal(order, np.argsort(-np.asarray(sizes), kind="stable"))
+
+
+HAS_GLUON = _jax_triton.version() >= (0, 4, 1)
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="the Gluon kernels need newer versions")
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"lhs": ((128, 64), "float32"), "rhs": ((1, 64, 256), "float32")}, "float16 and bfloat16; not float32"),
+        ({"lhs": ((128, 60), "bfloat16"), "rhs": ((1, 60, 256), "bfloat16")}, "multiples of 8 for k and n; not 60"),
+        ({"rhs": ((1, 64, 100), "bfloat16")}, "multiples of 8 for k and n; not 100"),
+        ({"rhs": ((1, 64, 8), "bfloat16"), "activation": "silu_gated"}, "multiples of 8 for k and n; not 4"),
+        ({"lhs": ((0, 64), "bfloat16")}, "no arrays without rows"),
+        ({"rhs": ((2000, 64, 64), "bfloat16"), "sizes": [0] * 2000}, "up to 1022 groups; there are 2000"),
+    ],
+)
+def test_what_hopper_refuses(changes: dict[str, Any], text: str) -> None:
+    options = {
+        name: jax.ShapeDtypeStruct(*value) if isinstance(value, tuple) else value
+        for name, value in changes.items()
+        if name != "sizes"
+    }
+    with pytest.raises(Unsupported, match=re.escape(text)):
+        hopper.heuristic_cfg(invocation(changes.get("sizes", [128]), 0, **options))
+
+
+def test_stages_have_to_fit() -> None:
+    inv = invocation([128], 0)
+    portable.check_cfg(inv, portable.Config(rows=128, columns=128))
+    with pytest.raises(Unsupported, match=r"need \d+ bytes of shared memory, and there are \d+"):
+        portable.check_cfg(inv, portable.Config(rows=256, columns=256, depth=128, num_stages=6))
+    if HAS_GLUON:
+        with pytest.raises(Unsupported, match="6 stages of 256 columns do not fit"):
+            hopper.check_cfg(inv, hopper.Config(256, 6))
+
+
+def test_the_kernels_of_a_direction_have_configurations_of_their_own() -> None:
+    assert hopper.Config is d_rhs.Config  # the same fields, chosen for each operation
+    few, many = invocation([1] * 128, 0), invocation([1000] * 8, 0)
+    assert portable.heuristic_cfg(few).rows < portable.heuristic_cfg(many).rows

@@ -1,0 +1,27 @@
+"""``moe_combine_bwd`` on any device JAX runs on, without a scatter of rows."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel_core import Invocation, hookimpl
+from ejkernel_ops.moe_permute import definition
+
+VERSION = 1
+PLATFORMS = {"cpu": 10, "gpu": 10, "tpu": 10}
+
+
+@hookimpl
+def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, ...]:
+    y, order, weights, d_out = (inv[name] for name in ("y", "token_order", "weights", "d_out"))
+    k = weights.shape[1]
+    dtype = jnp.promote_types(jnp.promote_types(y.dtype, weights.dtype), jnp.float32)
+    by_name: dict[str, jax.Array] = {}
+    if "y" in inv["wrt"]:
+        rows = definition.permuted(d_out, order, k).astype(dtype)
+        by_name["y"] = rows * weights.reshape(-1)[order].astype(dtype)[:, None]
+    if "weights" in inv["wrt"]:
+        rows = definition.by_token(y, order, k).astype(dtype)
+        by_name["weights"] = (rows * d_out.astype(dtype)[:, None]).sum(-1)
+    return tuple(by_name[name].astype(inv[name].dtype) for name in inv["wrt"])

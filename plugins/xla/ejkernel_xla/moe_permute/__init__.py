@@ -1,0 +1,16 @@
+"""``moe_permute`` on any device JAX runs on, by its definition."""
+
+from __future__ import annotations
+
+import jax
+
+from ejkernel_core import Invocation, hookimpl
+from ejkernel_ops.moe_permute import definition
+
+VERSION = 1
+PLATFORMS = {"cpu": 10, "gpu": 10, "tpu": 10}
+
+
+@hookimpl
+def run_backend(inv: Invocation, cfg: None) -> jax.Array:
+    return definition.permuted(inv["x"], inv["token_order"], inv["k"])
