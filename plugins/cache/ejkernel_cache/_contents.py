@@ -16,8 +16,8 @@ from ejkernel_core import Key, Provenance, RecordError, record_from_json
 from ejkernel_core._keys import TAG, canonical_json
 
 from ._directory import Directory
-from ._documents import LINES, MAX_FILE_SIZE, device_and_op, rebuilt_key, text_of
-from ._names import Place, below
+from ._documents import LINES, MAX_FILE_SIZE, device_and_op, object_of, rebuilt_key, text_of
+from ._names import Place, below, decode_component, stem_of
 
 
 @attrs.frozen
@@ -67,21 +67,44 @@ class Document:
 
 
 @attrs.frozen
+class Fault:
+    """Why a record could not be read, and which one it is, as far as its place says that."""
+
+    #: With the place.
+    text: str
+    device: str | None = None
+    op: str | None = None
+    digest: str | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@attrs.frozen
 class Contents:
     """What could be read in a folder or a file, and why the rest could not."""
 
     documents: tuple[Document, ...]
-    #: Each with its place.
-    faults: tuple[str, ...] = ()
+    faults: tuple[Fault, ...] = ()
 
     def __or__(self, other: Contents) -> Contents:
         return Contents(self.documents + other.documents, self.faults + other.faults)
 
-    def select(self, op: str | None = None, device: str | None = None) -> Contents:
-        """The documents of an operation, "flash*" for several, and of devices whose names contain a text."""
-        selected = (d for d in self.documents if op is None or fnmatchcase(d.key.op, op))
+    def select(self, op: str | None = None, device: str | None = None, digest: str = "") -> Contents:
+        """What is of an operation, "flash*" for several, of devices whose names contain a text, and of keys whose
+        digests begin with one. A fault is left out where it is known to be of something else.
+        """
         text = (device or "").casefold()
-        return attrs.evolve(self, documents=tuple(d for d in selected if text in d.key.device.casefold()))
+
+        def is_selected(of: Key | Fault) -> bool:
+            return (
+                (op is None or of.op is None or fnmatchcase(of.op, op))
+                and (of.device is None or text in of.device.casefold())
+                and (of.digest is None or of.digest.startswith(digest))
+            )
+
+        documents = (document for document in self.documents if is_selected(document.key))
+        return Contents(tuple(documents), tuple(filter(is_selected, self.faults)))
 
     def latest(self) -> dict[str, Document]:
         """The best record of the latest measurement of each problem. One put there by hand counts where there is no
@@ -114,9 +137,9 @@ def contents_of_lines(stream: IO[bytes], name: str) -> Contents:
     return _collected(_read_lines(stream, name))
 
 
-def _collected(outcomes: Iterable[Document | str]) -> Contents:
+def _collected(outcomes: Iterable[Document | Fault]) -> Contents:
     documents: list[Document] = []
-    faults: list[str] = []
+    faults: list[Fault] = []
     for outcome in outcomes:
         if isinstance(outcome, Document):
             documents.append(outcome)
@@ -130,15 +153,14 @@ def document_of(text: str, place: str, key: Key | None = None, size: int = 0) ->
     """The record in a text. ``RecordError`` if there is none. The fields of the configuration are not checked, because
     its kernel may not be installed.
     """
-    try:
-        data = json.loads(text)
-        if key is None:
-            device, op = device_and_op(data["problem"])
-            key = Key(op, device, canonical_json(data["problem"]))
-        config, type_name = data["config"], data.get("type")
-        rest = json.dumps({name: value for name, value in data.items() if name != "type"} | {"config": None})
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as fault:
-        raise RecordError(f"no record: {type(fault).__name__}: {fault}", damaged=True) from fault
+    data = object_of(text)
+    if key is None:
+        device, op = device_and_op(data["problem"])
+        if not (isinstance(device, str) and isinstance(op, str)):
+            raise RecordError("no record: $.problem has no operation and device", damaged=True)
+        key = Key(op, device, canonical_json(data["problem"]))
+    config, type_name = data["config"], data.get("type")
+    rest = json.dumps({name: value for name, value in data.items() if name != "type"} | {"config": None})
     if not (config is None or isinstance(config, dict)) or not isinstance(type_name, str | None):
         raise RecordError("$.config is no configuration", damaged=True)
     record = record_from_json(rest, key, None)
@@ -146,12 +168,12 @@ def document_of(text: str, place: str, key: Key | None = None, size: int = 0) ->
     return Document(place, key, record.backend, config, record.provenance, line, size or len(line))
 
 
-def _read_folder(root: Path) -> Iterator[Document | str]:
+def _read_folder(root: Path) -> Iterator[Document | Fault]:
     try:
         next(os.scandir(root), None)
     except FileNotFoundError:
         return
-    yield from _unreadable_folders(root)
+    yield from _faults_of_folders(root)
     files = Directory(root)
     for place in files.places():
         outcome = _read_place(files, place)
@@ -159,19 +181,39 @@ def _read_folder(root: Path) -> Iterator[Document | str]:
             yield outcome
     for file in sorted(root.glob(f"*/*{LINES}")):
         if not file.parent.name.startswith("."):
-            yield from _read_file(file)
+            known = _fault(root, file, "")
+            for outcome in _read_file(file):
+                yield attrs.evolve(known, text=outcome.text) if isinstance(outcome, Fault) else outcome
 
 
-def _unreadable_folders(root: Path) -> Iterator[str]:
+def _faults_of_folders(root: Path) -> Iterator[Fault]:
+    """The folders that cannot be listed, and what is no file in the place of one."""
     faults: list[OSError] = []
-    for _, folders, _ in os.walk(root, onerror=faults.append):
-        folders[:] = [folder for folder in folders if not folder.startswith(".")]
+    for name, folders, files in os.walk(root, onerror=faults.append):
+        folder = Path(name)
+        folders[:] = sorted(each for each in folders if not each.startswith("."))
+        if len(folder.relative_to(root).parts) == 3:
+            for path in (folder / each for each in sorted([*folders, *files]) if each.endswith(".json")):
+                if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+                    reason = "is a symbolic link" if path.is_symlink() else "is no regular file"
+                    yield _fault(root, path, reason)
     for fault in faults:
         if not isinstance(fault, FileNotFoundError):  # another process has removed it
-            yield f"{fault.filename}: {fault.strerror}"
+            yield _fault(root, Path(fault.filename), fault.strerror or str(fault))
 
 
-def _read_place(files: Directory, place: Place) -> Document | str | None:
+def _fault(root: Path, path: Path, reason: str) -> Fault:
+    """The fault of a file or a folder of a cache, or of a package."""
+    device, op, _, name = (*path.relative_to(root).parts, None, None, None, None)[:4]
+    return Fault(
+        f"{path}: {reason}",
+        None if device is None else decode_component(device),
+        None if op is None else decode_component(op.removesuffix(LINES)),
+        None if name is None or "-" not in name else stem_of(name).split("-")[1],
+    )
+
+
+def _read_place(files: Directory, place: Place) -> Document | Fault | None:
     """The record in a file of a cache, or why there is none; None for a file that belongs to something else."""
     path = below(files.root, place)
     try:
@@ -181,24 +223,24 @@ def _read_place(files: Directory, place: Place) -> Document | str | None:
         text = text_of(content.data)
         key = rebuilt_key(text, place)
         if key is None:
-            json.loads(text)  # what is wrong with a damaged file is said; any other is not one of the cache
+            object_of(text)  # what is wrong with a damaged file is said; any other is not one of the cache
             return None
         return document_of(text, str(path), key, len(content.data))
     except OSError as fault:
-        return f"{path}: {fault.strerror or fault}"
-    except (RecordError, ValueError, RecursionError) as fault:
-        return f"{path}: {fault}"
+        return _fault(files.root, path, fault.strerror or str(fault))
+    except RecordError as fault:
+        return _fault(files.root, path, str(fault))
 
 
-def _read_file(file: Path) -> Iterator[Document | str]:
+def _read_file(file: Path) -> Iterator[Document | Fault]:
     with open(file, "rb") as stream:
         yield from _read_lines(stream, str(file))
 
 
-def _read_lines(stream: IO[bytes], name: str) -> Iterator[Document | str]:
+def _read_lines(stream: IO[bytes], name: str) -> Iterator[Document | Fault]:
     data = stream.read(MAX_FILE_SIZE + 1)
     if len(data) > MAX_FILE_SIZE:
-        yield f"{name}: larger than {MAX_FILE_SIZE} bytes"
+        yield Fault(f"{name}: larger than {MAX_FILE_SIZE} bytes")
         return
     for number, line in enumerate(data.splitlines(), 1):
         if line.strip():
@@ -206,7 +248,7 @@ def _read_lines(stream: IO[bytes], name: str) -> Iterator[Document | str]:
             try:
                 yield document_of(text_of(line), place, size=len(line))
             except RecordError as fault:
-                yield f"{place}: {fault}"
+                yield Fault(f"{place}: {fault}")
 
 
 # -- merging -----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import attrs
 import ejkernel_core
 from ejkernel_core import Key, Record, RecordError, record_from_json
 from ejkernel_core._keys import canonical_json
+from ejkernel_core._records import SCHEMA
 
 from ._names import Place, component, decode_component, stem, stem_of
 
@@ -74,6 +75,22 @@ def _imported_type(name: str) -> type | None:
         if isinstance(value, type) and name == f"{value.__module__}.{value.__qualname__}":
             return value if attrs.has(value) or dataclasses.is_dataclass(value) else None
     return None
+
+
+def object_of(text: str) -> dict[str, Any]:
+    """The JSON object of a record. ``RecordError`` says what is missing to one."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as fault:
+        raise RecordError(f"no record: no JSON: {fault}", damaged=True) from fault
+    if not isinstance(data, dict):
+        raise RecordError(f"no record: it takes an object of JSON; got {json.dumps(data):.40}", damaged=True)
+    missing = [repr(name) for name in ("problem", "kernel", "config", "provenance") if name not in data]
+    if missing and data.get("schema", SCHEMA) != SCHEMA:
+        raise RecordError(f"$.schema is {data['schema']!r:.40}; this version reads {SCHEMA}")
+    if missing:
+        raise RecordError(f"no record: it lacks {', '.join(missing)}", damaged=True)
+    return data
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------

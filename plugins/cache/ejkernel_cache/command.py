@@ -17,12 +17,14 @@ import click
 from ejkernel_cli import Failure, config_text, json_option, print_json, print_line, print_table
 
 if TYPE_CHECKING:
-    from ._contents import Contents, Document
+    from ._contents import Contents, Document, Fault
     from ._store import PersistentCache
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 #: The digits of a key that tables show, and with which "show" finds it.
 DIGITS = 8
+#: How many faults are shown; those of a file that has no records at all say the same in every line.
+MOST_FAULTS = 3
 
 
 class _Commands(click.Group):
@@ -73,7 +75,7 @@ def list_records(path: str | None, op: str | None, device: str | None, as_json: 
             {"device": d, "operation": o, "records": len(docs), "bytes": _size(docs), "newest": _newest(docs)}
             for d, o, docs in groups
         ]
-        print_json({"path": str(cache.path), "rows": rows, "faults": contents.faults})
+        print_json({"path": str(cache.path), "rows": rows, "faults": list(map(str, contents.faults))})
     elif not groups:
         print_line(_nothing(contents, cache.path))
     else:
@@ -95,14 +97,18 @@ def show_records(what: str, path: str | None, device: str | None, as_json: bool)
 
     A key is what the tables show, or the beginning of it. "bucket" is for all calls of about these sizes.
     """
+    if not what:
+        raise click.UsageError("it takes an operation or a key; 'ejkernel cache ls' has the operations")
+    from ._contents import Contents
+
     cache = _cache(path)
     everything = _contents(cache.path)
-    contents = everything.select(None, device)
-    documents = contents.select(what).documents or tuple(
-        document for document in contents.documents if document.key.digest.startswith(what)
-    )
+    contents, of_key = everything.select(what, device), everything.select(None, device, what)
+    if not contents.documents:
+        contents = Contents(of_key.documents, tuple(dict.fromkeys(contents.faults + of_key.faults)))
+    documents = contents.documents
     if not documents:
-        _fail_with_faults(everything, _nothing(everything, cache.path, what, device))
+        _fail_with_faults(contents.faults, _nothing(everything, cache.path, what, device))
     if as_json:
         print_json([_as_json(document) for document in documents])
     else:
@@ -166,8 +172,8 @@ def compare_records(one: str, other: str, op: str | None, device: str | None, as
     both = [_contents(Path(path), "name another one") for path in (one, other)]
     contents = [each.select(op, device) for each in both]
     if (op or device) and not any(each.documents for each in contents):
-        union = both[0] | both[1]
-        _fail_with_faults(union, _nothing(union, f"{one} and {other}", op, device))
+        text = _nothing(both[0] | both[1], f"{one} and {other}", op, device)
+        _fail_with_faults(contents[0].faults + contents[1].faults, text)
     firsts, seconds = (c.latest() for c in contents)
     only = [[d for problem, d in a.items() if problem not in b] for a, b in ((firsts, seconds), (seconds, firsts))]
     pairs = [(firsts[problem], seconds[problem]) for problem in firsts if problem in seconds]
@@ -233,7 +239,7 @@ def export_records(file: str, path: str | None, op: str | None, device: str | No
     cache = _cache(path)
     contents = _selected(cache.path, op, device)
     if not contents.documents:
-        _fail_with_faults(contents, _nothing(contents, cache.path))
+        _fail_with_faults(contents.faults, _nothing(contents, cache.path))
     if file == "-":
         for document in contents.documents:
             print_line(document.text)
@@ -261,7 +267,7 @@ def import_records(file: str, path: str | None, op: str | None, device: str | No
     if not all_records.documents and not all_records.faults:
         raise Failure(f"no records in {name}; import takes what 'export' and 'pack' have written")
     if not contents.documents and all_records.documents:
-        _fail_with_faults(contents, _nothing(all_records, name, op, device))
+        _fail_with_faults(contents.faults, _nothing(all_records, name, op, device))
     merged = _write(lambda: merge(cache, contents.documents))
     counts = (
         (merged.added, "added"),
@@ -301,7 +307,7 @@ def pack_records(folder: str, name: str, version: str, path: str | None, op: str
     cache = _cache(path)
     contents = _selected(cache.path, op, device)
     if not contents.documents:
-        _fail_with_faults(contents, _nothing(contents, cache.path))
+        _fail_with_faults(contents.faults, _nothing(contents, cache.path))
     try:
         files = _write(lambda: pack(Path(folder), name, version, contents))
     except FileExistsError as fault:
@@ -368,7 +374,7 @@ def _selected(path: Path, op: str | None, device: str | None) -> Contents:
     contents = _contents(path)
     selection = contents.select(op, device)
     if (op or device) and not selection.documents:
-        _fail_with_faults(contents, _nothing(contents, path, op, device))
+        _fail_with_faults(selection.faults, _nothing(contents, path, op, device))
     return selection
 
 
@@ -393,14 +399,16 @@ def _tell(contents: Contents) -> None:
     if contents.faults:
         number = len(contents.faults)
         _fail_with_faults(
-            contents,
+            contents.faults,
             f"{number} record{'s' * (number > 1)} could not be read and {'are' if number > 1 else 'is'} left out",
         )
 
 
-def _fail_with_faults(contents: Contents, text: str) -> NoReturn:
-    for fault in contents.faults:
-        click.echo(f"ejkernel: {' '.join(fault.split())}", err=True)
+def _fail_with_faults(faults: Sequence[Fault], text: str) -> NoReturn:
+    for fault in faults[:MOST_FAULTS]:
+        click.echo(f"ejkernel: {' '.join(str(fault).split())}", err=True)
+    if len(faults) > MOST_FAULTS:
+        click.echo(f"ejkernel: ... and {len(faults) - MOST_FAULTS} more", err=True)
     raise Failure(text)
 
 

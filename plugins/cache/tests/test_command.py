@@ -365,8 +365,9 @@ def test_a_damaged_line_is_told_and_the_others_are_imported(run: Run, cache: Per
     target = PersistentCache(tmp_path / "target")
     output = run("import", file, "--path", target.path)
     assert (output.code, output.text) == (1, "2 added\n")
-    *faults, last = output.errors.splitlines()
-    assert [fault.split(": ")[1] for fault in faults] == [f"{file}, line {number}" for number in (2, 5, 6, 7)]
+    *faults, rest, last = output.errors.splitlines()
+    assert [fault.split(": ")[1] for fault in faults] == [f"{file}, line {number}" for number in (2, 5, 6)]
+    assert rest == "ejkernel: ... and 1 more"
     assert "$.schema is 9" in faults[1]
     assert "no UTF-8" in faults[2]
     assert last == "ejkernel: 4 records could not be read and are left out"
@@ -381,6 +382,87 @@ def test_a_damaged_file_of_a_cache_is_told_and_stays(run: Run, cache: Persistent
     assert "3 records in" in output.text
     assert output.errors.startswith(f"ejkernel: {file}: ")
     assert file.read_text() == "{"
+
+
+#: What is in the place of a record, and what is said of it.
+NO_RECORDS = {
+    "list": ("[]", "no record: it takes an object of JSON; got []"),
+    "text": ('"x"', 'no record: it takes an object of JSON; got "x"'),
+    "null": ("null", "no record: it takes an object of JSON; got null"),
+    "empty": ("{}", "no record: it lacks 'problem', 'kernel', 'config', 'provenance'"),
+    "half": ("{", "no record: no JSON: Expecting property name"),
+    "other format": ('{"schema": 9}', "$.schema is 9; this version reads 2"),
+    "link": (None, "is a symbolic link"),
+    "folder": (..., "is no regular file"),
+}
+
+
+@pytest.mark.parametrize("name", ["x.json", "the record"])
+@pytest.mark.parametrize("case", NO_RECORDS)
+def test_what_is_no_record_is_told_and_left_out_by_every_subcommand_that_reads(
+    run: Run, cache: PersistentCache, tmp_path: Path, case: str, name: str
+) -> None:
+    content, message = NO_RECORDS[case]
+    record_file = cache.file(key(3), "two")
+    file = record_file if name == "the record" else record_file.with_name(name)
+    file.unlink(missing_ok=True)
+    if content is None:
+        file.symlink_to("/nowhere")
+    elif content is ...:
+        file.mkdir()
+    else:
+        file.write_text(str(content))
+    commands = (
+        ["ls"],
+        ["show", "scale"],
+        ["export", tmp_path / "lines"],
+        ["diff", cache.path, tmp_path / "lines"],
+        ["pack", tmp_path / "package", "--name", "mine"],
+        ["import", cache.path, "--path", tmp_path / "other"],
+    )
+    for words in commands:
+        output = run(*words)
+        fault, last = output.errors.splitlines()
+        assert (output.code, bool(output.text)) == (1, True), words
+        assert fault.startswith(f"ejkernel: {file}: {message}")
+        assert last == "ejkernel: 1 record could not be read and is left out"
+    assert json.loads(run("ls", "--json").text)["faults"] == [fault.removeprefix("ejkernel: ")]
+
+
+def test_only_a_fault_of_what_is_selected_counts(run: Run, cache: PersistentCache, tmp_path: Path) -> None:
+    file = cache.file(key(4, op="scale_bwd"), "two")
+    file.write_text("[]")
+    for words in (["ls"], ["ls", "--op", "scale*"], ["ls", "--device", "H100"], ["export", "-"]):
+        assert run(*words).code == 1, words
+    for words in (
+        ["show", "scale"],
+        ["show", key(3).digest],
+        ["ls", "--op", "scale"],
+        ["ls", "--device", "H200"],
+        ["export", tmp_path / "lines", "--op", "scale"],
+        ["diff", cache.path, cache.path, "--op", "scale"],
+        ["import", cache.path, "--op", "scale", "--path", tmp_path / "other"],
+        ["pack", tmp_path / "package", "--name", "mine", "--op", "scale"],
+    ):
+        output = run(*words)
+        assert (output.code, output.errors) == (0, ""), words
+    for words in (["show", "scale_bwd"], ["show", key(4, op="scale_bwd").digest[:8]]):
+        output = run(*words)
+        assert output.code == 1
+        assert output.errors.startswith(f"ejkernel: {file}: no record: it takes an object of JSON; got []\n")
+
+
+def test_a_file_without_any_record_is_told_in_few_lines(run: Run, cache: PersistentCache, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text("import jax\n" * 104)
+    output = run("import", file)
+    assert output.code == 1
+    *faults, rest, last = output.errors.splitlines()
+    assert [fault.partition(": no record: no JSON: ")[0] for fault in faults] == [
+        f"ejkernel: {file}, line {number}" for number in (1, 2, 3)
+    ]
+    assert rest == "ejkernel: ... and 101 more"
+    assert last == "ejkernel: 104 records could not be read and are left out"
 
 
 def test_a_file_that_no_cache_makes_is_not_listed(run: Run, cache: PersistentCache) -> None:
@@ -508,6 +590,7 @@ def test_the_folder_of_a_cache_can_be_tried(cache: PersistentCache, tmp_path: Pa
         (("pack", "{missing}", "--name", "1 2"), 2, "takes letters, digits and '-'"),
         (("pack", "{cache}", "--name", "mine"), 1, "{cache} exists and is not empty; name another folder"),
         (("show", "scal"), 1, "no records of 'scal' in {cache}; did you mean 'scale'?"),
+        (("show", ""), 2, "it takes an operation or a key; 'ejkernel cache ls' has the operations"),
         (("sho",), 2, "No such command 'sho'."),
     ],
 )  # fmt: skip
