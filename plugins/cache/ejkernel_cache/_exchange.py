@@ -20,6 +20,16 @@ from ._documents import LINES
 from ._names import component
 from ._store import PersistentCache
 
+#: What PEP 440 allows: pip installs nothing with another version.
+_VERSION = re.compile(
+    r"""v?(\d+!)?\d+(\.\d+)*                                       # epoch and release
+    ([-_.]?(alpha|a|beta|b|preview|pre|c|rc)[-_.]?\d*)?
+    (-\d+|[-_.]?(post|rev|r)[-_.]?\d*)?
+    ([-_.]?dev[-_.]?\d*)?
+    (\+[a-z0-9]+([-_.][a-z0-9]+)*)?                              # local""",
+    re.ASCII | re.IGNORECASE | re.VERBOSE,
+)
+
 
 @attrs.define
 class Merged:
@@ -82,9 +92,11 @@ def _of_file(fault: OSError, file: Path) -> OSError:
 
 def pack(folder: Path, name: str, version: str, contents: Contents) -> list[Path]:
     """Write a distribution that answers with the best record of each problem, and return its files. The folder has to
-    be new or empty. ``ValueError`` says what is wrong with a name.
+    be new or empty. ``ValueError`` says what is wrong with a name or a version.
     """
     package = package_name(name)
+    if not _VERSION.fullmatch(version):
+        raise ValueError(f"version: takes numbers with dots, as 1.0 or 2.1.post3; got {version!r}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(errno.EEXIST, "exists, and is no empty folder", str(folder))
     documents = list(contents.latest().values())

@@ -313,7 +313,8 @@ def pack_records(folder: str, name: str, version: str, path: str | None, op: str
     except FileExistsError as fault:
         raise Failure(f"{folder} exists and is not empty; name another folder") from fault
     except ValueError as fault:
-        raise click.BadParameter(str(fault).removeprefix("name: "), param_hint="'--name'") from fault
+        option, _, text = str(fault).partition(": ")
+        raise click.BadParameter(text, param_hint=f"'--{option}'") from fault
     for file in files:
         print_line(str(file))
     # With a name alone, pip would look for it in its index.

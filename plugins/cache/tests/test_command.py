@@ -587,7 +587,8 @@ def test_the_folder_of_a_cache_can_be_tried(cache: PersistentCache, tmp_path: Pa
         (("import", "/dev/null"), 1, "no records in /dev/null; import takes what 'export' and 'pack' have written"),
         (("export", "/dev/full"), 1, "/dev/full cannot be written: No space left on device; name a place with space"),
         (("pack", "{missing}", "--name", "json"), 2, "json is a module of Python; take another name"),
-        (("pack", "{missing}", "--name", "1 2"), 2, "takes letters, digits and '-'"),
+        (("pack", "{missing}", "--name", "1 2"), 2, "'--name': takes letters, digits and '-'"),
+        (("pack", "{missing}", "--name", "mine", "--version", "no version"), 2, "'--version': takes numbers with dots, as"),
         (("pack", "{cache}", "--name", "mine"), 1, "{cache} exists and is not empty; name another folder"),
         (("show", "scal"), 1, "no records of 'scal' in {cache}; did you mean 'scale'?"),
         (("show", ""), 2, "it takes an operation or a key; 'ejkernel cache ls' has the operations"),
@@ -712,6 +713,19 @@ def test_a_package_gets_a_module_name() -> None:
     for name in ("", "a b", "2x", "class", "json", "x-", "x/y"):
         with pytest.raises(ValueError, match=r"^name: "):
             package_name(name)
+
+
+def test_a_package_gets_a_version_that_pip_takes(tmp_path: Path) -> None:
+    version = pytest.importorskip("packaging.version")
+    texts = "1 1.0 2026.11.26 1!2.0 v1.0 1.0a1 1.0-rc.1 1.0.post2 1.0-2 1.0.dev3 1.0b2.post3.dev4+cu13.1 1.0c 1.0R4 "
+    texts += "x 1. .1 1..0 1.0+ 1.0+a..b 1.0x 1.0-a-b 1.0post1a1 1.0.dev1.post1 1!1!1 1-2-3 \u0661"
+    for text in ("", " ", "not a version", '1"', "1\n", *texts.split()):
+        try:
+            version.Version(text)
+            is_valid = text == text.strip()
+        except version.InvalidVersion:
+            is_valid = False
+        assert bool(_exchange._VERSION.fullmatch(text)) == is_valid, text
 
 
 def test_a_file_that_is_not_whole_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
