@@ -159,7 +159,12 @@ class Directory:
 
     def make_folder(self, *names: str) -> Path:
         """Make a folder durably where it is missing, and return its path."""
-        os.makedirs(self.root, exist_ok=True)
+        try:
+            os.makedirs(self.root, exist_ok=True)
+        except FileExistsError as fault:
+            if not self.root.is_file():  # another process has removed the folder meanwhile
+                raise
+            raise NotADirectoryError(errno.ENOTDIR, "is a file, and no folder", str(self.root)) from fault
         folder = self.root
         for name in names:
             parent, folder = folder, folder / name

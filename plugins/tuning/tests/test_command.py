@@ -362,14 +362,15 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_measured(
     run: Run, triple_op: Triple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file" / "below"))
-    default_cache.cache_clear()
-    assert run(*SHAPE) == (
-        1,
-        "",
-        f"ejkernel: {tmp_path}/file/below cannot be written to (Not a directory); set EJKERNEL_CACHE_DIR to a folder that "
-        "can be\n",
-    )
+    for place, reason in (("file", "is a file, and no folder"), ("file/below", "Not a directory")):
+        monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / place))
+        default_cache.cache_clear()
+        assert run(*SHAPE) == (
+            1,
+            "",
+            f"ejkernel: {tmp_path}/{place} cannot be written to ({reason}); set EJKERNEL_CACHE_DIR to a folder that "
+            "can be\n",
+        )
     assert triple_op.compiled == []
 
 
