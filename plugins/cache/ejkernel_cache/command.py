@@ -43,9 +43,13 @@ def command() -> None:
     """Show, compare, share and remove the configurations that were measured."""
 
 
-path_option = click.option(
-    "--path", type=click.Path(file_okay=False), help="The folder. [default: EJKERNEL_CACHE_DIR, or the user's cache]"
-)
+def path_option(is_made: bool = False) -> Callable[[Function], Function]:
+    """The option ``--path``: a folder that exists, or one that is made. The default one need not exist."""
+    return click.option(
+        "--path",
+        type=click.Path(exists=not is_made, file_okay=False),
+        help="The folder. [default: EJKERNEL_CACHE_DIR, or the user's cache]",
+    )
 
 
 def filter_options(function: Function) -> Function:
@@ -59,7 +63,7 @@ def filter_options(function: Function) -> Function:
 
 
 @command.command("ls")
-@path_option
+@path_option()
 @filter_options
 @json_option
 def list_records(path: str | None, op: str | None, device: str | None, as_json: bool) -> None:
@@ -89,7 +93,7 @@ def list_records(path: str | None, op: str | None, device: str | None, as_json: 
 
 @command.command("show")
 @click.argument("what", metavar="OPERATION|KEY")
-@path_option
+@path_option()
 @click.option("--device", metavar="TEXT", help="Devices whose names contain this text.")
 @json_option
 def show_records(what: str, path: str | None, device: str | None, as_json: bool) -> None:
@@ -230,7 +234,7 @@ def _range(pairs: Sequence[tuple[Document, Document]]) -> str:
 
 @command.command("export")
 @click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
-@path_option
+@path_option()
 @filter_options
 def export_records(file: str, path: str | None, op: str | None, device: str | None) -> None:
     """Write the records into one file, a line of JSON for each; "-" is the standard output."""
@@ -251,7 +255,7 @@ def export_records(file: str, path: str | None, op: str | None, device: str | No
 
 @command.command("import")
 @click.argument("file", type=click.Path(exists=True, allow_dash=True))
-@path_option
+@path_option(is_made=True)
 @filter_options
 def import_records(file: str, path: str | None, op: str | None, device: str | None) -> None:
     """Put the records of a file, of a folder or of a package into the cache; "-" is the standard input.
@@ -295,7 +299,7 @@ def _records_in(place: Path) -> Path:
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--name", required=True, metavar="NAME", help="The name of the distribution, as in my-records.")
 @click.option("--version", default="1.0", show_default=True, metavar="VERSION", help="Its version.")
-@path_option
+@path_option()
 @filter_options
 def pack_records(folder: str, name: str, version: str, path: str | None, op: str | None, device: str | None) -> None:
     """Make a package of the records, which answers for those who install it.
@@ -326,7 +330,7 @@ def pack_records(folder: str, name: str, version: str, path: str | None, op: str
 
 
 @command.command("clear")
-@path_option
+@path_option()
 @filter_options
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def clear_records(path: str | None, op: str | None, device: str | None, yes: bool) -> None:

@@ -571,6 +571,11 @@ def test_the_folder_of_a_cache_can_be_tried(cache: PersistentCache, tmp_path: Pa
     ("words", "code", "message"),
     [
         (("ls", "--path", "{file}"), 2, "Invalid value for '--path': Directory '{file}' is a file."),
+        (("ls", "--path", "{missing}"), 2, "Invalid value for '--path': Directory '{missing}' does not exist."),
+        (("show", "scale", "--path", "{missing}"), 2, "Directory '{missing}' does not exist."),
+        (("export", "-", "--path", "{missing}"), 2, "Directory '{missing}' does not exist."),
+        (("pack", "{missing}/a", "--name", "mine", "--path", "{missing}"), 2, "Directory '{missing}' does not exist."),
+        (("clear", "--yes", "--path", "{missing}"), 2, "Directory '{missing}' does not exist."),
         (("import", "{missing}"), 2, "Invalid value for 'FILE': Path '{missing}' does not exist."),
         (("import", "{file}", "--path", "{file}/below"), 1, "Not a directory"),
         (("diff", "{missing}", "{file}"), 2, "does not exist"),
