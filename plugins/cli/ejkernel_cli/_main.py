@@ -39,6 +39,7 @@ class _ClosedPipe(Exception):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit: 0, 1 where it failed, 2 where it was used wrongly. A closed pipe is no failure."""
     words = _debug_first(sys.argv[1:] if arguments is None else list(arguments))
+    _open_closed_streams()
     try:
         code = _run(words)
         sys.stdout.flush()  # a closed pipe and a full disk show here, where they can be handled
@@ -74,6 +75,22 @@ def _debug_first(words: Sequence[str]) -> list[str]:
     if "--debug" not in words[:end]:
         return list(words)
     return ["--debug", *(word for word in words[:end] if word != "--debug"), *words[end:]]
+
+
+def _open_closed_streams() -> None:
+    """Have nothing to read, and nowhere to write, where the caller has closed a stream, as ``>&-`` does.
+
+    Otherwise ``sys.stdout`` is None, and the next file that is opened gets its number: what a library writes to the
+    error stream would be in a record.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free: this one
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (it is open until the end)
 
 
 def _is_output_closed() -> bool:

@@ -208,6 +208,51 @@ def test_wrong_words_are_wrong_where_nobody_reads_that(tmp_path):
     assert run_unread("lst", tmp_path, stderr=subprocess.STDOUT).returncode == 2
 
 
+def run_with_closed(streams: str, *words: str) -> tuple[int, str, str]:
+    """The exit code and the output of a subcommand whose caller has closed these streams, as ">&-" does."""
+    line = ["sh", "-c", f'exec "$@" {streams}', "sh", *COMMAND, *words]
+    process = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
+    return process.returncode, process.stdout, process.stderr
+
+
+@pytest.mark.parametrize("streams", [">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_no_fault(streams):
+    code, text, errors = run_with_closed(streams, "list")
+    assert (code, errors) == (0, "")
+    assert ("flash_attention" in text) == (" >" not in f" {streams}")
+    code, text, errors = run_with_closed(streams, "lst")
+    assert (code, text) == (2, "")
+    assert errors.count("\n") == ("2>" not in streams)
+
+
+def test_a_closed_input_is_an_empty_one():
+    code, text, errors = run_with_closed("<&-", "cache", "import", "-")
+    assert (code, text) == (1, "")
+    assert errors.startswith("ejkernel: no records in the standard input; ")
+    assert errors.count("\n") == 1
+
+
+CLOSED = """
+import os, sys
+for number in range(3):
+    os.close(number)
+sys.stdin = sys.stdout = sys.stderr = None
+from ejkernel_cli import _main
+_main._open_closed_streams()
+file = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
+for number in (1, 2):
+    os.write(number, b"lost")
+print("lost", file=sys.stderr)
+os.write(file, f"{file > 2} {os.get_inheritable(2)} {sys.stdin.read()!r}".encode())
+"""
+
+
+def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
+    file = tmp_path / "record"
+    subprocess.run([sys.executable, "-c", CLOSED, file], check=True, timeout=60)
+    assert file.read_text() == "True True ''"
+
+
 def test_a_broken_pipe_to_another_process_is_an_error(run, install):
     source = "import click\n@click.command()\ndef command(): raise BrokenPipeError(32, 'the worker has ended')"
     path = install("pipe-dist", {"pipes": source}, commands={"pipes": "pipes:command"})

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -372,6 +373,16 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_measured(
             "can be\n",
         )
     assert triple_op.compiled == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("streams", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_records_are_stored_where_nobody_reads_the_output(cache_folder: Path, streams: str) -> None:
+    words = [sys.executable, "-m", "ejkernel_cli", "tune", "rms_norm", "--shape", "3x8", "--no-backward"]
+    line = ["sh", "-c", f'exec "$@" {streams}', "sh", *words]
+    process = subprocess.run(line, capture_output=True, text=True, check=False, timeout=300)
+    assert (process.returncode, "Traceback" in process.stderr) == (0, False)
+    assert {key.op for key, _ in PersistentCache(cache_folder).items()} == {"rms_norm"}
 
 
 def test_without_a_store_nothing_is_measured(run: Run, triple_op: Triple, use_registry: Any) -> None:
