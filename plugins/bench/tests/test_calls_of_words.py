@@ -150,9 +150,10 @@ def test_a_wrong_peer_is_a_fault(ejkernel, monkeypatch):
         (["flash_attention", "--shape", "1x20x2"], 1, "query"),
         (["flash_attention", "--shape", "1x20x2x16", "--casual"], 2, "did you mean --causal?"),
         (["flash_attention", "--shape"], 2, "--shape takes a value"),
+        (["rms_norm", "--shape", "8x8", "--backend", "zz"], 2, "no backend 'zz' of 'rms_norm' is installed"),
         (["flash_attention", "--causal", "--shape="], 2, "--shape takes a value"),
         (["flash_attention", "--shape", "1x20x2x16", "--small"], 2, "--small is for suites"),
-        (["flash_attention", "--shape", "1x20x2x16", "--backend", "tritn"], 1, "tritn"),
+        (["flash_attention", "--shape", "1x20x2x16", "--backend", "tritn"], 2, "did you mean 'triton'?"),
     ],
 )
 def test_bad_words_are_one_line(ejkernel, words, code, message):

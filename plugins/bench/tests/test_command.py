@@ -134,6 +134,10 @@ def test_a_name_of_two_distributions_is_broken(install_suites, ejkernel):
         (["path", "--rounds", "3"], "path counts the same every time; --rounds is for suites that take time"),
         (["path", "--peers"], "path always has its peers"),
         (["overhead", "--small"], "overhead has one set of sizes"),
+        (
+            ["rms_norm", "--small", "--backend", "xlaa"],
+            "no backend 'xlaa' of 'rms_norm' is installed; did you mean 'xla'?",
+        ),
         (["path", "--picture", "path.gif"], "--picture takes a file that ends in .svg, .png, .pdf"),
         (["--from", "reports.json"], "--from reads what --picture draws"),
     ],

@@ -188,6 +188,7 @@ def _run_of_suite(suite: Suite, options: Mapping[str, Any]) -> Run:
         return run_broken
     for name in values.keys() - inspect.signature(function).parameters:
         raise click.UsageError(f"{suite.name} {REFUSALS[name]}")
+    _check_backend(suite.name, options["backend"])
     return lambda: function(**values)
 
 
@@ -200,6 +201,7 @@ def _run_of_call(words: Sequence[str], options: Mapping[str, Any]) -> tuple[str,
         if options[name]:
             raise click.UsageError(f"{option} is for suites, and --shape is for an operation")
     examples = examples_of(operation, others)
+    _check_backend(operation, options["backend"])
 
     def run() -> Report:
         return suite.run(
@@ -212,6 +214,19 @@ def _run_of_call(words: Sequence[str], options: Mapping[str, Any]) -> tuple[str,
         )
 
     return operation, run
+
+
+def _check_backend(name: str, backend: str | None) -> None:
+    """Refuse a backend that the operation does not have, before anything is compiled. A suite may have another name."""
+    from ejkernel_core import UnknownBackend, registry
+    from ejkernel_core._discovery import OPERATIONS
+
+    if backend is None or name not in registry.names(OPERATIONS) or backend in registry.backends(name):
+        return
+    try:
+        registry.kernel(name, backend)
+    except UnknownBackend as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _peers(operation: str) -> Mapping[str, Any]:
