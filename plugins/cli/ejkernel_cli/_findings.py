@@ -262,12 +262,23 @@ def plugins(machine: Machine) -> Findings:
     registry = machine.registry
     if registry is None or registry.selection_fault:  # both have findings of their own
         return
-    entries = registry.inspect()
-    broken = [(entry, fault) for entry, fault in entries if fault]
-    for entry, fault in broken:
-        advice = f"pip uninstall {entry.distribution}, or export EJKERNEL_PLUGINS=-{entry.distribution}"
-        yield Finding(entry.name, BROKEN, " ".join(fault.reason.split()), advice)
-    yield Finding("plugins", OK, f"{len(entries) - len(broken)} of {len(entries)} can be used")
+    claims: dict[tuple[str, str], list[str]] = {}
+    reasons: dict[tuple[str, str], str] = {}
+    for entry, fault in registry.inspect():
+        key = entry.group, entry.name
+        claims.setdefault(key, []).append(entry.distribution)
+        if fault:
+            reasons[key] = " ".join(fault.reason.split())
+    for key, reason in reasons.items():
+        owners = claims[key]
+        advice = f"pip uninstall {owners[0]}, or export EJKERNEL_PLUGINS=-{owners[0]}"
+        yield Finding(key[1], BROKEN, reason, _uninstall_one(owners) if len(owners) > 1 else advice)
+    yield Finding("plugins", OK, f"{len(claims) - len(reasons)} of {len(claims)} can be used")
+
+
+def _uninstall_one(owners: list[str]) -> str:
+    """The advice for a name that several distributions claim, of which any one may stay."""
+    return f"uninstall {' or '.join(dict.fromkeys(owners))}"
 
 
 def commands() -> Findings:
@@ -278,8 +289,7 @@ def commands() -> Findings:
     for name, claims in points.items():
         if len(claims) > 1:
             text = f"claimed by {' and '.join(f'{provider(point)} ({point.value})' for point in claims)}"
-            advice = f"uninstall one: pip uninstall {distribution(claims[-1])}"
-            yield Finding(f"ejkernel {name}", BROKEN, text, advice)
+            yield Finding(f"ejkernel {name}", BROKEN, text, _uninstall_one([distribution(point) for point in claims]))
     for point in (claims[0] for claims in points.values() if len(claims) == 1):
         try:
             value = point.load()

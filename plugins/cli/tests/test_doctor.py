@@ -79,6 +79,19 @@ def test_a_subcommand_that_two_distributions_claim_is_found(monkeypatch):
     assert "(other:command)" in finding.text
 
 
+def test_a_plugin_that_two_distributions_claim_is_one_finding(install, monkeypatch):
+    for name in ("p-one", "p-two"):
+        monkeypatch.syspath_prepend(install(name, {}, kernels={"rms_norm.same": f"{name[2:]}_module"}))
+    findings = [*_findings.plugins(_findings.Machine((), ejkernel_core.Registry()))]
+    (broken,) = [finding for finding in findings if finding.status == BROKEN]
+    assert broken.subject == "rms_norm.same"
+    assert broken.advice in ("uninstall p-one or p-two", "uninstall p-two or p-one")
+    assert "p-one 1.0 (one_module)" in broken.text
+    assert "p-two 1.0 (two_module)" in broken.text
+    usable, _, count, *_ = findings[-1].text.split()
+    assert int(usable) == int(count) - 1
+
+
 @pytest.mark.long
 def test_it_goes_on_without_jax(run_process, tmp_path):
     (tmp_path / "broken").mkdir()
