@@ -254,6 +254,8 @@ def _has_no_default(operation: Operation, name: str) -> bool:
 def _array(name: str, text: str, layout: Layout | None) -> tuple[Shape, str | None]:
     """The shape and the dtype in a text. Where a layout has no axes, a number is the value of a scalar."""
     match = _ARRAY.fullmatch(text)
+    if match is None and layout is not None and not layout.axes and not layout.has_leading:
+        raise click.UsageError(f"{name} takes a number, as {_option(name)} 1, or with a dtype 1:int32; got {text!r}")
     if match is None:
         raise click.UsageError(f"{name} takes a shape, as 4x4096x16x128, or with a dtype 4x4096:int32; got {text!r}")
     lengths = [] if match["shape"] in ("()", "scalar") else [int(n) for n in re.split("[x,]", match["shape"])]

@@ -213,6 +213,11 @@ def test_the_dtype_is_that_of_floating_arrays_and_has_a_default():
         ("flash_attention", "--shape 4y4", "query takes a shape, as 4x4096x16x128"),
         ("flash_attention", "--shape -4x4", "query takes a shape, as 4x4096x16x128"),
         ("flash_attention", "--shape", "--shape takes a value"),
+        (
+            "flash_attention",
+            "--shape 1x2x3x4 --dropout-prob 0.1 --dropout-seed x",
+            "dropout_seed takes a number, as --dropout-seed 1, or with a dtype 1:int32; got 'x'",
+        ),
         ("flash_attention", "--shape 1x2x3x4 --query 1x2x3x4", "--query: query is given twice"),
         ("flash_attention", "--shape 1x2x3x4 --scale 2", "no option --scale; did you mean --softmax-scale?"),
         ("flash_attention", "--shape 1x2x3x4 --casual", "no option --casual; did you mean --causal?"),
