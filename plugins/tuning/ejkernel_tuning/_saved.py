@@ -50,16 +50,23 @@ def load_invocations(file: str | os.PathLike[str]) -> list[Invocation]:
     ...     load_invocations(file.name)
     []
     """
+    refusal = f"{file} is no file of save_invocations"
     try:
         data = json.loads(Path(file).read_text(encoding="utf-8"))
-        schema, documents = data["schema"], data["invocations"]
-        parts = [(document["operation"], document["arguments"]) for document in documents]
-    except (ValueError, LookupError, TypeError, RecursionError) as fault:
-        reason = f"{type(fault).__name__}: {fault}"
-        raise RecordError(f"{file} is no file of save_invocations: {reason}", damaged=True) from fault
-    if schema != SCHEMA:
-        raise RecordError(f"{file}: $.schema is {schema!r}; this version reads {SCHEMA}")
-    return [_invocation(*part, {}, f"{file}, call {number}") for number, part in enumerate(parts, 1)]
+    except (ValueError, RecursionError) as fault:
+        raise RecordError(f"{refusal}: no JSON: {fault}", damaged=True) from fault
+    if not isinstance(data, dict) or not isinstance(data.get("invocations"), list):
+        raise RecordError(f"{refusal}: it takes an object of JSON with a list of invocations", damaged=True)
+    if data.get("schema") != SCHEMA:
+        raise RecordError(f"{file}: $.schema is {data.get('schema')!r}; this version reads {SCHEMA}")
+    return [_call(document, f"{file}, call {number}") for number, document in enumerate(data["invocations"], 1)]
+
+
+def _call(document: Any, place: str) -> Invocation:
+    """The invocation in a document of ``save_invocations``."""
+    if not isinstance(document, dict) or not {"operation", "arguments"} <= document.keys():
+        raise RecordError(f"{place}: it takes an object of JSON with an operation and arguments", damaged=True)
+    return _invocation(document["operation"], document["arguments"], {}, place)
 
 
 def invocation_of(key: Key) -> Invocation | None:
@@ -105,7 +112,8 @@ def _invocation(operation: Any, arguments: Any, sizes: Mapping[str, int], place:
     try:
         (name, version), values = operation, {name: _value(content, sizes) for name, content in arguments.items()}
     except (ValueError, LookupError, TypeError, AttributeError) as fault:
-        raise RecordError(f"{place}: {type(fault).__name__}: {fault}", damaged=True) from fault
+        reason = "its operation is a name and a version, and its arguments are those of save_invocations by name"
+        raise RecordError(f"{place}: {reason}", damaged=True) from fault
     definition = ejkernel_core.registry.operation(name)
     if version != definition.version:
         raise RecordError(f"{place} is of version {version} of {name}, and here is version {definition.version}")

@@ -185,12 +185,19 @@ def _recorded(file: str, has_backward: bool) -> list[Invocation]:
 
 def _compiled(file: str, has_backward: bool) -> tuple[list[Invocation], list[str]]:
     """The stored calls whose configurations are in the labels of a compiled program, and what is said of the others."""
-    from ejkernel_core import RecordError
+    from ejkernel_core import RecordError, registry
+    from ejkernel_core._discovery import OPERATIONS
 
     from ._labels import extract_labels_from_hlo_text, labels_to_configs
     from ._saved import invocation_of
 
-    labels = [label for label in extract_labels_from_hlo_text(_text(file)) if label.backend is not None]
+    # Other text may look like a label, as "items.pop()" does.
+    operations = registry.names(OPERATIONS)
+    labels = [
+        label
+        for label in extract_labels_from_hlo_text(_text(file))
+        if label.backend is not None and label.name in operations
+    ]
     if not labels:
         texts = "compiled.as_text(), or lowered.as_text(debug_info=True)"
         raise Failure(f"{file} has no labels of calls: it takes {texts}, of a program that calls ejkernel_core")

@@ -267,7 +267,7 @@ def test_the_labels_of_a_compiled_program_are_looked_up(
     default_cache().put(inv.key, ejkernel_core.Record(cfg, "loop"))
     program = jax.jit(lambda x: ejkernel_core.call("triple", x, most=5)).lower(jnp.ones((7, 30))).compile()
     file = tmp_path / "program.txt"
-    others = ("triple.loop(less=3)", "triple.loop(turns=33)")
+    others = ("triple.loop(less=3)", "triple.loop(turns=33)", "opts.items()")
     file.write_text(program.as_text() + "".join(f'\nop_name="jit(f)/{label}/mul"' for label in others))
     assert "triple.loop(turns=4)" in program.as_text()
     output = run("--hlo", file, "--again")
@@ -441,7 +441,12 @@ def test_the_reason_why_no_kernel_runs_is_shown(run: Run, triple_op: Triple, use
         (("triple", "--shape", "3", "--backend", "lop"), 2, "no backend 'lop' of 'triple' is installed"),
         (("--recorded", "{one}", "--backend", "lop"), 2, "no backend 'lop' of 'triple' is installed"),
         (("--recorded", "{missing}"), 2, "'{missing}' does not exist"),
-        (("--recorded", "{text}"), 1, "{text} is no file of save_invocations: JSONDecodeError"),
+        (("--recorded", "{text}"), 1, "{text} is no file of save_invocations: no JSON: Expecting value"),
+        (("--recorded", "{list}"), 1, "{list} is no file of save_invocations: it takes an object of JSON with a list of invocations"),
+        (("--recorded", "{empty}"), 1, "{empty} is no file of save_invocations: it takes an object of JSON with a list of"),
+        (("--recorded", "{null}"), 1, "{null}, call 2: it takes an object of JSON with an operation and arguments"),
+        (("--recorded", "{pair}"), 1, "{pair}, call 1: its operation is a name and a version, and its arguments are"),
+        (("--hlo", "{program}"), 1, "{program} has no labels of calls: it takes compiled.as_text()"),
         (("--recorded", "{calls}"), 1, "{calls} has no calls; they are recorded while a program is compiled"),
         (("--recorded", "{other}"), 1, "{other}: $.schema is 9; this version reads 1"),
         (("--recorded", "{unknown}"), 1, "no operation 'quadruple' is installed"),
@@ -458,11 +463,16 @@ def test_bad_input_is_one_line(
         "unknown": {"schema": 1, "invocations": [{"operation": ["quadruple", 1], "arguments": {}}]},
         "one": {"schema": 1, "invocations": [{"operation": ["triple", 1], "arguments": {}}]},
         "older": {"schema": 1, "invocations": [{"operation": ["triple", 7], "arguments": {}}]},
+        "list": [],
+        "empty": {},
+        "null": {"schema": 1, "invocations": [{"operation": ["triple", 1], "arguments": {}}, None]},
+        "pair": {"schema": 1, "invocations": [{"operation": "triple", "arguments": {}}]},
     }
-    places = {name: tmp_path / name for name in (*texts, "text", "missing")}
+    places = {name: tmp_path / name for name in (*texts, "text", "program", "missing")}
     for name, text in texts.items():
         places[name].write_text(json.dumps(text))
     places["text"].write_text("no JSON\n")
+    places["program"].write_text("for name, value in opts.items():\n    y.sum()\n")
     output = run(*(word.format(**places) for word in words))
     assert (output.code, output.text) == (code, "")
     assert message.format(**places).casefold() in output.errors.casefold()
