@@ -46,7 +46,7 @@ class Invocation(Mapping[str, Any]):
     #: The processes whose devices run the program, sorted: (0, 1). One or none: this process alone. None: unknown, but
     #: there may be several. They are no part of any key.
     processes: tuple[int, ...] | None = ()
-    #: The registry that chose the kernel; None: the one of this process.
+    #: The registry that chose the kernel; None in an invocation that was made by hand.
     registry: Any = attrs.field(default=None, repr=False)
 
     @functools.cached_property
@@ -101,9 +101,7 @@ class Invocation(Mapping[str, Any]):
     def call(self, op: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call an operation by the registry that chose this kernel: for kernels that are made of other operations."""
         if self.registry is None:
-            from . import call
-
-            return call(op, *args, **kwargs)
+            raise ValueError(f"{self.op}: the invocation was made without a registry, which would call {op!r}")
         return self.registry.call(op, *args, **kwargs)
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> Invocation:
