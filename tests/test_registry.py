@@ -588,7 +588,9 @@ def test_a_kernel_that_calls_an_operation_uses_the_registry_that_chose_it(regist
         def run_backend(inv: Invocation, cfg: None) -> jax.Array:
             return inv.call("scale", inv.call("scale", inv["x"]), backend="own")
 
-    registry.register(Operation(name="scale_twice", signature=lambda x: None, outputs=lambda a: (a["x"],)), "scale_twice")
+    registry.register(
+        Operation(name="scale_twice", signature=lambda x: None, outputs=lambda a: (a["x"],)), "scale_twice"
+    )
     registry.register(Twice, "scale_twice.kernel")
     registry.register(kernel(Config(3)), "scale.own")
     np.testing.assert_array_equal(registry.call("scale_twice", X), 9 * X)
