@@ -152,9 +152,11 @@ def cases(cards: Iterable[str] = CARDS, kernels: Iterable[str] | None = None, te
 
 
 def installed_kernels() -> list[EntryPoint]:
-    """The kernels of this package, in the order of their names."""
-    points = entry_points(group="ejkernel.kernels")
-    return sorted((point for point in points if point.value.startswith(f"{_PACKAGE}.")), key=lambda point: point.name)
+    """The kernels of this package that launch something, in the order of their names. One without configurations is
+    made of other operations, whose kernels are compiled.
+    """
+    points = (point for point in entry_points(group="ejkernel.kernels") if point.value.startswith(f"{_PACKAGE}."))
+    return sorted((point for point in points if hasattr(point.load(), "config_space")), key=lambda point: point.name)
 
 
 def _cases_of_call(card: str, kernel: str, module: Any, example: str, inv: Invocation) -> Iterator[Case]:
