@@ -36,6 +36,7 @@ class Error:
 
 def error(result: Any, expected: Any) -> Error:
     """The relative error of a result. Arrays of an accelerator are compared there: copying them to the host is slow."""
+    result = result.as_jax() if hasattr(result, "as_jax") else result
     is_there = all(isinstance(x, jax.Array) and x.dtype != np.float64 and _is_elsewhere(x) for x in (result, expected))
     sizes = jax.device_get(_sizes_there(result, expected)) if is_there else _sizes(result, expected, np, np.float64)
     (difference_norm, difference_peak), (norm, peak) = sizes

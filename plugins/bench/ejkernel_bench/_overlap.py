@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
+
+from ._profile import kernels_of, profile_of
 
 #: Start and end, in nanoseconds.
 Span = tuple[float, float]
@@ -20,19 +20,8 @@ LONG_SHARE = 0.2
 def hidden_share(run: Callable[[], Any], calls: int = 3) -> float | None:
     """The share, over all devices and some calls; None where the profile has no transfers of a GPU."""
     jax.block_until_ready(run())
-    with tempfile.TemporaryDirectory(prefix="ejkernel-profile-") as folder:
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0
-        options.host_tracer_level = 0
-        options.enable_hlo_proto = False
-        jax.profiler.start_trace(folder, profiler_options=options)
-        try:
-            for _ in range(calls):
-                jax.block_until_ready(run())
-        finally:
-            jax.profiler.stop_trace()
-        files = list(Path(folder).rglob("*.xplane.pb"))
-        return share_in_profile(jax.profiler.ProfileData.from_file(str(files[0]))) if files else None
+    profile = profile_of(run, calls)
+    return None if profile is None else share_in_profile(profile)
 
 
 def share_in_profile(profile: Any) -> float | None:
@@ -48,7 +37,7 @@ def share_in_profile(profile: Any) -> float | None:
 
 def _spans(plane: Any) -> tuple[list[Span], list[Span]]:
     """Those of transfers, and those of attention, which do not overlap one another."""
-    events = [event for line in plane.lines if line.name.startswith("Stream") for event in line.events]
+    events = kernels_of(plane)
     transfers = [event for event in events if any(word in event.name.lower() for word in TRANSFERS)]
     others = [event for event in events if event not in transfers]
     longest = max((event.duration_ns for event in others), default=0)

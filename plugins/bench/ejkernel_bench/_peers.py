@@ -92,6 +92,13 @@ class TorchArray:
             torch.cuda.synchronize()
         return self
 
+    def as_jax(self) -> Any:
+        """The same memory as an array of JAX; the tensor itself where JAX does not use its device."""
+        import jax
+
+        is_there = self.tensor.is_cuda and jax.default_backend() == "gpu"
+        return jax.dlpack.from_dlpack(self.tensor.detach().contiguous()) if is_there else self
+
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         tensor = self.tensor.detach().cpu()
         array = (tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor).numpy()

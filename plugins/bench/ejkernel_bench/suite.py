@@ -186,7 +186,7 @@ def _measure(programs: _Programs, registry: Registry, rounds: int, faults: list[
         faults += new_faults
         if OURS in runs:
             work = _work(example, pass_name, registry)
-            times = _timed({**runs, COPY: _copy(work.bytes)}, rounds)
+            times = _timed({**runs, COPY: copy_of(work.bytes)}, rounds)
             yield Measurement(example, pass_name, work, times, _kernels(runs[OURS]))
 
 
@@ -302,7 +302,7 @@ def _cost(explanation: ejkernel_core.Explanation | None, registry: Registry) -> 
     return Cost(0.0, 0.0) if cost is None else cost(explanation.plan.invocation)
 
 
-def _copy(size: float) -> Run:
+def copy_of(size: float) -> Run:
     """A copy on the device that reads half of these bytes and writes the other half."""
     array = jnp.zeros(max(1, int(size) // 8), jnp.float32)
     return partial(jax.jit(lambda x: (jnp.copy(x),)), array)

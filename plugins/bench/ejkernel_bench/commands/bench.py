@@ -29,7 +29,7 @@ REFUSALS = {
     "backend": "runs no kernel; --backend is for suites of kernels",
     "rounds": "counts the same every time; --rounds is for suites that take time",
     "small": "has one set of sizes; --small is for the suites of operations",
-    "part": "has no parts; --part is for devices",
+    "part": "has no parts; --part is for devices, grouped_matmul and moe-step",
     "quick": "has one set of sizes; --quick is for rms_norm and layer_norm",
     "with_peers": "always has its peers; --peers is for flash_attention",
 }
@@ -71,7 +71,7 @@ def _matching_names(ctx: click.Context, param: click.Parameter, incomplete: str)
 @click.option("--peers", "with_peers", is_flag=True, help="Measure the peers that are installed, too.")
 @click.option("--small", is_flag=True, help="Small sizes, which a CPU can run.")
 @click.option("--quick", is_flag=True, help="Fewer sizes.")
-@click.option("--part", help="One part of the suite devices, which is a run of its own.")
+@click.option("--part", help="One part of a suite that has parts, which is a run of its own.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write the reports as JSON.")
 @click.option(
     "--picture", type=click.Path(path_type=Path), metavar="FILE", help="Draw bars by case, and the roofline of a card."

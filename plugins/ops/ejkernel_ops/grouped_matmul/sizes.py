@@ -67,4 +67,5 @@ def _peers() -> Iterator[Layer]:
         yield Layer(f"{rows} x {k} x {n}, {groups} groups", rows, k, n, groups, ("benchmark", *map(str, uses)))
 
 
-LAYERS = (*_peers(), *_layers())
+PEERS = tuple(_peers())
+LAYERS = (*PEERS, *_layers())

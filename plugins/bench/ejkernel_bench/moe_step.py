@@ -1,0 +1,500 @@
+"""A training step of layers like Qwen3-30B-A3B's: on our operations, on jax.nn and ragged_dot, and on tokamax.
+
+Each part is a run of its own, of less than ten minutes:
+
+  --part full        4 x 4096 tokens, as many layers as fit with Adam's moments, ours and tokamax; tokamax's own tuning
+                     gets five minutes, and where it takes longer, tokamax runs without it
+  --part ragged_dot  two layers, all arms, at the largest batch at which the step on jax.nn and ragged_dot fits
+
+A layer has attention of 32 query and 4 key heads of 128, and 128 experts of 768 of which a token has 8. The model is
+written once in plain JAX, and each arm gives it the functions of a library. Each layer is computed again in the
+backward, but for attention. The head has 151,936 words, and its loss is computed in chunks of rows. Parameters are
+bfloat16, moments float32.
+
+The loss and all gradients of two layers are compared with ours. Routing is discrete, so that the rounding of one arm
+sends some tokens to other experts than that of another: in bfloat16, gradients may differ by a fifth, where a wrong
+kernel makes them differ by their size. The time of the layers is that of the step less that of a step without layers.
+Only useful operations count. The product rate is measured in the run. Memory is what the compiler plans.
+
+On a GPU, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.93. --small has tiny sizes, which a CPU can run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import attrs
+import click
+import jax
+import jax.numpy as jnp
+
+from ejkernel_ops import flash_attention, grouped_matmul, moe_combine, moe_permute, moe_route, rms_norm
+from ejkernel_ops.moe_permute import definition as permutation
+
+from ._calls import describe_fault
+from ._errors import error
+from ._grouped_products import NotTuned, tuning_of_tokamax
+from ._moe_model import (
+    EPSILON,
+    Arm,
+    Size,
+    State,
+    loss,
+    parameters_of,
+    state_of,
+    tokens_of,
+    training_step,
+)
+from ._peers import is_installed
+from ._profile import FORWARD, profile_of, seconds_by_part
+from ._report import ABSENT, Bar, Cell, Report, Table, joined
+from ._rows import Rows, announce
+from ._timing import Times, interleaved, on_the_device
+from .moe_route import by_definition
+from .suite import OURS
+
+JAX, TOKAMAX = "jax.nn and ragged_dot", "tokamax"
+ROUNDS = 5
+#: Of the comparison, and of the part "ragged_dot".
+FEW_LAYERS = 2
+#: The batches that are tried, the largest first: (batch, length).
+BATCHES = ((4, 4096), (2, 4096), (1, 4096), (1, 2048), (1, 1024), (1, 512))
+#: The least speed relative to the others, and the least share of the product rate.
+MINIMA = {JAX: 3.0, TOKAMAX: 1.2}
+SHARE_MINIMUM = 0.35
+#: How far gradients of the same parameters may be apart, relative to their norm; and how far losses, relative to it.
+GRADIENT_LIMITS, LOSS_LIMITS = {"bfloat16": 0.2, "float32": 1e-3}, {"bfloat16": 2e-3, "float32": 1e-5}
+#: How long tokamax may tune.
+TUNING_S = 300.0
+#: The share of the memory that a step may take by the compiler's plan.
+MEMORY_SHARE = 0.97
+GIB = 2**30
+SMALL = Size(
+    layers=2,
+    batch=2,
+    length=24,
+    dim=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    experts=8,
+    chosen=2,
+    inner=24,
+    vocabulary=97,
+    chunk=16,
+    dtype="float32",
+)
+#: Rows, contracted and columns of the product whose rate is that of the card.
+DENSE, SMALL_DENSE = 8192, 64
+
+
+# -- the arms ----------------------------------------------------------------------------------------------------------
+
+
+def by_ejkernel(backend: str | None = None) -> Arm:
+    """Our operations. A backend is that of the grouped products."""
+    return Arm(
+        norm=partial(rms_norm, epsilon=EPSILON),
+        attention=partial(flash_attention, causal=True),
+        route=moe_route,
+        permute=moe_permute,
+        product=partial(grouped_matmul, backend=backend),
+        combine=moe_combine,
+    )
+
+
+def by_jax() -> Arm:
+    """``jax.nn`` and ``jax.lax``, with plain JAX for what they do not have."""
+
+    def attention(query: Any, key: Any, value: Any) -> Any:
+        implementation: Literal["cudnn", "xla"] = "cudnn" if jax.default_backend() == "gpu" else "xla"
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
+
+    return Arm(_norm, attention, _route, _permute, jax.lax.ragged_dot, permutation.combined)
+
+
+def by_tokamax() -> Arm:
+    """Attention and the grouped product by tokamax, and the rest in plain JAX."""
+    tokamax = importlib.import_module("tokamax")
+    attention = partial(tokamax.dot_product_attention, is_causal=True)
+    return Arm(_norm, attention, _route, _permute, tokamax.ragged_dot, permutation.combined)
+
+
+def _norm(x: Any, weight: Any) -> Any:
+    wide = x.astype(jnp.float32)
+    unit = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + EPSILON)
+    return (unit * weight).astype(x.dtype)
+
+
+def _route(logits: Any, k: int) -> tuple[Any, Any, Any, Any]:
+    weights, experts, sizes, order = by_definition({"k": k})(router_logits=logits)
+    return weights, experts, sizes, order
+
+
+def _permute(x: Any, order: Any, k: int) -> Any:
+    """Each row of the repeated tokens is taken once, so that the gradient needs no atomic additions."""
+    return jnp.repeat(x, k, axis=0).at[order].get(unique_indices=True, mode="promise_in_bounds")
+
+
+@attrs.frozen(eq=False)
+class Contender:
+    """An arm, and the context in which it is traced: that of tokamax's tuned configurations."""
+
+    arm: Arm
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+# -- the suite ---------------------------------------------------------------------------------------------------------
+
+PARTS = ("full", "ragged_dot")
+
+
+def run(backend: str | None = None, rounds: int = ROUNDS, small: bool = False, part: str | None = None) -> Report:
+    """One part, or both."""
+    if part not in (None, *PARTS):
+        raise click.UsageError(f"no part of moe-step is called {part}; there are {', '.join(PARTS)}")
+    if jax.default_backend() == "cpu" and not small:
+        return Report("moe-step", (), text="moe-step: there is no accelerator here; --small measures on the CPU")
+    names = PARTS if part is None else (part,)
+    return joined("moe-step", [_part(name, backend, rounds, small) for name in names])
+
+
+def _part(name: str, backend: str | None, rounds: int, small: bool) -> Report:
+    is_full = name == "full"
+    arms = {OURS: by_ejkernel(backend)}
+    if not is_full:
+        arms[JAX] = by_jax()
+    if is_installed("tokamax"):
+        arms[TOKAMAX] = by_tokamax()
+    run = Run(name, rounds, SMALL_DENSE if small else DENSE)
+    run.contenders.update({arm_name: Contender(arm) for arm_name, arm in arms.items()})
+    if TOKAMAX not in arms:
+        run.notes.append(f"{name}: not installed, and not measured: {TOKAMAX}")
+    size = SMALL if small else _full_size() if is_full else run.largest(JAX)
+    if size is None:
+        return run.report([])
+    if is_full and TOKAMAX in arms:
+        run.tune(size)
+    return run.measure(size)
+
+
+def _full_size() -> Size:
+    limit = memory_limit()
+    return attrs.evolve(Size(1), layers=4 if limit is None else layers_that_fit(Size(1), limit))
+
+
+def memory_limit() -> int | None:
+    """The bytes that JAX may take of the device's memory; None where it does not say."""
+    statistics = jax.devices()[0].memory_stats()
+    limit = (statistics or {}).get("bytes_limit")
+    return None if limit is None else int(limit)
+
+
+def layers_that_fit(size: Size, limit: float) -> int:
+    """A first guess, at least 1: twelve bytes for each parameter with its gradient and moments, and what layers keep.
+
+    >>> layers_that_fit(Size(1), 0.93 * 141e9), layers_that_fit(Size(1), 0.93 * 80e9)
+    (14, 6)
+    """
+    kept = 2 * size.tokens * (size.dim + 2 * (size.heads + size.kv_heads) * size.head_dim)
+    layer = 12 * _count(size.layer_shapes()) + kept
+    rows = size.tokens * size.chosen * (4 * size.dim + 6 * size.inner) * 2
+    others = 12 * _count(size.other_shapes()) + rows + 3 * 4 * size.chunk * size.vocabulary
+    return max(1, int((MEMORY_SHARE * limit - others) / layer))
+
+
+def _count(shapes: Mapping[str, Sequence[int]]) -> int:
+    return sum(int(jnp.prod(jnp.array(shape, jnp.int32))) for shape in shapes.values())
+
+
+def planned_bytes(compiled: Any) -> int:
+    """What a compiled program takes at once, with its arguments and results."""
+    analysis = compiled.memory_analysis()
+    sizes = (analysis.argument_size_in_bytes, analysis.output_size_in_bytes, analysis.temp_size_in_bytes)
+    return int(sum(sizes) - analysis.alias_size_in_bytes)
+
+
+@attrs.define(eq=False)
+class Run:
+    """What has been compiled and measured of a part."""
+
+    name: str
+    rounds: int
+    dense: int
+    contenders: dict[str, Contender] = attrs.field(factory=dict)
+    absences: Rows = attrs.field(factory=lambda: Rows("not measured", ("arm", "reason")))
+    faults: list[str] = attrs.field(factory=list)
+    notes: list[str] = attrs.field(factory=list)
+
+    # -- compiling -----------------------------------------------------------------------------------------------------
+
+    def compiled(self, name: str, size: Size) -> Any:
+        """The training step of an arm. The state is donated."""
+        contender = self.contenders[name]
+        announce(f"compiling {name}: {_title(size)}")
+        parameters = jax.eval_shape(lambda: parameters_of(size, jax.random.key(0)))
+        state = jax.eval_shape(state_of, parameters)
+        tokens = jax.eval_shape(lambda: tokens_of(size, jax.random.key(0)))
+        step = jax.jit(partial(training_step, contender.arm, size), donate_argnums=0)
+        with contender.context():
+            return step.lower(state, tokens).compile()
+
+    def _try(self, name: str, work: Callable[[], Any]) -> Any:
+        """The result, or None where the arm fails, which is told."""
+        try:
+            return work()
+        except Exception as fault:  # the others are measured all the same
+            self.absences.add(name, " ".join(describe_fault(fault).split()))
+            return None
+
+    def largest(self, name: str) -> Size | None:
+        """Few layers, at the largest batch at which the step of this arm runs; None if it never does."""
+        for batch, length in BATCHES:
+            size = Size(FEW_LAYERS, batch, length, chunk=min(Size(1).chunk, batch * length))
+            if self._try(f"{name}, {batch} x {length} tokens", partial(self._runs, name, size)):
+                return size
+        return None
+
+    def _runs(self, name: str, size: Size) -> bool:
+        compiled, limit = self.compiled(name, size), memory_limit()
+        if limit is not None and planned_bytes(compiled) > MEMORY_SHARE * limit:
+            raise MemoryError(f"its plan takes {planned_bytes(compiled) / GIB:.0f} of {limit / GIB:.0f} GiB")
+        jax.block_until_ready(compiled(*_start(size)))
+        return True
+
+    def tune(self, size: Size) -> None:
+        """Measure tokamax with its own tuning, if that ends in time."""
+        few = attrs.evolve(size, layers=1)
+        announce(f"{TOKAMAX} is tuning for at most {TUNING_S:.0f} s")
+        arm, start = self.contenders[TOKAMAX].arm, time.monotonic()
+        try:
+            parameters = jax.eval_shape(lambda: parameters_of(few, jax.random.key(0)))
+            tokens = jax.eval_shape(lambda: tokens_of(few, jax.random.key(0)))
+            lowered = jax.jit(jax.grad(partial(loss, arm, few))).lower(parameters, tokens)
+            result = tuning_of_tokamax(lowered, start + TUNING_S)
+        except Exception as fault:  # then it runs without
+            reason = str(fault) if isinstance(fault, NotTuned) else " ".join(describe_fault(fault).split())
+            self.notes.append(f"{self.name}: {TOKAMAX} is measured without its tuning: {reason}")
+            return
+        seconds = time.monotonic() - start
+        self.notes.append(f"{self.name}: {TOKAMAX} is measured with its tuning, which took {seconds:.0f} s")
+        self.contenders[TOKAMAX] = Contender(arm, lambda: result)
+
+    # -- comparing -----------------------------------------------------------------------------------------------------
+
+    def compare(self, size: Size) -> Table:
+        """The losses and gradients of few layers, relative to ours."""
+        size = attrs.evolve(size, layers=min(size.layers, FEW_LAYERS))
+        columns = ("", "loss", "loss, relative to ours", "largest distance of a gradient", "of")
+        rows = Rows(f"compared with {OURS}: {_title(size)}", columns)
+        parameters, tokens = parameters_of(size, jax.random.key(0)), tokens_of(size, jax.random.key(1))
+        expected: tuple[Any, Any] | None = None
+        for name in list(self.contenders):
+            announce(f"comparing {name}")
+            results = self._try(name, partial(self._gradients, name, size, parameters, tokens))
+            if results is None:
+                del self.contenders[name]
+            elif expected is None:
+                expected = results
+                rows.add(name, float(results[0]), "-", "-", "-")
+            else:
+                rows.add(*self._compared(name, size, results, expected))
+            if OURS not in self.contenders:
+                break  # there is nothing to compare with
+        return rows.table()
+
+    def _gradients(self, name: str, size: Size, parameters: Any, tokens: Any) -> tuple[Any, Any]:
+        contender = self.contenders[name]
+        with contender.context():
+            function = jax.jit(jax.value_and_grad(partial(loss, contender.arm, size)))
+            results: tuple[Any, Any] = jax.block_until_ready(function(parameters, tokens))
+        return results
+
+    def _compared(self, name: str, size: Size, results: tuple[Any, Any], expected: tuple[Any, Any]) -> tuple[Cell, ...]:
+        distance = abs(float(results[0]) / float(expected[0]) - 1)
+        leaves, right = jax.tree_util.tree_leaves_with_path(results[1]), jax.tree.leaves(expected[1])
+        pairs = zip(leaves, right, strict=True)
+        distances = {jax.tree_util.keystr(path): error(leaf, other).norm for (path, leaf), other in pairs}
+        # A NaN is larger than every number here, and within no limit.
+        worst = max(distances, key=lambda path: float("inf") if distances[path] != distances[path] else distances[path])
+        if not distance <= LOSS_LIMITS[size.dtype]:
+            self.faults.append(f"{name}: its loss is {float(results[0]):.6g} and ours {float(expected[0]):.6g}")
+        if not distances[worst] <= GRADIENT_LIMITS[size.dtype]:
+            self.faults.append(f"{name}: its gradient of {worst} is {distances[worst]:.1e} from ours")
+        return name, float(results[0]), distance, distances[worst], worst
+
+    # -- measuring -----------------------------------------------------------------------------------------------------
+
+    def measure(self, size: Size) -> Report:
+        """Compare, time in turn and profile all arms. They share one state, which each of them trains."""
+        comparison = self.compare(size)
+        rate = dense_rate(self.dense, size.dtype)
+        size, steps = self._steps(size)
+        if OURS not in steps:
+            return self.report([comparison])
+        training = Training(size, steps)
+        for name in list(steps):
+            announce(f"running {name}")
+            if self._try(name, partial(training.run, name)) is None:
+                del steps[name]
+                training.restart()
+        times = interleaved({name: partial(training.run, name) for name in steps}, self.rounds)
+        profiles = {name: _by_part(partial(training.run, name), steps[name]) for name in steps}
+        training.state = None  # so that the next one fits
+        rest = self._rest(size)
+        figures = Figures(size, times, {name: planned_bytes(step) for name, step in steps.items()}, rate, rest)
+        tables = [figures.times_table(), figures.table(), *_parts_table(size, profiles, self.notes), comparison]
+        return self.report(tables, list(figures.bars(is_full=self.name == "full")))
+
+    def _steps(self, size: Size) -> tuple[Size, dict[str, Any]]:
+        """The compiled steps, of fewer layers if they do not fit."""
+        limit = memory_limit()
+        while True:
+            attempts = {name: self._try(name, partial(self.compiled, name, size)) for name in self.contenders}
+            steps = {name: step for name, step in attempts.items() if step is not None}
+            largest = max(map(planned_bytes, steps.values()), default=0)
+            if limit is None or largest <= MEMORY_SHARE * limit or size.layers == 1:
+                return size, steps
+            fewer = int(size.layers * MEMORY_SHARE * limit / largest)
+            announce(f"{size.layers} layers take {largest / GIB:.0f} of {limit / GIB:.0f} GiB")
+            size = attrs.evolve(size, layers=max(1, min(fewer, size.layers - 1)))
+
+    def _rest(self, size: Size) -> Times:
+        """The time of a step without layers."""
+        nothing = attrs.evolve(size, layers=0)
+        training = Training(nothing, {OURS: self.compiled(OURS, nothing)})
+        return interleaved({OURS: partial(training.run, OURS)}, self.rounds)[OURS]
+
+    def report(self, tables: Sequence[Table], bars: Sequence[Bar] = ()) -> Report:
+        absences = [self.absences.table()] if len(self.absences) else []
+        return Report(self.name, [*tables, *absences], bars, self.faults, "\n".join(self.notes))
+
+
+def _title(size: Size) -> str:
+    return f"{size.layers} layers, {size.batch} x {size.length} tokens, {size.dtype}"
+
+
+def _start(size: Size) -> tuple[State, Any]:
+    return state_of(parameters_of(size, jax.random.key(0))), tokens_of(size, jax.random.key(1))
+
+
+class Training:
+    """One state, which the steps of all arms continue: several would not fit."""
+
+    def __init__(self, size: Size, steps: Mapping[str, Any]) -> None:
+        self.size, self.steps = size, steps
+        self.state: State | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """From the beginning, such as after a step that failed and has taken the state with it."""
+        self.state = None
+        self.state, self.tokens = _start(self.size)
+
+    def run(self, name: str) -> Any:
+        """A step of an arm; the loss, when the whole step is done."""
+        self.state, value = self.steps[name](self.state, self.tokens)
+        return jax.block_until_ready((value, self.state))[0]
+
+
+def dense_rate(size: int, dtype: str) -> float:
+    """The operations in a second of a square product of so many rows."""
+    left, right = (jax.random.normal(key, (size, size), dtype) for key in jax.random.split(jax.random.key(0)))
+    product = jax.jit(jnp.matmul)
+    return 2.0 * size**3 / on_the_device({"product": lambda: product(left, right)}, 3)["product"].median
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class Figures:
+    """What was measured of all arms."""
+
+    size: Size
+    times: Mapping[str, Times]
+    #: Bytes, by arm.
+    memory: Mapping[str, int]
+    #: Of a dense product, operations in a second.
+    rate: float
+    #: Of a step without layers.
+    rest: Times
+
+    def layers_seconds(self, name: str) -> float | None:
+        """The time of the layers; None where a busy machine makes the step without layers the longer one."""
+        seconds = self.times[name].median - self.rest.median
+        return seconds if seconds > 0 else None
+
+    def share(self, name: str) -> float | None:
+        """Of the product rate, by the useful operations of the layers."""
+        seconds = self.layers_seconds(name)
+        return None if seconds is None else self.size.layer_flops() / seconds / self.rate
+
+    def times_table(self) -> Table:
+        """Steps and layers, which a picture draws."""
+        columns = ["", *(column for name in self.times for column in (name, "range"))]
+        rows = Rows(f"milliseconds, medians of rounds in turn: {_title(self.size)}", columns, series=[*self.times])
+        rows.add("a step", *(cell for one in self.times.values() for cell in one.scaled(1e-3)[:2]))
+        layers = {name: self.layers_seconds(name) for name in self.times}
+        pairs = (
+            (ABSENT, ABSENT) if one is None else (1e3 * one, 1e3 * self.times[name].spread)
+            for name, one in layers.items()
+        )
+        rows.add("its layers", *(cell for pair in pairs for cell in pair))
+        return rows.table()
+
+    def table(self) -> Table:
+        """All else."""
+        rate = self.rate / 1e12
+        title = f"{_title(self.size)}; a dense product has {rate:.3g} TFLOP/s, and a step without layers takes "
+        columns = ("", f"over {OURS}", "TFLOP/s of the layers", "of the product rate", "GiB, by the compiler")
+        rows = Rows(f"{title}{1e3 * self.rest.median:.3g} ms", columns)
+        for name, one in self.times.items():
+            share = self.share(name)
+            ratio = one.median / self.times[OURS].median
+            shares: Sequence[Cell] = (ABSENT, ABSENT) if share is None else (share * rate, share)
+            rows.add(name, ratio, *shares, self.memory[name] / GIB)
+        return rows.table()
+
+    def bars(self, is_full: bool) -> Iterator[Bar]:
+        """Those of a full step: tokamax and the product rate; and of a smaller one: ragged_dot."""
+        for name in (TOKAMAX,) if is_full else (JAX,):
+            if name in self.times:
+                ratio = self.times[name].median / self.times[OURS].median
+                yield Bar(f"a step: over {name}", ratio, MINIMA[name], "times", at_least=True)
+        if is_full and (share := self.share(OURS)) is not None:
+            yield Bar("the layers: of the product rate", share, SHARE_MINIMUM, "times", at_least=True)
+
+
+def _by_part(run: Callable[[], Any], compiled: Any) -> tuple[dict[tuple[str, str], float], list[str]]:
+    """Seconds by part and time, and the longest kernels of no part; nothing where there is no GPU."""
+    if jax.default_backend() != "gpu":
+        return {}, []
+    announce("profiling a step")
+    profile = profile_of(run, 1)
+    return ({}, []) if profile is None else seconds_by_part(profile, compiled.as_text(), 1)
+
+
+def _parts_table(
+    size: Size, profiles: Mapping[str, tuple[Mapping[tuple[str, str], float], Sequence[str]]], notes: list[str]
+) -> Iterator[Table]:
+    """Milliseconds of all kernels by part, ours first; none without a profile."""
+    by_arm = {name: seconds for name, (seconds, _) in profiles.items() if seconds}
+    if OURS not in by_arm:
+        return
+    rows = Rows(f"milliseconds by the profile of a step: {_title(size)}", ("", *by_arm), series=[*by_arm])
+    rows.add("all kernels", *(1e3 * sum(seconds.values()) for seconds in by_arm.values()))
+    labels = dict.fromkeys(label for seconds in by_arm.values() for label in seconds)
+    passes = {name for name, when in labels if when != FORWARD}
+    for label in sorted(labels, key=lambda label: -max(seconds.get(label, 0.0) for seconds in by_arm.values())):
+        title = ", ".join(label) if label[0] in passes else label[0]
+        rows.add(title, *(1e3 * seconds.get(label, 0.0) for seconds in by_arm.values()))
+    for name, (_, unknown) in profiles.items():
+        if unknown:
+            notes.append(f"{name}: the longest kernels of no part: {', '.join(unknown)}")
+    yield rows.table()
