@@ -50,7 +50,13 @@ def by_tokamax(arguments: Mapping[str, Any]) -> Function | None:
     """By the implementation that tokamax prefers on this device."""
     if not is_plain(arguments):
         return None
-    ragged_dot = importlib.import_module("tokamax").ragged_dot_general
+    tokamax = importlib.import_module("tokamax")
+
+    def ragged_dot(lhs: Any, right: Any, group_sizes: Any, **options: Any) -> Any:
+        # With the number of rows, its tuning can draw sizes that add up to it.
+        sizes = tokamax.RaggedDotGroupSizes(group_sizes, lhs.shape[0])
+        return tokamax.ragged_dot_general(lhs, right, group_sizes=sizes, **options)
+
     return _by(ragged_dot, _dimensions(arguments))
 
 

@@ -58,10 +58,14 @@ from ._timing import Times, interleaved, on_the_device
 from .moe_route import by_definition
 from .suite import OURS
 
+Attention = Callable[[Any, Any, Any], Any]
+
 JAX, TOKAMAX = "jax.nn and ragged_dot", "tokamax"
 ROUNDS = 5
 #: Of the comparison, and of the part "ragged_dot".
 FEW_LAYERS = 2
+#: The most layers of a quick run.
+QUICK_LAYERS = 4
 #: The batches that are tried, the largest first: (batch, length).
 BATCHES = ((4, 4096), (2, 4096), (1, 4096), (1, 2048), (1, 1024), (1, 512))
 #: The least speed relative to the others, and the least share of the product rate.
@@ -110,18 +114,30 @@ def by_ejkernel(backend: str | None = None) -> Arm:
 
 def by_jax() -> Arm:
     """``jax.nn`` and ``jax.lax``, with plain JAX for what they do not have."""
-
-    def attention(query: Any, key: Any, value: Any) -> Any:
-        implementation: Literal["cudnn", "xla"] = "cudnn" if jax.default_backend() == "gpu" else "xla"
-        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
-
-    return Arm(_norm, attention, _route, _permute, jax.lax.ragged_dot, permutation.combined)
+    return Arm(_norm, _attention_of_jax, _route, _permute, jax.lax.ragged_dot, permutation.combined)
 
 
-def by_tokamax() -> Arm:
-    """Attention and the grouped product by tokamax, and the rest in plain JAX."""
+def _attention_of_jax(query: Any, key: Any, value: Any) -> Any:
+    implementation: Literal["cudnn", "xla"] = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
+
+
+def by_tokamax(size: Size, notes: list[str]) -> Arm:
+    """Attention and the grouped product by tokamax, and the rest in plain JAX.
+
+    Where it has no attention of this size with a gradient, the arm has that of ``jax.nn``, which the notes say.
+    """
     tokamax = importlib.import_module("tokamax")
-    attention = partial(tokamax.dot_product_attention, is_causal=True)
+    attention: Attention = partial(tokamax.dot_product_attention, is_causal=True)
+    shapes = [(size.batch, size.length, heads, size.head_dim) for heads in (size.heads, size.kv_heads, size.kv_heads)]
+    arrays = [jax.ShapeDtypeStruct(shape, size.dtype) for shape in shapes]
+    try:
+        jax.jit(jax.grad(lambda *arrays: attention(*arrays).astype(jnp.float32).sum(), (0, 1, 2))).lower(
+            *arrays
+        ).compile()
+    except Exception as fault:
+        notes.append(f"{TOKAMAX} has the attention of jax.nn: {' '.join(describe_fault(fault).split())}")
+        attention = _attention_of_jax
     return Arm(_norm, attention, _route, _permute, tokamax.ragged_dot, permutation.combined)
 
 
@@ -154,38 +170,44 @@ class Contender:
 PARTS = ("full", "ragged_dot")
 
 
-def run(backend: str | None = None, rounds: int = ROUNDS, small: bool = False, part: str | None = None) -> Report:
-    """One part, or both."""
+def run(
+    backend: str | None = None,
+    rounds: int = ROUNDS,
+    small: bool = False,
+    quick: bool = False,
+    part: str | None = None,
+) -> Report:
+    """One part, or both. A quick run has at most a few layers."""
     if part not in (None, *PARTS):
         raise click.UsageError(f"no part of moe-step is called {part}; there are {', '.join(PARTS)}")
     if jax.default_backend() == "cpu" and not small:
         return Report("moe-step", (), text="moe-step: there is no accelerator here; --small measures on the CPU")
     names = PARTS if part is None else (part,)
-    return joined("moe-step", [_part(name, backend, rounds, small) for name in names])
+    return joined("moe-step", [_part(name, backend, rounds, small, quick) for name in names])
 
 
-def _part(name: str, backend: str | None, rounds: int, small: bool) -> Report:
+def _part(name: str, backend: str | None, rounds: int, small: bool, quick: bool) -> Report:
     is_full = name == "full"
-    arms = {OURS: by_ejkernel(backend)}
-    if not is_full:
-        arms[JAX] = by_jax()
-    if is_installed("tokamax"):
-        arms[TOKAMAX] = by_tokamax()
     run = Run(name, rounds, SMALL_DENSE if small else DENSE)
-    run.contenders.update({arm_name: Contender(arm) for arm_name, arm in arms.items()})
-    if TOKAMAX not in arms:
-        run.notes.append(f"{name}: not installed, and not measured: {TOKAMAX}")
-    size = SMALL if small else _full_size() if is_full else run.largest(JAX)
+    run.add(OURS, partial(by_ejkernel, backend))
+    if not is_full:
+        run.add(JAX, by_jax)
+    size = SMALL if small else _full_size(quick) if is_full else run.largest(JAX)
     if size is None:
         return run.report([])
-    if is_full and TOKAMAX in arms:
+    if is_installed("tokamax"):
+        run.add(TOKAMAX, partial(by_tokamax, size, run.notes))
+    else:
+        run.notes.append(f"{name}: not installed, and not measured: {TOKAMAX}")
+    if is_full and TOKAMAX in run.contenders:
         run.tune(size)
     return run.measure(size)
 
 
-def _full_size() -> Size:
+def _full_size(quick: bool) -> Size:
     limit = memory_limit()
-    return attrs.evolve(Size(1), layers=4 if limit is None else layers_that_fit(Size(1), limit))
+    layers = QUICK_LAYERS if limit is None else layers_that_fit(Size(1), limit)
+    return Size(min(layers, QUICK_LAYERS) if quick else layers)
 
 
 def memory_limit() -> int | None:
@@ -199,7 +221,7 @@ def layers_that_fit(size: Size, limit: float) -> int:
     """A first guess, at least 1: twelve bytes for each parameter with its gradient and moments, and what layers keep.
 
     >>> layers_that_fit(Size(1), 0.93 * 141e9), layers_that_fit(Size(1), 0.93 * 80e9)
-    (14, 6)
+    (14, 7)
     """
     kept = 2 * size.tokens * (size.dim + 2 * (size.heads + size.kv_heads) * size.head_dim)
     layer = 12 * _count(size.layer_shapes()) + kept
@@ -232,6 +254,11 @@ class Run:
     notes: list[str] = attrs.field(factory=list)
 
     # -- compiling -----------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, arm: Callable[[], Arm]) -> None:
+        """Add an arm, unless its library cannot be imported, which is told."""
+        if (functions := self._try(name, arm)) is not None:
+            self.contenders[name] = Contender(functions)
 
     def compiled(self, name: str, size: Size) -> Any:
         """The training step of an arm. The state is donated."""

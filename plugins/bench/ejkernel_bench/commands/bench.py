@@ -30,7 +30,7 @@ REFUSALS = {
     "rounds": "counts the same every time; --rounds is for suites that take time",
     "small": "has one set of sizes; --small is for the suites of operations",
     "part": "has no parts; --part is for devices, grouped_matmul and moe-step",
-    "quick": "has one set of sizes; --quick is for rms_norm and layer_norm",
+    "quick": "has one set of sizes; --quick is for rms_norm, layer_norm and moe-step",
     "with_peers": "always has its peers; --peers is for flash_attention",
 }
 #: The options that a call at given shapes does not have.
