@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from statistics import geometric_mean
 from typing import Any
@@ -173,14 +174,14 @@ def measure(name: str, layers: Sequence[Layer], backend: str | None, rounds: int
     columns = [column for contender in contenders for column in (contender, "range")]
     columns = ["", *columns, "TFLOP/s", "TB/s", *(f"{peer} / {OURS}" for peer in installed), "over the best", "kernels"]
     title = f"grouped_matmul, {name}: milliseconds on the device, medians of {rounds} rounds in turn, bfloat16"
-    run = _PartOfSuite(part, contenders, installed, backend, rounds, Rows(title, columns, series=contenders))
+    measurements = _PartOfSuite(part, contenders, installed, backend, rounds, Rows(title, columns, series=contenders))
     announce(f"{name}: compiling {len(layers)} calls for {', '.join(contenders)}")
-    for programs in in_threads(run.programs, layers):
-        run.measure(programs)
-    tables = [run.rows.table()] + ([run.absences.table()] if len(run.absences) else [])
+    for programs in in_threads(measurements.programs, layers):
+        measurements.measure(programs)
+    tables = [measurements.rows.table()] + ([measurements.absences.table()] if len(measurements.absences) else [])
     absent = [peer for peer, function in peers().items() if function is None]
     text = f"{name}: not installed, and not measured: {', '.join(absent)}" if absent else ""
-    return Report(name, tables, list(run.bars()), run.faults, text)
+    return Report(name, tables, list(measurements.bars()), measurements.faults, text)
 
 
 @attrs.frozen(eq=False)
@@ -229,6 +230,8 @@ class _PartOfSuite:
             except Exception as fault:  # the other contenders are measured all the same
                 failures[contender] = _reason(fault)
         expected = jitted(by_core(example, "xla"), FORWARD, inputs.astype("float32"))
+        with suppress(Exception):  # it is reported when it runs
+            expected.compile()
         return Programs(layer, example, expected, passes, failures)
 
     def _program(self, contender: str, example: Example, inputs: Inputs) -> Pass | None:

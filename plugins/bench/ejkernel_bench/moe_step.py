@@ -16,7 +16,8 @@ sends some tokens to other experts than that of another: in bfloat16, gradients 
 kernel makes them differ by their size. The time of the layers is that of the step less that of a step without layers.
 Only useful operations count. The product rate is measured in the run. Memory is what the compiler plans.
 
-On a GPU, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.93. --small has tiny sizes, which a CPU can run.
+On a GPU, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.93. --quick has at most four layers, and tries no batch of more than
+1 x 4096 tokens for ragged_dot. --small has tiny sizes, which a CPU can run.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ def run(
     quick: bool = False,
     part: str | None = None,
 ) -> Report:
-    """One part, or both. A quick run has at most a few layers."""
+    """One part, or both. A quick run has at most a few layers, and tries no batch that is unlikely to fit."""
     if part not in (None, *PARTS):
         raise click.UsageError(f"no part of moe-step is called {part}; there are {', '.join(PARTS)}")
     if jax.default_backend() == "cpu" and not small:
@@ -192,7 +193,7 @@ def _part(name: str, backend: str | None, rounds: int, small: bool, quick: bool)
     run.add(OURS, partial(by_ejkernel, backend))
     if not is_full:
         run.add(JAX, by_jax)
-    size = SMALL if small else _full_size(quick) if is_full else run.largest(JAX)
+    size = SMALL if small else _full_size(quick) if is_full else run.largest(JAX, BATCHES[2:] if quick else BATCHES)
     if size is None:
         return run.report([])
     if is_installed("tokamax"):
@@ -279,9 +280,9 @@ class Run:
             self.absences.add(name, " ".join(describe_fault(fault).split()))
             return None
 
-    def largest(self, name: str) -> Size | None:
-        """Few layers, at the largest batch at which the step of this arm runs; None if it never does."""
-        for batch, length in BATCHES:
+    def largest(self, name: str, batches: Sequence[tuple[int, int]]) -> Size | None:
+        """Few layers, at the first batch at which the step of this arm runs; None if it never does."""
+        for batch, length in batches:
             size = Size(FEW_LAYERS, batch, length, chunk=min(Size(1).chunk, batch * length))
             if self._try(f"{name}, {batch} x {length} tokens", partial(self._runs, name, size)):
                 return size

@@ -142,9 +142,9 @@ def test_a_wrong_arm_is_found_and_a_failing_one_is_told():
 def test_a_gradient_that_is_no_number_is_the_worst():
     run = run_with()
     right = (jnp.float32(2.0), {"a": jnp.ones(3), "b": jnp.ones(3)})
-    wrong = (jnp.float32(2.0), {"a": jnp.array([1.0, jnp.nan, 1.0]), "b": jnp.full(3, 9.0)})
-    assert run._compared("it", TINY, wrong, right)[-1] == "['a']"
-    assert run.faults == ["it: its gradient of ['a'] is nan from ours"]
+    wrong = (jnp.float32(2.0), {"a": jnp.full(3, 9.0), "b": jnp.array([1.0, jnp.nan, 1.0])})
+    assert run._compared("it", TINY, wrong, right)[-1] == "['b']"
+    assert run.faults == ["it: its gradient of ['b'] is nan from ours"]
 
 
 def test_the_largest_batch_that_fits_is_chosen(monkeypatch):
@@ -167,7 +167,7 @@ def test_the_largest_batch_that_fits_is_chosen(monkeypatch):
 
     monkeypatch.setattr(Run, "compiled", compiled)
     run = run_with()
-    assert run.largest(JAX) == Size(2, 1, 4096)
+    assert run.largest(JAX, moe_step.BATCHES) == Size(2, 1, 4096)
     reasons = dict(run.absences)
     assert "out of memory" in reasons[f"{JAX}, 4 x 4096 tokens"]
     assert "its plan takes" in reasons[f"{JAX}, 2 x 4096 tokens"]
@@ -176,9 +176,15 @@ def test_the_largest_batch_that_fits_is_chosen(monkeypatch):
 def test_layers_are_fewer_where_the_plan_is_too_large(monkeypatch):
     monkeypatch.setattr(moe_step, "memory_limit", lambda: 100)
     monkeypatch.setattr(moe_step, "planned_bytes", lambda step: 20 + 12 * step)
-    monkeypatch.setattr(Run, "compiled", lambda self, name, size: size.layers)
+    attempts = []
+
+    def compiled(self, name, size):
+        attempts.append(size.layers)
+        return size.layers
+
+    monkeypatch.setattr(Run, "compiled", compiled)
     size, steps = run_with(**{OURS: None})._steps(Size(9))
-    assert (size.layers, steps) == (6, {OURS: 6})  # 128 of 97: 6 of 9 layers take 92
+    assert (size.layers, steps, attempts) == (6, {OURS: 6}, [9, 6])  # 128 of 97; six layers take 92
 
 
 # -- figures and profiles ----------------------------------------------------------------------------------------------
