@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import sys
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_bench import _grouped_products, grouped_matmul, moe_route
+from ejkernel_bench import _grouped_products, _profile, grouped_matmul, moe_route, moe_step
 from ejkernel_bench._calls import draw
 from ejkernel_bench._grouped_products import by_ragged_dot, by_tokamax, by_torch
 from ejkernel_bench.grouped_matmul import DIRECTIONS, GLUON, OURS, PARTS, TORCH, TRITON, skewed
@@ -309,3 +310,9 @@ def test_an_unknown_part_is_an_error(ejkernel, suite):
     code, _, error = ejkernel("bench", suite, "--part", "backward")
     assert code == 2
     assert f"no part of {suite} is called backward; there are" in error
+
+
+@pytest.mark.parametrize("module", [grouped_matmul, moe_step, _profile], ids=lambda module: module.__name__)
+def test_examples_in_docstrings(module):
+    failures, count = doctest.testmod(module)
+    assert (failures, count > 0) == (0, True)
