@@ -23,6 +23,7 @@ On a GPU, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.93. --quick has at most four laye
 from __future__ import annotations
 
 import importlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -232,7 +233,7 @@ def layers_that_fit(size: Size, limit: float) -> int:
 
 
 def _count(shapes: Mapping[str, Sequence[int]]) -> int:
-    return sum(int(jnp.prod(jnp.array(shape, jnp.int32))) for shape in shapes.values())
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def planned_bytes(compiled: Any) -> int:
