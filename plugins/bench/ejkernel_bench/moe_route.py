@@ -115,13 +115,13 @@ def _compiled(
             else:
                 plans(example, chosen, ejkernel_core.registry)
                 function = by_core(example, chosen)
-            passes[name] = jitted(function, PASSES[0], inputs)
-            passes[name].compile()
+            program = jitted(function, PASSES[0], inputs)
+            program.compile()
+            passes[name] = program
         except NoKernel:
             continue
         except Exception as fault:  # the other contenders are measured all the same
             faults.append(f"{name}, {example.name}: {describe_fault(fault)}")
-            passes.pop(name, None)
     return example, passes
 
 
