@@ -15,23 +15,29 @@ Words = list[list[int]]
 
 
 def prefetched_scalars(function: Callable[[Any], Any], arrays: Mapping[str, Any]) -> dict[str, Words]:
-    """For each ``pallas_call`` of a call with arrays of zeros, by its name, its scalars in words of 32 bits.
+    """For each ``pallas_call`` of a call, by its name, its scalars in words of 32 bits, after those of its grid.
 
-    Nothing but these scalars is computed.
+    Arrays of which only the shape is known are zeros. Nothing but these scalars is computed.
     """
     scalars: dict[str, Words] = {}
 
     def record(kernel: Any, out_shape: Any, *, grid_spec: Any = None, name: str | None = None, **options: Any) -> Any:
         def run(*operands: Any) -> Any:
             count = getattr(grid_spec, "num_scalar_prefetch", 0)
-            scalars[str(name)] = [words(np.asarray(operand)) for operand in jax.tree.leaves(operands[:count])]
+            sizes = [size for size in getattr(grid_spec, "grid", ()) if not isinstance(size, int)]
+            values = jax.tree.leaves((sizes, operands[:count]))
+            scalars[str(name)] = [words(np.asarray(value)) for value in values]
             return jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), out_shape)
 
         return run
 
     with _replaced_pallas_call(record), jax.disable_jit():
-        function({name: jnp.zeros(array.shape, array.dtype) for name, array in arrays.items()})
+        function({name: _concrete(array) for name, array in arrays.items()})
     return scalars
+
+
+def _concrete(array: Any) -> Any:
+    return jnp.zeros(array.shape, array.dtype) if isinstance(array, jax.ShapeDtypeStruct) else array
 
 
 @contextlib.contextmanager

@@ -48,24 +48,27 @@ def _interpreted_kernel(module: Any, device_kind: str, interpret: Any) -> Any:
         return module.heuristic_cfg(on_tpu(inv))
 
     @hookimpl
-    def config_space(inv: Invocation) -> Any:
-        return module.config_space(on_tpu(inv))
-
-    @hookimpl
     def run_backend(inv: Invocation, cfg: Any) -> Any:
         if interpret is True:
             return module.compute(on_tpu(inv), cfg, True)
         return _by_callback(lambda inv: module.compute(inv, cfg, interpret), on_tpu(inv))
 
-    return SimpleNamespace(
+    kernel = SimpleNamespace(
         heuristic_cfg=heuristic_cfg,
-        config_space=config_space,
         run_backend=run_backend,
-        Config=module.Config,
         # The highest rank of all, because a kernel is registered here in order to run.
         PLATFORMS={"cpu": 60},
-        CODE=[module.heuristic_cfg, module.config_space, module.compute],
+        CODE=[module.heuristic_cfg, module.compute],
     )
+    if hasattr(module, "Config"):
+
+        @hookimpl
+        def config_space(inv: Invocation) -> Any:
+            return module.config_space(on_tpu(inv))
+
+        kernel.Config, kernel.config_space = module.Config, config_space
+        kernel.CODE.append(module.config_space)
+    return kernel
 
 
 def _by_callback(compute: Callable[[Invocation], Any], inv: Invocation) -> Any:

@@ -14,7 +14,7 @@ from ejkernel_core import Example, Registry
 from ._compiler import Compiler, Program, base_name, in_main_memory
 from ._kernels import Kernel
 from ._peers import Peer
-from ._prefetch import prefetched_scalars
+from ._prefetch import Words, prefetched_scalars
 from ._registry import interpreted_registry
 from ._schedule import Estimate, estimate
 
@@ -132,11 +132,29 @@ class _Estimator:
             return [estimate(program.folder, name, [], self.generation) for name in program.operations]
         modules = {kernel.name: kernel.module for kernel in self.kernels}
         interpreted = interpreted_registry(modules, device_kind=self.compiler.device_kind(self.generation))
-        scalars = prefetched_scalars(_with_gradients(implementation(interpreted), wrt), arrays)
+        known = {**arrays, **self._integers()}
+        scalars = prefetched_scalars(_with_gradients(implementation(interpreted), wrt), known)
         return [
-            estimate(program.folder, kernel, scalars.get(base_name(kernel), []), self.generation)
+            estimate(program.folder, kernel, _scalars_of(kernel, scalars), self.generation)
             for kernel in program.kernels
         ]
+
+    def _integers(self) -> dict[str, Any]:
+        """The arrays of integers of the example, such as the sizes of groups: which blocks there are depends on them.
+
+        Compiled, so that other arrays, which may be large, are not made.
+        """
+
+        def arrays() -> dict[str, Any]:
+            values = {name: value for name, value in self.example.arguments(0).items() if hasattr(value, "dtype")}
+            return {name: value for name, value in values.items() if jnp.issubdtype(value.dtype, jnp.integer)}
+
+        return dict(jax.jit(arrays)())
+
+
+def _scalars_of(kernel: str, scalars: Mapping[str, Words]) -> Words:
+    """Those of this name; a single ``pallas_call`` may have none."""
+    return scalars.get(base_name(kernel)) or (scalars.get("None") if len(scalars) == 1 else None) or []
 
 
 def _without_registry(function: Function) -> Implementation:
