@@ -21,7 +21,7 @@ def contract(inv: Invocation, tile: Tile, visits: Visits, dtype: Any, groups: in
         return visits.read(table, "group", visit), visits.read(table, "source", visit), i, j
 
     def kernel(table: Any, refs: Any) -> None:
-        _, _, visit = grid_indices(3)
+        visit = grid_indices(3)[2]
         start, end = (visits.read(table, name, visit) for name in ("start", "end"))
 
         @pl.when(visits.read(table, "first", visit) != 0)

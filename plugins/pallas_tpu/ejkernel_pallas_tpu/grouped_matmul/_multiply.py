@@ -29,7 +29,7 @@ def multiply(inv: Invocation, tile: Tile, visits: Visits, dtype: Any, is_gated: 
         return number["tile"], number["source"], number["group"], j, k
 
     def kernel(table: Any, refs: Any) -> None:
-        _, visit, k = grid_indices(3)
+        visit, k = grid_indices(3)[1:]
         start, end = (visits.read(table, name, visit) for name in ("start", "end"))
         is_last = k == last
 

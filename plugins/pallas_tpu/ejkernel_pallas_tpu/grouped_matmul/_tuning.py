@@ -201,7 +201,7 @@ def _forward_traffic(inv: Invocation, tile: Tile) -> int:
         rows = visits * tile.rows
     matrices = visits if tile.depth_tiles > 1 else groups
     read = tile.all_depth * size * (rows * tile.column_tiles + matrices * tile.all_columns * _parts(inv))
-    return read + tile.all_rows * tile.all_columns * output.dtype.itemsize
+    return int(read + tile.all_rows * tile.all_columns * output.dtype.itemsize)
 
 
 FORWARD = Kernel(

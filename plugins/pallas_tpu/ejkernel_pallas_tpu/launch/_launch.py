@@ -59,7 +59,8 @@ class Launch:
 
     name: str
     kernel: Callable[..., None]
-    grid: tuple[int, ...]
+    #: The steps along each axis: a number, or an array of one that is known when the kernel starts.
+    grid: tuple[Any, ...]
     semantics: tuple[str, ...]
     tile_map: TileMap
     operands: Mapping[str, Operand]
