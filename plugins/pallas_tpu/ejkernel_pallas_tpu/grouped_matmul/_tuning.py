@@ -68,7 +68,8 @@ class Config:
 
 def is_gated(inv: Invocation) -> bool:
     """Whether the kernel applies the activation: it needs gates and values apart, from a multiple of the lanes on."""
-    return inv["activation"] in ("silu_gated", "gelu_gated") and _columns(inv) // 2 % LANES == 0
+    columns = _columns(inv) // 2
+    return inv["activation"] in ("silu_gated", "gelu_gated") and columns > 0 and columns % LANES == 0
 
 
 def _columns(inv: Invocation) -> int:
@@ -78,24 +79,26 @@ def _columns(inv: Invocation) -> int:
 def forward_tile(inv: Invocation, cfg: Config) -> Tile:
     """The tile of a product. Columns are those of its result."""
     (rows, depth), columns = inv["lhs"].shape, _columns(inv)
-    size = min(cfg.columns, columns)
-    if is_gated(inv):  # the values begin with a tile
-        columns //= 2
-        size = columns if cfg.columns >= columns else math.gcd(cfg.columns, columns)
-    return _tile(cfg, rows, columns, max(depth, 1), size)
+    if not is_gated(inv):
+        return _tile(cfg, rows, columns, depth)
+    columns //= 2
+    size = columns if cfg.columns >= columns else math.gcd(cfg.columns, columns)  # the values begin with a tile
+    return _tile(attrs.evolve(cfg, columns=size), rows, columns, depth)
 
 
 def d_rhs_tile(inv: Invocation, cfg: Config) -> Tile:
     """The tile of a gradient: ``depth`` and ``columns`` are those of its matrices."""
     (output,) = D_RHS_AXES.outputs(inv)
     _, depth, columns = output.shape
-    return _tile(cfg, inv["lhs"].shape[0], columns, depth, min(cfg.columns, columns))
+    return _tile(cfg, inv["lhs"].shape[0], columns, depth)
 
 
-def _tile(cfg: Config, rows: int, columns: int, depth: int, column_size: int) -> Tile:
-    row_size = min(cfg.rows, power_of_two(rows)) if rows >= LANES else max(rows, 1)
+def _tile(cfg: Config, *sizes: int) -> Tile:
+    """For so many rows, columns and entries. A call without any has the tile of one, which is not used."""
+    rows, columns, depth = (max(size, 1) for size in sizes)
+    row_size = min(cfg.rows, power_of_two(rows)) if rows >= LANES else rows
     chunk = min(cfg.chunk, row_size) if rows >= LANES else row_size
-    return Tile(row_size, column_size, min(cfg.depth or depth, depth), chunk, rows, columns, depth)
+    return Tile(row_size, min(cfg.columns, columns), min(cfg.depth or depth, depth), chunk, rows, columns, depth)
 
 
 def vmem_limit(inv: Invocation) -> int | None:
