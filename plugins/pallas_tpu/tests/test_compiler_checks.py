@@ -37,7 +37,9 @@ def test_doctests():
 
 def test_every_kernel_of_the_distribution_is_checked():
     entry_points = distribution("ejkernel-pallas-tpu").entry_points
-    names = {point.name for point in entry_points if point.group == "ejkernel.kernels"}
+    points = [point for point in entry_points if point.group == "ejkernel.kernels"]
+    # One without a Config is made of calls of operations that have kernels of their own.
+    names = {point.name for point in points if hasattr(point.load(), "Config")}
     assert names == {name for name in KERNELS if name.endswith(".pallas_tpu")}
     for name in names:
         assert next(KERNELS[name].calls("vmem"), None) is not None, name

@@ -33,6 +33,8 @@ D_RHS_CHUNKS = {"v4": 128, "v5e": 128, "v5p": 128, "v6e": 256, "v7x": 256}
 #: How many operations of a product take as long as a byte that is moved, and how many bytes as long as a step.
 PRODUCTS = {"v4": 220, "v5e": 240, "v5p": 165, "v6e": 560, "v7x": 310}
 STEP = 2**18
+#: Bytes for what registers do not hold.
+SPILLS = 2**18
 #: Words of scalar memory, of which there is 1 MiB, that a table may have.
 MOST_NUMBERS = 2**17
 
@@ -192,7 +194,7 @@ def _forward_vmem(inv: Invocation, tile: Tile) -> int:
     kept += (2 + 2 * parts) * _bytes(tile.chunk, tile.columns, 4)
     if tile.all_depth % tile.depth:  # the entries behind the end are masked
         kept += 2 * (matrix + _bytes(tile.chunk, tile.depth, lhs)) * (1 + 4 // lhs)
-    return 2 * moving + kept + _split(inv, matrix + _bytes(tile.chunk, tile.depth, lhs))
+    return 2 * moving + kept + _split(inv, matrix + _bytes(tile.chunk, tile.depth, lhs)) + SPILLS
 
 
 def _forward_traffic(inv: Invocation, tile: Tile) -> int:
@@ -227,7 +229,7 @@ def _d_rhs_vmem(inv: Invocation, tile: Tile) -> int:
     moving += _bytes(tile.depth, tile.columns, output.dtype.itemsize)
     chunks = _bytes(tile.chunk, tile.depth, size) + _bytes(tile.chunk, tile.columns, size)
     # The sums, and what is masked and transposed.
-    return 2 * moving + _bytes(tile.depth, tile.columns, 4) + 3 * chunks + _split(inv, 2 * chunks)
+    return 2 * moving + _bytes(tile.depth, tile.columns, 4) + 3 * chunks + _split(inv, 2 * chunks) + SPILLS
 
 
 def _d_rhs_traffic(inv: Invocation, tile: Tile) -> int:
