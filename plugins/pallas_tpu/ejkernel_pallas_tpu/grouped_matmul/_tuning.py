@@ -191,7 +191,7 @@ def _forward_vmem(inv: Invocation, tile: Tile) -> int:
     moving = _bytes(tile.rows, tile.depth, lhs) + parts * (matrix + _bytes(8, tile.columns, 4))
     moving += _bytes(tile.rows, tile.columns, output.dtype.itemsize)
     kept = parts * _bytes(tile.rows, tile.columns, 4) if tile.depth_tiles > 1 else 0
-    kept += (2 + 2 * parts) * _bytes(tile.chunk, tile.columns, 4)
+    kept += (2 + 2 * parts) * _bytes(tile.chunk, tile.columns, 4) + _bytes(tile.chunk, tile.depth, lhs)
     if tile.all_depth % tile.depth:  # the entries behind the end are masked
         kept += 2 * (matrix + _bytes(tile.chunk, tile.depth, lhs)) * (1 + 4 // lhs)
     return 2 * moving + kept + _split(inv, matrix + _bytes(tile.chunk, tile.depth, lhs)) + SPILLS
