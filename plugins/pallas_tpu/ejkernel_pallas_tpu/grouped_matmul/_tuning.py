@@ -29,6 +29,8 @@ SHAPES = 3
 #: are wasted less where a group ends; wider matrix units need more of them, to have a matrix while the next one comes.
 FORWARD_CHUNKS = {"v4": 64, "v5e": 64, "v5p": 64, "v6e": 128, "v7x": 128}
 TRANSPOSED_CHUNKS = {"v4": 64, "v5e": 64, "v5p": 64, "v6e": 256, "v7x": 256}
+#: In groups of so many chunks on average, a chunk has twice the rows: less is wasted where they end.
+MANY_CHUNKS = 16
 D_RHS_CHUNKS = {"v4": 128, "v5e": 128, "v5p": 128, "v6e": 256, "v7x": 256}
 #: How many operations of a product take as long as a byte that is moved, and how many bytes as long as a step.
 PRODUCTS = {"v4": 220, "v5e": 240, "v5p": 165, "v6e": 560, "v7x": 310}
@@ -130,6 +132,8 @@ def configs(inv: Invocation, kernel: Kernel) -> list[Config]:
     assert chip is not None  # `check` refuses others
     chunk = kernel.chunks(inv)[chip.name]
     tile = kernel.tile_of(inv, Config(depth=None, columns=2**30))
+    if tile.all_rows >= MANY_CHUNKS * chunk * kernel.groups(inv):
+        chunk *= 2
     columns, depths = _sizes(tile.all_columns), _sizes(tile.all_depth)
     sizes = {
         kernel.tile_of(inv, cfg): cfg
