@@ -42,6 +42,9 @@ REGIONS = [
     pytest.param("docs/operations/rms_norm.md", "features", marks=pytest.mark.long),
     pytest.param("docs/operations/layer_norm.md", "features", marks=pytest.mark.long),
     ("docs/operations/context_attention.md", "features"),
+    pytest.param("docs/operations/grouped_matmul.md", "features", marks=pytest.mark.long),
+    ("docs/operations/moe_route.md", "features"),
+    ("docs/operations/moe_permute.md", "features"),
     ("docs/reference/configurations.md", "configurations"),
 ]
 
