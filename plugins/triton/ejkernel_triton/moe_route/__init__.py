@@ -28,8 +28,10 @@ COMPILERS = ("triton", "jax-triton")
 DTYPES = ("float16", "bfloat16", "float32")
 #: The most experts whose scores a program holds, and the most of them that a token may have.
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
-#: The scores that a program holds: 32 for each thread of 4 warps.
-ENTRIES = 4096
+#: The scores that a thread holds: more do not fit into registers.
+SCORES = 32
+#: The threads of a warp.
+WARP = 32
 #: Experts of a program of the second kernel, and blocks of tokens that it reads at a time.
 COLUMNS, ROWS = 16, 64
 
@@ -44,17 +46,22 @@ class Config:
 
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> Config:
-    """As many tokens as fit into registers."""
+    """As many tokens as fit into the registers of four warps."""
     check(inv)
-    return Config(tokens=max(1, min(64, ENTRIES // columns(inv))))
+    return Config(tokens=max(1, min(64, SCORES * 4 * WARP // columns(inv))))
 
 
 @hookimpl
 def config_space(inv: Invocation) -> Iterable[Config]:
-    """The heuristic's, half and twice as many tokens, with more and fewer warps."""
+    """The heuristic's, half and twice as many tokens, with more and fewer warps, where that fits into registers."""
     first = heuristic_cfg(inv)
     sizes = [size for size in (first.tokens, first.tokens // 2, 2 * first.tokens) if 1 <= size <= 128]
-    return [first, *(cfg for size in sizes for warps in (4, 2, 8) if (cfg := Config(size, warps)) != first)]
+    others = (Config(size, warps) for size in sizes for warps in (4, 2, 8))
+    return [first, *(cfg for cfg in others if cfg != first and _fits(inv, cfg))]
+
+
+def _fits(inv: Invocation, cfg: Config) -> bool:
+    return cfg.tokens * columns(inv) <= SCORES * cfg.num_warps * WARP
 
 
 @hookimpl
