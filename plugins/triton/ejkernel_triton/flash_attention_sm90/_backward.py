@@ -18,17 +18,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from ejkernel_triton.flash_attention_sm90 import _tma
 from ejkernel_triton.flash_attention_sm90._shared import (
     LOG2E,
     Call,
     allocate_ring,
     apply_soft_cap,
-    barriers,
     is_visible,
     own_tokens,
     store_rows,
 )
+from ejkernel_triton.hopper import tma
+from ejkernel_triton.hopper.shared_memory import barriers
 
 
 @aggregate
@@ -67,12 +67,12 @@ class Queries:
         head_row = batch * sources.HEADS + head
         full = self.query_full.index(slot)
         mbarrier.expect(full, sources.query.block_type.nbytes + sources.lse.block_type.nbytes)
-        _tma.load(sources.query, [batch, row, head, 0], full, self.query.index(slot))
-        _tma.load(sources.lse, [head_row, row], full, self.lse.index(slot))
+        tma.load(sources.query, [batch, row, head, 0], full, self.query.index(slot))
+        tma.load(sources.lse, [head_row, row], full, self.lse.index(slot))
         full = self.d_out_full.index(slot)
         mbarrier.expect(full, sources.d_out.block_type.nbytes + sources.delta.block_type.nbytes)
-        _tma.load(sources.d_out, [batch, row, head, 0], full, self.d_out.index(slot))
-        _tma.load(sources.delta, [head_row, row], full, self.delta.index(slot))
+        tma.load(sources.d_out, [batch, row, head, 0], full, self.d_out.index(slot))
+        tma.load(sources.delta, [head_row, row], full, self.delta.index(slot))
 
     @gluon.jit
     def wait_for_query(self, n, is_needed=True):
@@ -117,10 +117,10 @@ def allocate_queries(query, lse, COUNT: gl.constexpr):
 class Sources:
     """The arrays that `Queries` are fetched from."""
 
-    query: _tma.Descriptor
-    d_out: _tma.Descriptor
-    lse: _tma.Descriptor
-    delta: _tma.Descriptor
+    query: tma.Descriptor
+    d_out: tma.Descriptor
+    lse: tma.Descriptor
+    delta: tma.Descriptor
     HEADS: gl.constexpr
 
     @gluon.constexpr_function
@@ -138,7 +138,7 @@ class Results:
 
     d_key: gl.tensor
     d_value: gl.tensor
-    d_query: _tma.Descriptor
+    d_query: tma.Descriptor
     DIM: gl.constexpr
 
     @gluon.constexpr_function
@@ -400,7 +400,7 @@ def _sum(
                     dq_sum = warpgroup_mma(all_d_logits_0.permute((1, 0)), k_0, zero_dq, use_acc=False, is_async=True)
                     dq_sum = warpgroup_mma(all_d_logits_1.permute((1, 0)), k_1, dq_sum, is_async=True)
                     # The tile that was added before has to be read from shared memory first.
-                    _tma.store_wait(0)
+                    tma.store_wait(0)
                     if EARLY_LOGITS:
                         dv, dk = warpgroup_mma_wait(2, [dv_sum, dk_sum])
                         queries.release(n)
@@ -414,7 +414,7 @@ def _sum(
                     tile = (batch * call.HEADS * GROUP + head) * blocks + i
                     if PARTS == 2:
                         tile = tile * 2 + WARP_GROUP
-                    _tma.add(results.d_query, [tile * 128, 0], d_query_tile)
+                    tma.add(results.d_query, [tile * 128, 0], d_query_tile)
                 else:
                     dv, dk = warpgroup_mma_wait(0, [dv_sum, dk_sum])
                     queries.release(n)
@@ -433,7 +433,7 @@ def _sum(
         fence_async_shared()
         keys.release(0)
         values.release(0)
-    _tma.store_wait(0)
+    tma.store_wait(0)
 
 
 @gluon.jit

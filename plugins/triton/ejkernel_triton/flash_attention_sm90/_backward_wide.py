@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from ejkernel_triton.flash_attention_sm90 import _tma
 from ejkernel_triton.flash_attention_sm90._backward import (
     Results,
     Sources,
@@ -31,11 +30,11 @@ from ejkernel_triton.flash_attention_sm90._shared import (
     Call,
     allocate_ring,
     apply_soft_cap,
-    barriers,
     own_tokens,
-    reinterpret,
     store_rows,
 )
+from ejkernel_triton.hopper import tma
+from ejkernel_triton.hopper.shared_memory import barriers, reinterpret
 
 
 @aggregate
@@ -173,7 +172,7 @@ def _sum(
                 shared.d_logits.index(n & 1).slice(WARP_GROUP * ROWS, ROWS, dim=1).store(d_logits_tile)
                 if D_QUERY and n > 0:
                     # The slot of the queries before is empty once their gradient has been read from it.
-                    _tma.store_wait(0)
+                    tma.store_wait(0)
                     queries.release(n - 1)
                 fence_async_shared()
                 mbarrier.arrive(shared.full.index(n & 1))
@@ -197,8 +196,8 @@ def _sum(
                     low_tile.store(to_rows_of_threads(low_dq))
                     high_tile.store(to_rows_of_threads(high_dq))
                     fence_async_shared()
-                    _tma.add(results.d_query, [tile * 128, 0], low_tile)
-                    _tma.add(results.d_query, [tile * 128 + 128, 0], high_tile)
+                    tma.add(results.d_query, [tile * 128, 0], low_tile)
+                    tma.add(results.d_query, [tile * 128 + 128, 0], high_tile)
                 else:
                     dv, dk = warpgroup_mma_wait(0, [dv_sum, dk_sum])
                     queries.release(n)
@@ -216,7 +215,7 @@ def _sum(
         fence_async_shared()
         keys.release(0)
         values.release(0)
-    _tma.store_wait(0)
+    tma.store_wait(0)
 
 
 @gluon.jit

@@ -17,19 +17,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from ejkernel_triton.flash_attention_sm90 import _tma
 from ejkernel_triton.flash_attention_sm90._shared import (
     LOG2E,
     Call,
     OwnTokens,
     allocate_ring,
     apply_soft_cap,
-    barriers,
     is_visible,
     own_tokens,
     soft_cap_weights,
     store_rows,
 )
+from ejkernel_triton.hopper import tma
+from ejkernel_triton.hopper.shared_memory import barriers
 
 #: Queries of a tile: 64 for each of two groups of warps.
 Q_BLOCK = gl.constexpr(128)
@@ -100,7 +100,7 @@ class Blocks:
 def _fill(full, desc, batch, head, row, tile):
     if row >= 0:
         mbarrier.expect(full, desc.block_type.nbytes)
-        _tma.load(desc, [batch, row, head, 0], full, tile)
+        tma.load(desc, [batch, row, head, 0], full, tile)
     else:
         mbarrier.arrive(full)
 

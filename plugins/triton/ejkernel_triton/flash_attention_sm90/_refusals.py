@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_triton.flash_attention import _refusals
-from ejkernel_triton.launch import _jax_triton
-from ejkernel_triton.launch._cards import capability
+from ejkernel_triton.hopper.requirements import DTYPES, ELEMENTS, require_hopper
 
-DTYPES = ("float16", "bfloat16")
-#: The copy engine moves multiples of 16 bytes.
-ELEMENTS = 8
 LEAST_SCALE = 1e-30
 #: Masked logits are a multiple of the cap: down to this cap their weights are 0.
 LEAST_CAP = 1e-9
@@ -20,16 +14,7 @@ LEAST_CAP = 1e-9
 def check(inv: Invocation) -> None:
     """Raise `Unsupported` for a card, versions or arguments that the kernels do not support."""
     _refusals.check(inv)
-    compute_capability = capability(inv)
-    if compute_capability != (9, 0):
-        major, minor = compute_capability or (0, 0)
-        raise Unsupported(f"the Gluon kernels are for compute capability 9.0 (Hopper); this GPU has {major}.{minor}")
-    if _jax_triton.version() < (0, 4, 1):
-        newer = "" if sys.version_info >= (3, 12) else ", which needs Python 3.12"
-        raise Unsupported(f'the Gluon kernels need jax-triton 0.4{newer}: pip install "jax-triton>=0.4.1"')
-    unknown = _jax_triton.no_descriptors_reason()
-    if unknown is not None:
-        raise Unsupported(f"the Gluon kernels need descriptions for the copy engine: {unknown}")
+    require_hopper(inv)
     query, key, value = inv["query"], inv["key"], inv["value"]
     if str(query.dtype) not in DTYPES:
         raise Unsupported(f"the Gluon kernels take {' and '.join(DTYPES)}; not {query.dtype}")

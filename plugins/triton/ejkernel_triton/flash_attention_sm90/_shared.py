@@ -6,12 +6,11 @@ queries in the forward pass, and keys in the backward.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
-from triton.language.core import _unwrap_if_constexpr as unwrapped
 
-from ejkernel_triton.flash_attention_sm90 import _tma
+from ejkernel_triton.hopper import tma
+from ejkernel_triton.hopper.shared_memory import barriers
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -254,7 +253,7 @@ class Ring:
         full = self.full.index(slot)
         mbarrier.wait(self.empty.index(slot), ((n // self.COUNT) & 1) ^ 1)
         mbarrier.expect(full, desc.block_type.nbytes)
-        _tma.load(desc, coordinates, full, self.tiles.index(slot))
+        tma.load(desc, coordinates, full, self.tiles.index(slot))
 
     @gluon.jit
     def wait(self, n):
@@ -273,26 +272,10 @@ class Ring:
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """``COUNT`` barriers, each of which ends a phase after ``ARRIVALS`` arrivals."""
-    array = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(array.index(i), count=ARRIVALS)
-    return array
-
-
-@gluon.jit
 def allocate_ring(desc, COUNT: gl.constexpr, READERS: gl.constexpr):
     """An empty ring of ``COUNT`` tiles that the copy engine fills."""
     tiles = gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_shape, desc.layout)
     return Ring(tiles, barriers(COUNT, 1), barriers(COUNT, READERS), COUNT)
-
-
-@builtin
-def reinterpret(memory, dtype, shape, layout, _semantic=None):
-    """The same bytes of shared memory as another type. Triton 3.9 has a new name for this."""
-    shape = [unwrapped(size) for size in unwrapped(shape)]
-    return _semantic.memdesc_reinterpret(memory, unwrapped(dtype), shape, unwrapped(layout))
 
 
 @gluon.jit

@@ -15,9 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from ejkernel_triton.flash_attention_sm90 import _tma
-from ejkernel_triton.flash_attention_sm90._shared import barriers
 from ejkernel_triton.grouped_matmul_sm90._multiply import DEPTH, HALF, Stages
+from ejkernel_triton.hopper import tma
+from ejkernel_triton.hopper.shared_memory import barriers
 
 
 @aggregate
@@ -101,8 +101,8 @@ def _fetch(call, stages, first, second):
             full = stages.full.index(step % stages.COUNT)
             mbarrier.expect(full, BYTES)
             for half in gl.static_range(2):
-                _tma.load(first, [start + s * DEPTH, row + half * HALF], full, stages.rows_of(step, half))
-            _tma.load(second, [start + s * DEPTH, column], full, stages.matrix.index(step % stages.COUNT))
+                tma.load(first, [start + s * DEPTH, row + half * HALF], full, stages.rows_of(step, half))
+            tma.load(second, [start + s * DEPTH, column], full, stages.matrix.index(step % stages.COUNT))
             step += 1
 
 

@@ -18,9 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from ejkernel_triton.flash_attention_sm90 import _tma
-from ejkernel_triton.flash_attention_sm90._shared import LOG2E, barriers
+from ejkernel_triton.hopper import tma
+from ejkernel_triton.hopper.shared_memory import barriers
 
+LOG2E = gl.constexpr(1.4426950408889634)
 #: Rows of each group of warps.
 HALF = gl.constexpr(64)
 #: The rows of a matrix that are multiplied at a time: 128 bytes.
@@ -161,14 +162,14 @@ def _fetch(call, stages, lhs, rhs):
                 full = stages.full.index(step % stages.COUNT)
                 mbarrier.expect(full, BYTES)
                 for half in gl.static_range(2):
-                    _tma.load(lhs, [first + half * HALF, s * DEPTH], full, stages.rows_of(step, half))
+                    tma.load(lhs, [first + half * HALF, s * DEPTH], full, stages.rows_of(step, half))
                 for piece in gl.static_range(stages.PIECES):
                     tile = stages.matrix.index(step % stages.COUNT * stages.PIECES + piece)
                     n = column * FACTOR + piece * call.WIDTH
                     if call.TRANSPOSED:
-                        _tma.load(rhs, [group, n, s * DEPTH], full, tile)
+                        tma.load(rhs, [group, n, s * DEPTH], full, tile)
                     else:
-                        _tma.load(rhs, [group, s * DEPTH, n], full, tile)
+                        tma.load(rhs, [group, s * DEPTH, n], full, tile)
                 step += 1
 
 

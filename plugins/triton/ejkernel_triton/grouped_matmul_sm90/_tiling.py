@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
 import attrs
 from attrs.validators import in_
 
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_triton.grouped_matmul import _tiling
-from ejkernel_triton.launch import _jax_triton
-from ejkernel_triton.launch._cards import capability
+from ejkernel_triton.hopper.requirements import DTYPES, ELEMENTS, require_hopper
 
-DTYPES = ("float16", "bfloat16")
-#: The copy engine moves multiples of 16 bytes.
-ELEMENTS = 8
 #: Rows of a tile: 64 for each of two groups of warps.
 ROWS = 128
 #: By the columns of a tile, of which gates and values are half: how many stages fit into shared memory.
@@ -35,16 +29,7 @@ class Config:
 def check(inv: Invocation, groups: int, sizes: tuple[int, ...]) -> None:
     """Raise for a card, versions or arrays that the kernels do not support. ``sizes``: of the rows in memory."""
     _tiling.check(inv, groups)
-    compute_capability = capability(inv)
-    if compute_capability != (9, 0):
-        major, minor = compute_capability or (0, 0)
-        raise Unsupported(f"the Gluon kernels are for compute capability 9.0 (Hopper); this GPU has {major}.{minor}")
-    if _jax_triton.version() < (0, 4, 1):
-        newer = "" if sys.version_info >= (3, 12) else ", which needs Python 3.12"
-        raise Unsupported(f'the Gluon kernels need jax-triton 0.4{newer}: pip install "jax-triton>=0.4.1"')
-    unknown = _jax_triton.no_descriptors_reason()
-    if unknown is not None:
-        raise Unsupported(f"the Gluon kernels need descriptions for the copy engine: {unknown}")
+    require_hopper(inv)
     dtype = str(inv["lhs"].dtype)
     if dtype not in DTYPES:
         raise Unsupported(f"the Gluon kernels take {' and '.join(DTYPES)}; not {dtype}")

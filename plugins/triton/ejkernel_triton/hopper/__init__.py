@@ -1,0 +1,1 @@
+"""What Gluon kernels for Hopper share: the copy engine, barriers, and what they need of the card and the versions."""

@@ -1,0 +1,23 @@
+"""Barriers, for groups of warps that wait for each other or for the copy engine, and views of shared memory."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _unwrap_if_constexpr as unwrapped
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """``COUNT`` barriers, each of which ends a phase after ``ARRIVALS`` arrivals."""
+    array = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(array.index(i), count=ARRIVALS)
+    return array
+
+
+@builtin
+def reinterpret(memory, dtype, shape, layout, _semantic=None):
+    """The same bytes of shared memory as another type. Triton 3.9 has a new name for this."""
+    shape = [unwrapped(size) for size in unwrapped(shape)]
+    return _semantic.memdesc_reinterpret(memory, unwrapped(dtype), shape, unwrapped(layout))
