@@ -1,5 +1,5 @@
-"""Set before JAX starts: eight devices on any machine, for what is sharded; how XLA compiles; and where its programs
-stay, so that the next run does not compile them again.
+"""Set before JAX and NumPy start: eight devices on any machine, for what is sharded; how XLA compiles; and where its
+programs stay, so that the next run does not compile them again.
 """
 
 import gc
@@ -28,6 +28,10 @@ from hypothesis import settings
 # No test is about time, and a busy machine takes any.
 settings.register_profile("ejkernel", deadline=None)
 settings.load_profile("ejkernel")
+
+# NumPy's products by one thread, because there is a process for each processor. OpenBLAS's threads wait for each other:
+# on two busy processors a product of (64, 64) and (64, 256) took 30 ms instead of 0.1.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 JAXLIB = tuple(map(int, version("jaxlib").split(".")[:2]))
 
