@@ -2,7 +2,7 @@
 
 - of ``lhs``: ``grouped_matmul`` with ``rhs`` transposed;
 - of ``rhs``: ``grouped_matmul_d_rhs``;
-- of ``rhs_bias``: the same, of a column of ones.
+- of ``rhs_bias``: the same, of columns of ones.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from ejkernel_core import Invocation
 
 from .definition import activated, arithmetic_dtype
 from .groups import boundaries
+
+#: The columns of ones, of which one would do: kernels may take only multiples of 16 bytes.
+ONES = 8
 
 
 def gradients(inv: Invocation, backend: str | None = None) -> tuple[jax.Array, ...]:
@@ -38,7 +41,7 @@ def gradients(inv: Invocation, backend: str | None = None) -> tuple[jax.Array, .
         transpose = inv["transpose_rhs"]
         by_name["rhs"] = _contracted(lhs, d_hidden, inv, transpose_rhs=transpose, **options)
     if "rhs_bias" in wrt:
-        ones = jnp.ones((lhs.shape[0], 1), lhs.dtype)
+        ones = jnp.ones((lhs.shape[0], ONES), lhs.dtype)
         dtype = arithmetic_dtype(lhs)
         by_name["rhs_bias"] = _contracted(ones, d_hidden, inv, preferred_element_type=dtype, **options)[:, 0]
     return tuple(by_name[name].astype(inv[name].dtype) for name in wrt)
