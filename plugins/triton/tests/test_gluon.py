@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import types
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
 from ejkernel_triton.flash_attention_sm90._launch import width
 from ejkernel_triton.flash_attention_sm90._ranges import key_ranges, query_ranges
 from ejkernel_triton.flash_attention_sm90._schedule import schedule
-from ejkernel_triton.interpreter import compiled_for
+from ejkernel_triton.interpreter import _ptx, compiled_for
 from ejkernel_triton.launch import _jax_triton, _protocol
 
 FORWARD, BACKWARD = "flash_attention", "flash_attention_bwd"
@@ -331,45 +330,6 @@ def test_as_many_heads_as_the_cache_holds_run_first() -> None:
 # -- soft caps ------------------------------------------------------------------------------------------------------
 
 
-def run_ptx(code: str, values: np.ndarray) -> tuple[np.ndarray, set[str]]:
-    """The results of a warp for its numbers, (count, 32), and the operations that it runs."""
-    count = len(values)
-    registers: dict[str, Any] = {f"${count + i}": x for i, x in enumerate(values)}
-    statements = [
-        statement.strip()
-        for line in code.strip("{} \n").split("\n")
-        for statement in line.split(";")
-        if statement.strip()
-    ]
-    labels = {statement[:-1]: position for position, statement in enumerate(statements) if statement.endswith(":")}
-    operations: dict[str, Any] = {
-        "abs.f32": abs,
-        "max.f32": np.maximum,
-        "mul.f32": operator.mul,
-        "fma.rn.f32": lambda x, y, z: x * y + z,
-        "ex2.approx.ftz.f32": np.exp2,
-        "tanh.approx.f32": np.tanh,
-        "setp.gt.f32": operator.gt,
-        "vote.sync.any.pred": lambda p, lanes: np.full(32, p.any()),
-    }
-    position, operations_run = 0, set[str]()
-    while position < len(statements):
-        words = statements[position].replace(",", "").split()
-        position += 1
-        if words[0].startswith("@"):
-            position = labels[words[2]] if registers[words[0][1:]].all() else position
-        elif words[0] == "bra.uni":
-            position = labels[words[1]]
-        elif words[0] in operations:
-            operations_run.add(words[0])
-            operands = [
-                registers[word] if word in registers else np.float32(float.fromhex(word) if "x" in word else word)
-                for word in words[2:]
-            ]
-            registers[words[1]] = operations[words[0]](*operands)
-    return np.stack([registers[f"${i}"] for i in range(count)]), operations_run
-
-
 @pytest.mark.parametrize("scale", [1 / 8 / 30, 1 / 8 / 5])
 @pytest.mark.parametrize("large_logit", [None, 0.352, -3])  # one number of one thread is enough
 def test_weights_with_a_soft_cap_are_right_near_zero_and_far_from_it(scale: float, large_logit: float | None) -> None:
@@ -382,7 +342,7 @@ def test_weights_with_a_soft_cap_are_right_near_zero_and_far_from_it(scale: floa
     has_large_logit = large_logit is not None
     if has_large_logit:
         logits[63, 17] = large_logit
-    weights, operations_run = run_ptx(code, logits / np.float32(scale))
+    weights, operations_run = _ptx.run(code, logits / np.float32(scale))
     assert ("tanh.approx.f32" in operations_run) == has_large_logit
     np.testing.assert_allclose(
         np.log2(weights), 40 * np.tanh(logits), rtol=1e-6 if has_large_logit else 3e-4, atol=1e-5
@@ -397,7 +357,7 @@ def test_weights_with_a_soft_cap_are_right_for_logits_of_any_size(scale: float) 
         from ejkernel_triton.flash_attention_sm90 import _shared
     code, _ = _shared._soft_cap_weights_ptx.fn(scale, 40.0, 64)
     logits = np.random.default_rng(0).uniform(-0.34, 0.34, (64, 32)).astype(np.float32)
-    weights, _ = run_ptx(code, logits / np.float32(scale))
+    weights, _ = _ptx.run(code, logits / np.float32(scale))
     np.testing.assert_allclose(np.log2(weights), 40 * np.tanh(logits), rtol=3e-4, atol=1e-5)
 
 

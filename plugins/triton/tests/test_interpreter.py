@@ -831,17 +831,6 @@ def test_heuristics_and_autotuners():
     assert run(BLOCK=32)[0] == 32
 
 
-def test_gluon_is_refused():
-    from triton.experimental import gluon
-
-    @gluon.jit
-    def glue(x, out):
-        pass
-
-    with pytest.raises(NotImplementedError, match="Gluon"):
-        launch(glue, [jnp.ones(1)], shape(1))
-
-
 @triton.jit
 def by_descriptor(source, out, M: tl.constexpr, N: tl.constexpr):
     m, n = tl.arange(0, M), tl.arange(0, N)

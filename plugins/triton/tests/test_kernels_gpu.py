@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ejkernel_core import Example, call, invocation
-from ejkernel_ops.flash_attention.examples import example
 from ejkernel_testing import KernelProofs, kernel_proofs
 from ejkernel_triton import flash_attention_sm90 as flash_attention
 from ejkernel_triton.flash_attention_sm90 import _schedule
 from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
+from plugins.triton.tests.hopper_examples import attention_examples, grouped_examples
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +39,7 @@ class TestGluonOnAllItTakes(TestGluon):
     dtypes = ("bfloat16", "float16")
 
     def examples(self) -> Sequence[Example]:
-        return tuple(_narrowed(super().examples(), self.dtypes))
+        return tuple(attention_examples(super().examples(), self.dtypes))
 
 
 @pytest.fixture(scope="class")
@@ -61,36 +59,20 @@ class TestGluonWithTwoPrograms(TestGluonOnAllItTakes):
     dtypes = ("float16", "bfloat16")
 
 
-REFUSED_ARGUMENTS = {"bias", "attention_mask", "dropout_prob", "dropout_seed"}
-#: Numbers that float16 does not have.
-OVERFLOWING = {"soft-cap-of-overflowing-logits"}
-NEGATIVE = {"softmax_scale-negative"}
+class TestGroupedMatmulGluon(KernelProofs):
+    kernel = "grouped_matmul.gluon_sm90"
+    backward = "grouped_matmul_bwd.gluon_sm90"
+    #: The cotangent of a product is rounded before it is multiplied, and in a second derivative once more.
+    roundings = 3.0
+    platform = "gpu"
+
+    def examples(self) -> Sequence[Example]:
+        return tuple(grouped_examples(super().examples()))
 
 
-def _narrowed(examples: Sequence[Example], dtypes: tuple[str, str]) -> Iterator[Example]:
-    """The examples, in float16 or bfloat16 instead of float32. The name of an example decides, so that the choice does not
-    depend on other examples.
-    """
-    for wide in examples:
-        made = wide.abstract()
-        empty = 0 in (*made["query"].shape, *made["key"].shape)
-        if "float32" in wide.features and "other value_dim" not in wide.features and not empty:
-            dtype = "bfloat16" if wide.name in OVERFLOWING else dtypes[zlib.crc32(wide.name.encode()) % 2]
-            if made["query"].shape[-1] % 8 == 0:
-                yield _without_what_is_refused(wide, dtype)
-
-
-def _without_what_is_refused(wide: Example, dtype: str) -> Example:
-    def arguments(draw: int) -> dict[str, object]:
-        return {name: x for name, x in wide.arguments(draw).items() if name not in REFUSED_ARGUMENTS}
-
-    sets = tuple(names for names in wide.wrt_sets if not REFUSED_ARGUMENTS & {*names})
-    shared = {"long": wide.long, "batched": wide.batched, "wrt_sets": sets}
-    narrowed = example(wide.name, arguments, wide.checks, dtype=dtype, **shared)
-    varied = [
-        one for one in wide.variations if not REFUSED_ARGUMENTS & {*one.arguments(0)} and one.name not in NEGATIVE
-    ]
-    return attrs.evolve(narrowed, variations=tuple(_without_what_is_refused(one, dtype) for one in varied))
+class TestGroupedMatmulDRhsGluon(TestGroupedMatmulGluon):
+    kernel = "grouped_matmul_d_rhs.gluon_sm90"
+    backward = None
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "sliding_window": (70, 0)}, {}], ids=str)

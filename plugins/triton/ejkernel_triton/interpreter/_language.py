@@ -392,7 +392,7 @@ def callable_(function: Any) -> Callable[..., Any]:
     """The function that runs where a kernel calls this one."""
     function = plain(function)
     if isinstance(function, JITFunction):
-        return interpreted_function(function)
+        return _REPLACEMENTS.get(function.fn) or interpreted_function(function)
     try:
         replacement = _REPLACEMENTS.get(function)
     except TypeError:  # not hashable
@@ -401,6 +401,33 @@ def callable_(function: Any) -> Callable[..., Any]:
         replacement = CodeGenerator.builtin_namespace[function.__name__]
     result = replacement or function
     return partial(_builtin, result) if tl.core.is_builtin(result) else result
+
+
+def replace(function: Any, replacement: Callable[..., Any]) -> None:
+    """Replace a function in kernels."""
+    # The hash of a Triton function covers its whole source; that of the Python function in it does not.
+    _REPLACEMENTS[getattr(function, "fn", function)] = replacement
+
+
+def method(owner: Any, name: str) -> Callable[..., Any]:
+    """The function that runs where a kernel calls this method. Those of an aggregate get the aggregate."""
+    function = getattr(owner, name)
+    if isinstance(function, JITFunction) and isinstance(owner, tl.core.base_value):
+        return partial(interpreted_function(function), owner)
+    return callable_(function)
+
+
+class _Layout:
+    """Any layout: they do not change values."""
+
+    @property
+    def parent(self) -> _Layout:
+        return self
+
+
+def layout(value: Any) -> Any:
+    """The layout of a type of Gluon. Those of the interpreter have none."""
+    return getattr(value, "layout", _Layout())
 
 
 def _builtin(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -416,6 +443,8 @@ def _as_tensor(value: Any) -> Any:
 
 _HELPERS: dict[str, Callable[..., Any]] = {
     "callable": callable_,
+    "method": method,
+    "layout": layout,
     "plain": plain,
     "truth": truth,
     "negation": negation,
@@ -439,6 +468,4 @@ def interpreted_function(function: Any) -> Callable[..., Any]:
 
 
 def _rewrite(function: Any) -> Callable[..., Any]:
-    if "gluon" in type(function).__module__:
-        raise Fault(f"calls {function.fn.__name__}, which is written in Gluon: that can be compiled, but not run here")
     return rewritten(function, _HELPERS)

@@ -12,6 +12,7 @@ import attrs
 import numpy as np
 import triton.language as tl
 
+from . import _hopper
 from ._builder import Builder, Handle
 from ._faults import Fault, KernelError
 from ._language import CURRENT, Semantic, Tensor, interpreted_function
@@ -119,9 +120,13 @@ class Launch:
             with np.errstate(all="ignore"):
                 arguments = self._arguments(memory, inputs, outputs)
                 function = interpreted_function(self.kernel)
+                draw = random.Random(settings.seed)
                 for number in _ordered(len(programs), settings):
                     memory.program, builder.grid_idx = number, programs[number]
-                    function(**arguments)
+                    if is_gluon(self.kernel):
+                        _hopper.Program(draw).run(function, arguments)
+                    else:
+                        function(**arguments)
         except Exception as fault:
             raise KernelError(self._message(fault, None if number is None else programs[number])) from fault
         finally:
@@ -158,6 +163,10 @@ class Launch:
             if isinstance(argument, Scalar):
                 kind = TYPES[argument.type]
                 return Tensor(CURRENT.semantic.builder._constant(argument.value, kind), kind)
+            if isinstance(argument, Described) and is_gluon(self.kernel):
+                output = argument.base.output
+                array = inputs[argument.base.position] if output is None else outputs[output]
+                return _hopper.Descriptor(array, type_of(array.dtype), argument.block_shape)
             if isinstance(argument, Described):
                 numbers = [CURRENT.semantic.to_tensor(size) for size in argument.shape]
                 strides = [CURRENT.semantic.to_tensor(stride) for stride in argument.strides[:-1]]
@@ -177,6 +186,10 @@ class Launch:
         description = f" {fault}" if isinstance(fault, Fault) else f": {type(fault).__name__}: {fault}"
         line = _line(fault)
         return f"kernel {self.kernel.fn.__name__!r}{launch_name}{place}{description}{line}"
+
+
+def is_gluon(kernel: Any) -> bool:
+    return "gluon" in type(kernel).__module__
 
 
 def type_of(dtype: Any) -> Any:

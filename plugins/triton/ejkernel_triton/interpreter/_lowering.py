@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ejkernel_triton.launch import _jax_triton
-from ejkernel_triton.launch._launch import launch_p
+from ejkernel_triton.launch._launch import _lower_by_jax_triton, launch_p
 
-from ._launch import TYPES, Described, Launch, Operand, Order, Result, Scalar, Settings
+from ._launch import TYPES, Described, Launch, Operand, Order, Result, Scalar, Settings, is_gluon
 
 _LOCK = threading.Lock()
 #: The settings of the active ``interpreted`` blocks, the innermost last.
@@ -54,6 +54,7 @@ def _install() -> None:
     from jax.interpreters import mlir
 
     mlir.register_lowering(_primitive(), _lower, platform="cpu", cacheable=False)
+    mlir.register_lowering(launch_p, _lower_launch, platform="cpu", cacheable=False)
     # JAX tells a lowering rule the devices only for primitives that require it, and a callback needs them.
     dispatch.prim_requires_devices_during_lowering.update((_primitive(), launch_p))
 
@@ -62,7 +63,8 @@ def _remove() -> None:
     from jax._src import dispatch
     from jax._src.interpreters import mlir
 
-    mlir._platform_specific_lowerings["cpu"].pop(_primitive(), None)
+    for primitive in (_primitive(), launch_p):
+        mlir._platform_specific_lowerings["cpu"].pop(primitive, None)
     dispatch.prim_requires_devices_during_lowering.difference_update((_primitive(), launch_p))
 
 
@@ -80,11 +82,22 @@ def _library() -> Any:
     return library
 
 
+def _lower_launch(ctx: Any, *operands: Any, launch: _jax_triton.Launch) -> Any:
+    """Gluon kernels do not pass through jax-triton, which takes them only from 0.4 on."""
+    kernel = _jax_triton.import_kernel(launch.kernel)
+    if not is_gluon(kernel):
+        return _lower_by_jax_triton(ctx, *operands, launch=launch)
+    return _lower_callback(ctx, operands, _gluon_launch(kernel, launch, ctx.avals_out))
+
+
 def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-    """The lowering rule. The callback uses NumPy and not JAX, which could wait for the thread that runs it."""
+    return _lower_callback(ctx, operands, launch_of(params, ctx.avals_in, ctx.avals_out))
+
+
+def _lower_callback(ctx: Any, operands: Sequence[Any], launch: Launch) -> Any:
+    """The callback uses NumPy and not JAX, which could wait for the thread that runs it."""
     from jax._src import callback
 
-    launch = launch_of(params, ctx.avals_in, ctx.avals_out)
     settings = _ACTIVE[-1] if _ACTIVE else Settings()
     sharding = callback._callback_op_sharding(ctx.module_context.axis_context, None, ctx.avals_out)
     results, _, _ = callback.emit_python_callback(
@@ -107,6 +120,27 @@ def _run(launch: Launch, settings: Settings, *arrays: Any) -> tuple[np.ndarray[A
 
 
 # -- launches ------------------------------------------------------------------------------------------------------
+
+
+def _gluon_launch(kernel: Any, launch: _jax_triton.Launch, outputs: Sequence[Any]) -> Launch:
+    aliases = dict(launch.aliases)
+    operands = [Operand(position, aliases.get(position)) for position in range(len(launch.descriptors))]
+    arrays = [
+        operand if descriptor is None else Described(operand, (), (), descriptor.block, "zero")
+        for operand, descriptor in zip(operands, launch.descriptors, strict=True)
+    ]
+    scalars = [Scalar(scalar, "i32") for scalar in launch.scalars]
+    results = [Result(position) for position in range(len(outputs)) if position not in aliases.values()]
+    arguments = dict(zip(kernel.arg_names, [*arrays, *scalars, *results], strict=False))
+    x, y, z = (*launch.grid, 1, 1)[:3]
+    return Launch(
+        kernel,
+        launch.name,
+        {**{name: _specialised(value) for name, value in arguments.items()}, **dict(launch.constants)},
+        (x, y, z),
+        tuple(outputs),
+        frozenset(launch.zeroed_outputs),
+    )
 
 
 def launch_of(params: Mapping[str, Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Launch:
@@ -214,7 +248,5 @@ def _unwrapped(
         for name, heuristic in function.values.items():
             values[name] = heuristic({**values_by_name, **values})
         function = function.fn
-    if "gluon" in type(function).__module__:
-        raise NotImplementedError(f"{function.fn.__name__} is written in Gluon: that can be compiled, but not run here")
     defaults = {p.name: p.default for p in function.params if p.is_constexpr and p.has_default}
     return function, {**defaults, **values}

@@ -25,7 +25,7 @@ _PARSING = threading.RLock()
 def rewritten(kernel: Any, helpers: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """The Python function that does the same as a ``triton.jit`` function, by calls of the helpers.
 
-    ``helpers``: callable, plain, truth, negation, logical, assigned, constant, asserted.
+    ``helpers``: callable, method, layout, plain, truth, negation, logical, assigned, constant, asserted.
     """
     with _PARSING:
         return _rewritten(kernel, helpers)
@@ -143,8 +143,16 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)
-        node.func = _located(_call("callable", node.func), node.func)
+        function = node.func
+        if isinstance(function, ast.Attribute):
+            node.func = _located(_call("method", function.value, ast.Constant(function.attr)), function)
+        else:
+            node.func = _located(_call("callable", function), function)
         return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        self.generic_visit(node)
+        return _located(_call("layout", node.value), node) if node.attr == "layout" else node
 
     def visit_BinOp(self, node: ast.BinOp) -> Any:
         self.generic_visit(node)

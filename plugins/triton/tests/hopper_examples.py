@@ -1,0 +1,103 @@
+"""The examples of operations as the kernels for Hopper take them, for their proofs on the CPU and on a card."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from ejkernel_core import Example
+from ejkernel_ops.flash_attention import examples as flash_attention
+from ejkernel_ops.grouped_matmul import examples as grouped_matmul
+
+DTYPES = ("bfloat16", "float16")
+#: What the sizes of matrices are multiples of: 16 bytes in memory, also for one half of the columns.
+K, N = 8, 16
+
+
+# -- attention ------------------------------------------------------------------------------------------------------
+
+REFUSED_ARGUMENTS = {"bias", "attention_mask", "dropout_prob", "dropout_seed"}
+#: Numbers that float16 does not have.
+OVERFLOWING = {"soft-cap-of-overflowing-logits"}
+NEGATIVE = {"softmax_scale-negative"}
+
+
+def attention_examples(examples: Sequence[Example], dtypes: tuple[str, str]) -> Iterator[Example]:
+    """The examples, in float16 or bfloat16 instead of float32. The name of an example decides, so that the choice does not
+    depend on other examples.
+    """
+    for wide in examples:
+        made = wide.abstract()
+        empty = 0 in (*made["query"].shape, *made["key"].shape)
+        if "float32" in wide.features and "other value_dim" not in wide.features and not empty:
+            dtype = "bfloat16" if wide.name in OVERFLOWING else dtypes[zlib.crc32(wide.name.encode()) % 2]
+            if made["query"].shape[-1] % 8 == 0:
+                yield _narrow_attention(wide, dtype)
+
+
+def _narrow_attention(wide: Example, dtype: str) -> Example:
+    def arguments(draw: int) -> dict[str, object]:
+        return {name: x for name, x in wide.arguments(draw).items() if name not in REFUSED_ARGUMENTS}
+
+    sets = tuple(names for names in wide.wrt_sets if not REFUSED_ARGUMENTS & {*names})
+    shared = {"long": wide.long, "batched": wide.batched, "wrt_sets": sets}
+    narrowed = flash_attention.example(wide.name, arguments, wide.checks, dtype=dtype, **shared)
+    varied = [
+        one for one in wide.variations if not REFUSED_ARGUMENTS & {*one.arguments(0)} and one.name not in NEGATIVE
+    ]
+    return attrs.evolve(narrowed, variations=tuple(_narrow_attention(one, dtype) for one in varied))
+
+
+# -- grouped products -----------------------------------------------------------------------------------------------
+
+
+def grouped_examples(wide: Sequence[Example]) -> Iterator[Example]:
+    """The examples in 16 bits, with matrices that the copy engine can read. The name of an example decides on its dtype,
+    so that it does not depend on other examples.
+    """
+    for one in wide:
+        if 0 not in [size for name in ("lhs", "rhs", "d_out") for size in _shape(one, name)]:
+            yield _narrow_grouped(one)
+
+
+def _shape(one: Example, name: str) -> tuple[int, ...]:
+    array = one.abstract().get(name)
+    return () if array is None else tuple(array.shape)
+
+
+def _narrow_grouped(wide: Example) -> Example:
+    dtype = wide.dtype if wide.dtype in DTYPES else DTYPES[zlib.crc32(wide.name.encode()) % 2]
+
+    def arguments(draw: int) -> Mapping[str, Any]:
+        return _padded(wide.arguments(draw))
+
+    fields = {name: getattr(wide, name) for name in ("checks", "wrt", "wrt_sets", "batched", "long")}
+    constructors: dict[str, Callable[..., Example]] = {
+        "grouped_matmul": grouped_matmul.example,
+        "grouped_matmul_d_rhs": grouped_matmul.d_rhs_example,
+    }
+    narrow = constructors[wide.op](wide.name, arguments, dtype=dtype, **fields)
+    return attrs.evolve(narrow, variations=tuple(map(_narrow_grouped, wide.variations)))
+
+
+def _padded(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """With more columns, which repeat the first ones."""
+    transposed = arguments.get("transpose_rhs")
+    multiples = {
+        "lhs": (1, K),
+        "rhs": (1, N, K) if transposed else (1, K, N),
+        "rhs_bias": (1, N),
+        "d_out": (1, N),
+    }
+
+    def padded(name: str, value: Any) -> Any:
+        if name not in multiples or value is None:
+            return value
+        widths = [(0, -size % multiple) for size, multiple in zip(value.shape, multiples[name], strict=True)]
+        return np.pad(np.asarray(value), widths, mode="wrap")
+
+    return {name: padded(name, value) for name, value in arguments.items()}

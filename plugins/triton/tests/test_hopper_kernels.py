@@ -1,0 +1,83 @@
+"""The kernels for Hopper on the CPU, through the interpreter: every example, in values and gradients.
+
+Which group of warps goes on, when a copy ends, and when a product reads its operands, is drawn.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from ejkernel_core import Example
+from ejkernel_testing import KernelProofs
+from ejkernel_triton import flash_attention_sm90 as flash_attention
+from ejkernel_triton import grouped_matmul_sm90 as grouped_matmul
+from ejkernel_triton.flash_attention_sm90 import _schedule
+from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
+from ejkernel_triton.grouped_matmul_sm90 import _launch
+from ejkernel_triton.grouped_matmul_sm90 import backward as grouped_matmul_bwd
+from ejkernel_triton.grouped_matmul_sm90 import d_rhs as grouped_matmul_d_rhs
+from ejkernel_triton.hopper import requirements
+from ejkernel_triton.interpreter import interpreted, interpreted_registry
+from ejkernel_triton.launch import _jax_triton
+from plugins.triton.tests.hopper_examples import attention_examples, grouped_examples
+
+if _jax_triton.unavailable_reason():
+    pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_the_cpu() -> Iterator[None]:
+    """Few programs compute all tiles of a call. The interpreter needs no version of jax-triton that takes Gluon."""
+    with pytest.MonkeyPatch.context() as patch, interpreted():
+        patch.setattr(requirements, "_unavailable_reason", lambda: None)
+        patch.setattr(_launch, "multiprocessors", lambda inv: 3)
+        patch.setattr(_schedule, "programs", lambda device_kind: 2)
+        yield
+
+
+class TestGroupedMatmul(KernelProofs):
+    kernel = "grouped_matmul.gluon_sm90"
+    backward = "grouped_matmul_bwd.gluon_sm90"
+    #: The cotangent of a product is rounded before it is multiplied, and in a second derivative once more.
+    roundings = 3.0
+    registry = interpreted_registry(
+        {
+            "grouped_matmul.gluon_sm90": grouped_matmul,
+            "grouped_matmul_bwd.gluon_sm90": grouped_matmul_bwd,
+            "grouped_matmul_d_rhs.gluon_sm90": grouped_matmul_d_rhs,
+        }
+    )
+    refuses = frozenset({"float32", "float64"})
+    quick = 0.04
+
+    def examples(self) -> Sequence[Example]:
+        return tuple(grouped_examples(super().examples()))
+
+
+class TestGroupedMatmulDRhs(TestGroupedMatmul):
+    kernel = "grouped_matmul_d_rhs.gluon_sm90"
+    backward = None
+
+
+class TestFlashAttention(KernelProofs):
+    """A part of the examples, the values alone: all of them are proved on a card."""
+
+    kernel = "flash_attention.gluon_sm90"
+    backward = "flash_attention_bwd.gluon_sm90"
+    registry = interpreted_registry(
+        {"flash_attention.gluon_sm90": flash_attention, "flash_attention_bwd.gluon_sm90": flash_attention_bwd}
+    )
+    roundings = 1.5
+    quick = 0.02
+
+    def examples(self) -> Sequence[Example]:
+        examples = attention_examples(super().examples(), ("bfloat16", "float16"))
+        return tuple(one for one in examples if zlib.crc32(one.name.encode()) % 4 == 0 and _has_narrow_heads(one))
+
+
+def _has_narrow_heads(one: Example) -> bool:
+    """Beyond a head dim of 128 the values depend on the order of bytes in shared memory."""
+    return bool(one.abstract()["query"].shape[-1] <= 128)
