@@ -194,9 +194,16 @@ def _multiply(
     step = 0
     for number in range(gl.program_id(0), call.count(), gl.num_programs(0)):
         group, first, end, column = call.tile(number)
+        first += WARP_GROUP * HALF
         total = gl.zeros([HALF, SIZE], gl.float32, ACC)
         up = total
-        if group >= 0:
+        if group >= 0 and first >= end:
+            # The last tile of a group may have no rows for this group of warps.
+            for _ in range(call.STEPS):
+                stages.wait_until_full(step)
+                stages.release(step)
+                step += 1
+        elif group >= 0:
             for s in range(call.STEPS):
                 stages.wait_until_full(step)
                 rows = stages.rows_of(step, WARP_GROUP)
@@ -225,7 +232,7 @@ def _multiply(
             total, up = gl.split(total.reshape([HALF, call.COLUMNS, 2]))
         if ACTIVATION is not None:
             total = _activated(total, up, ACTIVATION)
-        _store(call, out, total.to(out.dtype.element_ty), first + WARP_GROUP * HALF, end, column)
+        _store(call, out, total.to(out.dtype.element_ty), first, end, column)
 
 
 @gluon.jit
