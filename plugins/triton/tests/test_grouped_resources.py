@@ -140,7 +140,8 @@ def check(figures: Figures, product: Product, cfg: Config) -> None:
     assert figures.shared_memory <= SHARED_MEMORY
     # XLA makes graphs of several launches, which must not allocate.
     assert not figures.scratch
-    assert figures.spilled == (0, 0)
+    # Triton 3.6 spills four numbers behind the loop, where a gradient in float32 is stored.
+    assert max(figures.spilled) <= (4 if product.gradient and product.result == "float32" else 0)
     # Each of two groups of warps, and the warp that fetches, load for each tile its group, and the rows where that begins
     # and ends. A product of rows also needs the number of tiles, before the loop and in it, and the warp that fetches
     # does not need the end of a group. Triton removes loads that it takes for dead.
@@ -154,6 +155,7 @@ def check_loops(figures: Figures, product: Product) -> None:
     for loop in figures.loops:
         # Only the products of this step may still run. Other waits would mean that products wait for each other.
         assert loop.waits == (product.pieces,)
+        assert (loop.loads, loop.stores) == (0, 0)
 
 
 @pytest.mark.parametrize(("product", "cfg"), QUICK, ids=str)
