@@ -100,8 +100,10 @@ def rows(registry: Registry, kernel: str, example: Example) -> None:
         assert not count, f"rows: {kernel} on {example.name}: {name} is not 0 or -inf in {count} places"
 
 
-def sensitivity(registry: Registry, kernel: str, example: Example, variation: Example) -> None:
+def sensitivity(registry: Registry, kernel: str, example: Example, variation: Example, roundings: float = 1.0) -> None:
     """If an argument is added or changed, results and gradients change as those of the reference do.
+
+    ``roundings``: how many times the error of rounding the results to 16 bits is allowed.
 
     >>> from ejkernel_testing._double import double
     >>> registry, kernel, example = double()
@@ -116,7 +118,7 @@ def sensitivity(registry: Registry, kernel: str, example: Example, variation: Ex
         if example.dtype not in TOLERANCE and np.any(expected):
             ends = exact_before[name], exact_after[name]
             size = sum(float(np.linalg.norm(end[np.isfinite(end)])) for end in ends)
-            tolerance += machine_epsilon(before[name].dtype) / 2 * size / float(np.linalg.norm(expected))
+            tolerance += roundings * machine_epsilon(before[name].dtype) / 2 * size / float(np.linalg.norm(expected))
         assert error <= tolerance, (
             f"sensitivity: {kernel} on {example.name}: with {variation.name}, {name} changes by "
             f"{np.linalg.norm(change):.2e}, and in the reference by {np.linalg.norm(expected):.2e}; the change is off "

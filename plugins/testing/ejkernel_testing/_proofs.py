@@ -138,7 +138,7 @@ class KernelProofs:
     def test_sensitivity(self, example: Example, variation: Example) -> None:
         self._skip_if_refused(example)
         self._skip_if_refused(variation)
-        _checks.sensitivity(self.registry, self.kernel, example, variation)
+        _checks.sensitivity(self.registry, self.kernel, example, variation, self.roundings)
 
     def test_transforms(self, example: Example, transform: str, request: pytest.FixtureRequest) -> None:
         self._skip_if_refused(example)
