@@ -8,11 +8,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ejkernel_core import Example
+from ejkernel_ops.grouped_matmul.activations import ACTIVATIONS
 from ejkernel_testing import KernelProofs
 from ejkernel_triton import flash_attention_sm90 as flash_attention
+from ejkernel_triton import grouped_matmul as portable
 from ejkernel_triton import grouped_matmul_sm90 as grouped_matmul
 from ejkernel_triton.flash_attention_sm90 import _schedule
 from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
@@ -81,3 +85,13 @@ class TestFlashAttention(KernelProofs):
 def _has_narrow_heads(one: Example) -> bool:
     """Beyond a head dim of 128 the values depend on the order of bytes in shared memory."""
     return bool(one.abstract()["query"].shape[-1] <= 128)
+
+
+@pytest.mark.parametrize("kernel", ["grouped_matmul.gluon_sm90", "grouped_matmul.triton"])
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_an_activation_of_nan_is_nan(kernel: str, activation: str) -> None:
+    lhs, rhs = jnp.ones((9, 16), "bfloat16").at[3].set(jnp.nan), jnp.ones((2, 16, 32), "bfloat16")
+    modules = {"grouped_matmul.gluon_sm90": grouped_matmul, "grouped_matmul.triton": portable}
+    registry = interpreted_registry({kernel: modules[kernel]})
+    out = registry.call("grouped_matmul", lhs, rhs, jnp.array([5, 4]), activation=activation, backend=kernel[15:])
+    np.testing.assert_array_equal(np.isnan(out), np.arange(9)[:, None] == np.full(16, 3))

@@ -174,4 +174,4 @@ def _store(call, out, values, group, first, column):
     place = column + gl.arange(0, call.COLUMNS, gl.SliceLayout(0, ROWS))
     out += group.to(gl.int64) * (call.K * call.N)
     mask = (row < call.K)[:, None] & (place < call.N)[None, :]
-    gl.store(out + (row[:, None] * call.N + place[None, :]), values, mask=mask)
+    gl.store(out + (row.to(gl.int64)[:, None] * call.N + place[None, :]), values, mask=mask)

@@ -18,8 +18,10 @@ from ejkernel_triton.launch._multiprocessors import multiprocessors
 
 #: The rows of tiles that the copy engine fetches for a group of warps, and how many of a matrix.
 HALF, DEPTH = 64, 64
-#: Tiles, and groups, that a program lists.
+#: At most how many tiles, and how many groups, a program lists.
 TILES, GROUPS = 64, 32
+#: How many pairs of a tile and a group a program compares at most: more do not fit into registers.
+PAIRS = 64 * 128
 
 
 def forward(inv: Invocation, cfg: Config) -> jax.Array:
@@ -60,14 +62,16 @@ def row_table(inv: Invocation) -> jax.Array:
     rows, groups = inv["lhs"].shape[0], inv["rhs"].shape[0]
     # Each group, and the rows before the first and after the last one, may end with a tile that is not full.
     most = math.ceil(rows / ROWS) + groups + 1
-    programs = math.ceil(most / TILES)
+    parts = 1 << (groups + 1).bit_length()
+    tiles = max(1, min(TILES, PAIRS // parts))
+    programs = math.ceil(most / tiles)
     return _launch(
         "_tables:list_rows",
         inv,
         [boundaries(inv)],
-        jax.ShapeDtypeStruct((4 * (1 + programs * TILES),), jnp.int32),
+        jax.ShapeDtypeStruct((4 * (1 + programs * tiles),), jnp.int32),
         programs,
-        {"GROUPS": groups, "PARTS": 1 << (groups + 1).bit_length(), "ROWS": ROWS, "TILES": TILES},
+        {"GROUPS": groups, "PARTS": parts, "ROWS": ROWS, "TILES": tiles},
         (rows,),
     )
 
