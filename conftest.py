@@ -129,6 +129,18 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     return folder
 
 
+@pytest.fixture
+def all_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compilers with which the records of the tuned packages were measured, whatever is installed here."""
+    from ejkernel_cudnn.flash_attention import library
+    from ejkernel_triton.launch import _jax_triton
+
+    monkeypatch.setattr(_jax_triton, "version", lambda: (0, 4, 1))
+    monkeypatch.setattr(_jax_triton, "no_descriptors_reason", lambda: None)
+    monkeypatch.setattr(library, "_library", lambda: (None, None))
+    monkeypatch.setattr(library, "_too_wide", lambda *arguments: None)
+
+
 class Output(NamedTuple):
     """What a command has printed, and its exit code."""
 

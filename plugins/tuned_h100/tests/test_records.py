@@ -17,9 +17,9 @@ from ejkernel_bench._calls import benchmark_examples
 from ejkernel_bench.records import calls_of
 from ejkernel_core import Example, Invocation
 from ejkernel_core._choice import candidates_for
-from ejkernel_cudnn.flash_attention import library
 from ejkernel_ops.flash_attention.sizes import TRAINED, self_attention
-from ejkernel_triton.launch import _jax_triton
+
+pytestmark = pytest.mark.usefixtures("all_compilers")
 
 CARD = "NVIDIA H100 80GB HBM3"
 FILES = sorted(Path(ejkernel_tuned_h100.__file__).parent.rglob("*.jsonl"))
@@ -30,15 +30,6 @@ NORMALIZATIONS = [
     for example in benchmark_examples(op)
     if example.name.startswith(("16384 x 4096", "65536 x 4096", "16384 x 8192", "8192 x 8192", "1024 x 65536"))
 ]
-
-
-@pytest.fixture(autouse=True)
-def all_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compilers with which the records were measured, whatever is installed here."""
-    monkeypatch.setattr(_jax_triton, "version", lambda: (0, 4, 1))
-    monkeypatch.setattr(_jax_triton, "no_descriptors_reason", lambda: None)
-    monkeypatch.setattr(library, "_library", lambda: (None, None))
-    monkeypatch.setattr(library, "_too_wide", lambda *arguments: None)
 
 
 def backends(example: Example, card: str = CARD) -> list[str | None]:

@@ -21,20 +21,13 @@ from ejkernel_cudnn.flash_attention import library
 from ejkernel_ops.flash_attention.sizes import self_attention
 from ejkernel_triton.launch import _jax_triton
 
+pytestmark = pytest.mark.usefixtures("all_compilers")
+
 FILES = sorted(Path(ejkernel_tuned_h200.__file__).parent.rglob("*.jsonl"))
 RECORDS: list[dict[str, Any]] = [json.loads(line) for file in FILES for line in file.read_text().splitlines()]
 EXAMPLES = benchmark_examples("flash_attention")
 #: The heuristic's configuration stays unless another one is faster by this factor.
 HEURISTIC_MARGIN = 1.02
-
-
-@pytest.fixture(autouse=True)
-def all_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compilers with which the records were measured, whatever is installed here."""
-    monkeypatch.setattr(_jax_triton, "version", lambda: (0, 4, 1))
-    monkeypatch.setattr(_jax_triton, "no_descriptors_reason", lambda: None)
-    monkeypatch.setattr(library, "_library", lambda: (None, None))
-    monkeypatch.setattr(library, "_too_wide", lambda *arguments: None)
 
 
 def on_h200(example: Example) -> list[Invocation]:
