@@ -20,7 +20,7 @@ def upcast(array: jax.Array) -> jax.Array:
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
-def total(arguments: Arguments) -> jax.Array:
+def summed_rows(arguments: Arguments) -> jax.Array:
     """The rows that are normalized, in the dtype of the arithmetic: the sum of x and the residual, rounded to numbers
     of the dtype of the residual. Its cotangents are not rounded.
     """
@@ -32,7 +32,7 @@ def total(arguments: Arguments) -> jax.Array:
     return rounded(x.astype(dtype) + residual.astype(dtype), residual.dtype)
 
 
-def total_result(rows: jax.Array, arguments: Arguments) -> jax.Array:
+def sum_result(rows: jax.Array, arguments: Arguments) -> jax.Array:
     """The result ``sum``: x itself, or the rows in the dtype of the residual, which holds them exactly."""
     x, residual = arguments["x"], arguments["residual"]
     result: jax.Array = x if residual is None else rows.astype(residual.dtype)
@@ -88,17 +88,17 @@ def weighted(unit: jax.Array, arguments: Arguments) -> jax.Array:
 
 def forward(arguments: Arguments, centered: bool) -> Results:
     """The result, the sum and the statistics of the rows, in the dtypes that the operation declares."""
-    rows = total(arguments)
+    rows = summed_rows(arguments)
     row_statistics = statistics(rows, arguments["epsilon"], centered)
     out = weighted(normalized(rows, row_statistics), arguments)
     dtype = jnp.promote_types(arguments["x"].dtype, jnp.float32)
-    total_of_rows = total_result(rows, arguments)
-    return out.astype(arguments["x"].dtype), total_of_rows, *(array.astype(dtype) for array in row_statistics)
+    result_statistics = (array.astype(dtype) for array in row_statistics)
+    return out.astype(arguments["x"].dtype), sum_result(rows, arguments), *result_statistics
 
 
 def quantized(arguments: Arguments, centered: bool) -> Results:
     """The values, their scales, and the sum."""
-    rows = total(arguments)
+    rows = summed_rows(arguments)
     out = weighted(normalized(rows, statistics(rows, arguments["epsilon"], centered)), arguments)
     dtype, largest, block = FORMATS[arguments["quantize"]]
     dim = out.shape[-1]
@@ -110,7 +110,7 @@ def quantized(arguments: Arguments, centered: bool) -> Results:
     scales = jnp.where(magnitude == 0, 1, magnitude / largest).astype(jnp.float32)
     ratios = blocks / scales
     values = (jnp.rint(ratios) if dtype == jnp.int8 else ratios).astype(dtype)
-    return values.reshape(padded.shape)[..., :dim], scales[..., 0], total_result(rows, arguments)
+    return values.reshape(padded.shape)[..., :dim], scales[..., 0], sum_result(rows, arguments)
 
 
 def gradients(arguments: Arguments, centered: bool) -> Results:
