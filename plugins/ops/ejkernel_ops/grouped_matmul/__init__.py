@@ -17,6 +17,9 @@ from ejkernel_ops.front_door import front_door
 Activation = Literal["silu_gated", "gelu_gated", "swiglu_oai"]
 Precision = Literal["highest", "high", "default"] | jax.lax.Precision
 
+#: Arguments that may not be None: an explicit None is passed on, and refused.
+NEVER_NONE = ("transpose_rhs", "validate")
+
 
 @front_door
 def grouped_matmul(
@@ -73,8 +76,6 @@ def grouped_matmul(
     Returns:
       (rows, n), or (rows, n / 2) with an activation. ``lhs``, ``rhs`` and ``rhs_bias`` are differentiable.
     """
-    never_none = ("transpose_rhs", "validate")
-    call = {name: value for name, value in locals().items() if value is not None or name in never_none}
-    del call["never_none"]
+    call = {name: value for name, value in locals().items() if value is not None or name in NEVER_NONE}
     result: jax.Array = ejkernel_core.call("grouped_matmul", **call)
     return result

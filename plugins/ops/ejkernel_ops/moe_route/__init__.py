@@ -12,6 +12,9 @@ from ejkernel_ops.front_door import front_door
 
 Score = Literal["softmax", "sigmoid", "softmax_after"]
 
+#: Arguments that may not be None: an explicit None is passed on, and refused.
+NEVER_NONE = ("k", "score", "renormalize", "scaling_factor", "validate")
+
 
 class Routes(NamedTuple):
     """Which experts each token has, and the tokens in the order of the experts."""
@@ -69,7 +72,5 @@ def moe_route(
     Returns:
       ``(weights, experts, group_sizes, token_order)``. The weights are differentiable in the logits.
     """
-    never_none = ("k", "score", "renormalize", "scaling_factor", "validate")
-    call = {name: value for name, value in locals().items() if value is not None or name in never_none}
-    del call["never_none"]
+    call = {name: value for name, value in locals().items() if value is not None or name in NEVER_NONE}
     return Routes(*ejkernel_core.call("moe_route", **call))
