@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel_ops.arrays import DTYPES, check_integers
 from ejkernel_ops.options import brief, finite, number, type_and_value
 from ejkernel_ops.symbolic import is_symbolic
 
 from .axes import AXES
 
 Arguments = dict[str, Any]
-
-DTYPES = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64"))
 
 
 def prepare(arguments: Arguments) -> tuple[Arguments, Callable[[tuple[Any, ...]], Any]]:
@@ -86,7 +85,7 @@ def _check_dtypes(a: Arguments) -> None:
     _check_together(a, "q_segment_ids", "kv_segment_ids")
     for name in ("cum_seqlens_q", "cum_seqlens_k", "q_segment_ids", "kv_segment_ids"):
         if a[name] is not None:
-            _check_integers(name, a[name])
+            check_integers(name, a[name])
     for name, hint in (("bias", " (a boolean mask is attention_mask)"), ("softmax_aux", "")):
         if a[name] is not None and a[name].dtype not in DTYPES:
             raise TypeError(f"{name}: takes floats; got {a[name].dtype}{hint}")
@@ -178,10 +177,5 @@ def _seed(a: Arguments, probability: float) -> Any:
         raise ValueError("dropout_seed: dropout_prob above 0 takes a seed, an int or a traced integer; got None")
     if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         raise TypeError("dropout_seed: takes an integer; got a random key (jax.random.bits(key) makes one of it)")
-    _check_integers("dropout_seed", seed)
+    check_integers("dropout_seed", seed)
     return seed.astype(jnp.uint32)
-
-
-def _check_integers(name: str, value: Any) -> None:
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"{name}: takes integers; got {value.dtype}")

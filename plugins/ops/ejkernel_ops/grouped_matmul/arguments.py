@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel_ops.arrays import DTYPES, check_floats, check_integers
 from ejkernel_ops.options import brief, type_and_value
 
 from .activations import ACTIVATIONS
@@ -16,7 +17,6 @@ from .activations import ACTIVATIONS
 Arguments = dict[str, Any]
 Restore = Callable[[tuple[Any, ...]], Any]
 
-DTYPES = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64"))
 #: The values of ``precision``, by their names in ``jax.lax``.
 PRECISIONS = ("highest", "high", "default")
 #: Dtypes of weights that other libraries have with scales.
@@ -30,15 +30,14 @@ def prepare(arguments: Arguments) -> tuple[Arguments, Restore]:
     canonical = {**arguments, **_options(arguments)}
     for name in ("group_sizes", "group_offset"):
         if arguments[name] is not None:
-            _check_integers(name, arguments[name])
+            check_integers(name, arguments[name])
             canonical[name] = arguments[name].astype(jnp.int32)
     if arguments["group_offset"] is not None:
         canonical["group_offset"] = _scalar("group_offset", canonical["group_offset"])
     _check_groups(canonical)
     _check_activation(canonical)
-    bias = arguments["rhs_bias"]
-    if bias is not None and bias.dtype not in DTYPES:
-        raise TypeError(f"rhs_bias: takes {_one_of(DTYPES)}; got {bias.dtype}")
+    if arguments["rhs_bias"] is not None:
+        check_floats("rhs_bias", arguments["rhs_bias"])
     return canonical, lambda results: results[0]
 
 
@@ -46,7 +45,7 @@ def prepare_d_rhs(arguments: Arguments) -> tuple[Arguments, Restore]:
     """Check the arguments of ``grouped_matmul_d_rhs``."""
     _check_matrices(arguments, "lhs", "d_out")
     _check_ranks(arguments, {"lhs": "(rows, k)", "d_out": "(rows, n)", "boundaries": "(groups + 1,)"})
-    _check_integers("boundaries", arguments["boundaries"])
+    check_integers("boundaries", arguments["boundaries"])
     canonical = {**arguments, **_options(arguments), "boundaries": arguments["boundaries"].astype(jnp.int32)}
     return canonical, lambda results: results[0]
 
@@ -56,11 +55,9 @@ def prepare_d_rhs(arguments: Arguments) -> tuple[Arguments, Restore]:
 
 def _check_matrices(a: Arguments, first: str, second: str) -> None:
     for name in (first, second):
-        dtype = a[name].dtype
-        if dtype.name in QUANTIZED:
-            raise TypeError(f"{name}: quantized matrices are not taken yet; got {dtype}")
-        if dtype not in DTYPES:
-            raise TypeError(f"{name}: takes {_one_of(DTYPES)}; got {dtype}")
+        if a[name].dtype.name in QUANTIZED:
+            raise TypeError(f"{name}: quantized matrices are not taken yet; got {a[name].dtype}")
+        check_floats(name, a[name])
     if a[first].dtype != a[second].dtype:
         raise TypeError(f"{second}: takes the dtype of {first}, {a[first].dtype}; got {a[second].dtype}")
 
@@ -69,11 +66,6 @@ def _check_ranks(a: Arguments, shapes: dict[str, str]) -> None:
     for name, shape in shapes.items():
         if a[name].ndim != shape.count(",") + (",)" not in shape):
             raise ValueError(f"{name}: takes {shape}; got shape {a[name].shape}")
-
-
-def _check_integers(name: str, array: Any) -> None:
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name}: takes integers; got {array.dtype}")
 
 
 def _scalar(name: str, array: Any) -> Any:

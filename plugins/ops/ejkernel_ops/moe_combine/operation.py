@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ejkernel_core import Axes, Example, Operation
-from ejkernel_ops.moe_permute.checks import check_floats, check_order, check_permutation, order_sample
+from ejkernel_ops.arrays import check_floats
+from ejkernel_ops.moe_permute.order import check_order, check_permutation, samples
 
 Arguments = dict[str, Any]
 Restore = Callable[[tuple[Any, ...]], Any]
@@ -46,14 +47,6 @@ def prepare(arguments: Arguments) -> tuple[Arguments, Restore]:
     return {**arguments, "token_order": order.astype(jnp.int32)}, lambda results: results[0]
 
 
-def samples(arguments: Mapping[str, Any], key: Any) -> Arguments:
-    """The derived samples, with a permutation."""
-    concrete = AXES.samples(arguments, key)
-    if isinstance(arguments["token_order"], jax.ShapeDtypeStruct):
-        concrete["token_order"] = order_sample(arguments["token_order"], key)
-    return concrete
-
-
 def _examples() -> Iterable[Example]:
     from ejkernel_ops.moe_permute.examples import combine_examples
 
@@ -68,8 +61,8 @@ forward = Operation(
     prepare=prepare,
     validate=check_permutation,
     backward="moe_combine_bwd",
-    samples=samples,
+    samples=partial(samples, AXES),
     examples=_examples,
     other_names=OTHER_NAMES,
 )
-backward = forward.gradients(samples=samples)
+backward = forward.gradients(samples=forward.samples)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ejkernel_core import Axes, Example, Operation
+from ejkernel_ops.arrays import check_floats
 from ejkernel_ops.options import brief, type_and_value
 
-from .checks import check_floats, check_order, check_permutation, order_sample
+from .order import check_order, check_permutation, samples
 
 Arguments = dict[str, Any]
 Restore = Callable[[tuple[Any, ...]], Any]
@@ -52,14 +53,6 @@ def prepare(arguments: Arguments) -> tuple[Arguments, Restore]:
     return {**arguments, "token_order": order.astype(jnp.int32), "k": int(k)}, lambda results: results[0]
 
 
-def samples(arguments: Mapping[str, Any], key: Any) -> Arguments:
-    """The derived samples, with a permutation."""
-    concrete = AXES.samples(arguments, key)
-    if isinstance(arguments["token_order"], jax.ShapeDtypeStruct):
-        concrete["token_order"] = order_sample(arguments["token_order"], key)
-    return concrete
-
-
 def _examples() -> Iterable[Example]:
     from .examples import permute_examples
 
@@ -74,8 +67,8 @@ forward = Operation(
     prepare=prepare,
     validate=check_permutation,
     backward="moe_permute_bwd",
-    samples=samples,
+    samples=partial(samples, AXES),
     examples=_examples,
     other_names=OTHER_NAMES,
 )
-backward = forward.gradients(samples=samples)
+backward = forward.gradients(samples=forward.samples)

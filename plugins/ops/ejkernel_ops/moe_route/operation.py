@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_core import Cost, Example, Operation, gradient_signature
+from ejkernel_ops.arrays import accept, check_floats
 from ejkernel_ops.options import brief, finite, type_and_value
 
 Arguments = dict[str, Any]
 Restore = Callable[[tuple[Any, ...]], Any]
 
-DTYPES = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64"))
 SCORES = ("softmax", "sigmoid", "softmax_after")
 RESULTS = ("weights", "experts", "group_sizes", "token_order")
 #: What other libraries call the arguments, for the error of an unknown argument.
@@ -56,8 +56,8 @@ def prepare(arguments: Arguments) -> tuple[Arguments, Restore]:
     """Check the arguments."""
     logits, bias = arguments["router_logits"], arguments["expert_bias"]
     for name, array in (("router_logits", logits), ("expert_bias", bias)):
-        if array is not None and array.dtype not in DTYPES:
-            raise TypeError(f"{name}: takes {', '.join(map(str, DTYPES))}; got {array.dtype}")
+        if array is not None:
+            check_floats(name, array)
     if logits.ndim != 2:
         raise ValueError(f"router_logits: takes (tokens, experts); got shape {logits.shape}")
     experts = logits.shape[1]
@@ -107,10 +107,6 @@ def prepare_gradients(arguments: Arguments) -> tuple[Arguments, Restore]:
             if array is not None and array.shape != declared.shape:
                 raise ValueError(f"{name}: takes the forward's shape {declared.shape}; got {array.shape}")
     return canonical, lambda gradients: tuple(gradients)
-
-
-def accept(arguments: Mapping[str, Any]) -> None:
-    """All values are valid."""
 
 
 # -- results, tuning and cost ------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel_core import Axes, Cost, Example, Operation
+from ejkernel_ops.arrays import accept, check_floats
 from ejkernel_ops.options import finite
 
 from . import definition
@@ -20,7 +20,6 @@ Arguments = dict[str, Any]
 Restore = Callable[[tuple[Any, ...]], Any]
 
 DIFFERENTIABLE = ("x", "weight", "bias", "residual")
-DTYPES = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64"))
 _LAST_AXIS = "the last axis is normalized: jnp.moveaxis moves another one there"
 #: What other libraries call the arguments, for the error of an unknown argument.
 OTHER_NAMES = {
@@ -87,9 +86,8 @@ def operations(name: str, centered: bool) -> tuple[Operation, Operation, Operati
 def prepare(arguments: Arguments) -> tuple[Arguments, Restore]:
     """Check the arguments. The caller gets the result, and the sum if there is a residual."""
     for name in DIFFERENTIABLE:
-        array = arguments[name]
-        if array is not None and array.dtype not in DTYPES:
-            raise TypeError(f"{name}: takes {', '.join(map(str, DTYPES))}; got {array.dtype}")
+        if arguments[name] is not None:
+            check_floats(name, arguments[name])
     dtype = arguments["x"].dtype
     options = {name: finite(name, arguments[name], dtype) for name in ("epsilon", "weight_offset")}
     if options["epsilon"] < 0:
@@ -107,10 +105,6 @@ def prepare_quantized(arguments: Arguments) -> tuple[Arguments, Restore]:
     canonical, _ = prepare(arguments)
     count = 2 if arguments["residual"] is None else 3
     return canonical, lambda results: tuple(results[:count])
-
-
-def accept(arguments: Mapping[str, Any]) -> None:
-    """All values are valid."""
 
 
 # -- tuning and cost -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Checks that ``moe_permute`` and ``moe_combine`` have in common."""
+"""The order of the rows, which ``moe_permute`` and ``moe_combine`` take: its checks and its samples."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-DTYPES = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64"))
-
-
-def check_floats(name: str, array: Any) -> None:
-    """Raise for an array that is not floating-point."""
-    if array.dtype not in DTYPES:
-        raise TypeError(f"{name}: takes {', '.join(map(str, DTYPES))}; got {array.dtype}")
+from ejkernel_core import Axes
 
 
 def check_order(order: Any) -> None:
@@ -34,6 +28,10 @@ def check_permutation(arguments: Mapping[str, Any]) -> None:
         raise ValueError(f"token_order must have each number below {order.size} once; {missing[0]} is missing")
 
 
-def order_sample(like: jax.ShapeDtypeStruct, key: Any) -> jax.Array:
-    """A permutation."""
-    return jax.random.permutation(key, like.shape[0]).astype(like.dtype)
+def samples(axes: Axes, arguments: Mapping[str, Any], key: Any) -> dict[str, Any]:
+    """The derived samples, with a permutation."""
+    concrete = axes.samples(arguments, key)
+    order = arguments["token_order"]
+    if isinstance(order, jax.ShapeDtypeStruct):
+        concrete["token_order"] = jax.random.permutation(key, order.shape[0]).astype(order.dtype)
+    return concrete
