@@ -131,7 +131,7 @@ def compare() -> Callable[..., None]:
 
     def run(case: Case, tolerance: float = 1e-5) -> None:
         arrays, cotangents = case.arrays(), case.cotangents()
-        expected, expected_gradients = with_gradients(case.whole)(arrays, cotangents)
+        expected, expected_gradients = jax.jit(with_gradients(case.whole))(arrays, cotangents)
         results, gradients = jax.jit(with_gradients(case.on_shards))(case.in_order(arrays), case.in_order(cotangents))
         for name, result, value in zip(("out", "lse"), results, expected, strict=True):
             close(case.in_sequence(result, name), value, tolerance, name)

@@ -71,7 +71,7 @@ COMBINATIONS = [
 @pytest.mark.parametrize(("kv_heads", "where", "bias"), COMBINATIONS)
 def test_values_and_gradients(call: Any, kv_heads: int, where: str, bias: str) -> None:
     arrays = inputs(kv_heads, bias)
-    expected = call(arrays), jax.grad(loss(call))(arrays)
+    expected = call(arrays), jax.jit(jax.grad(loss(call)))(arrays)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         sharded = {name: shard(array, name, where, mesh) for name, array in arrays.items()}
@@ -103,7 +103,8 @@ def test_sharded_arrays_without_set_mesh(call: Any) -> None:
     arrays = inputs(2, "none")
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
     sharded = {name: shard(array, name, "heads", mesh) for name, array in arrays.items()}
-    close(jax.jit(jax.grad(loss(call)))(sharded), jax.grad(loss(call))(arrays))
+    gradient = jax.jit(jax.grad(loss(call)))
+    close(gradient(sharded), gradient(arrays))
 
 
 @pytest.mark.sample(1)
@@ -112,7 +113,7 @@ def test_shard_map_over_some_axes_of_a_mesh(call: Any, over: str) -> None:
     arrays = {name: array for name, array in inputs(2, "none").items() if name != "softmax_aux"}
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit, AxisType.Explicit))
     gradient = jax.grad(loss(call))
-    results, gradients = call(arrays), gradient(arrays)
+    results, gradients = call(arrays), jax.jit(gradient)(arrays)
     with jax.set_mesh(mesh):
         placed = {name: jax.device_put(array, NamedSharding(mesh, P(over))) for name, array in arrays.items()}
         mapped = partial(jax.shard_map, mesh=mesh, in_specs=P(over), out_specs=P(over), axis_names={over})

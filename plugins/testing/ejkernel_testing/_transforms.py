@@ -257,7 +257,7 @@ def _check_jvp(subject: Subject) -> None:
         for name, array in primals.items()
     }
     results, tangents = jax.jvp(lambda primals: subject.call({**arrays, **primals}), (primals,), (direction,))
-    _, gradients = subject.results_and_gradients(arrays)
+    _, gradients = jax.jit(subject.results_and_gradients)(arrays)
     weights = subject.weights(subject.call, arrays)
     forward = _products((w, t) for w, t in zip(weights, tangents, strict=True) if t.dtype != jax.dtypes.float0)
     reverse = _products((gradients[name], direction[name]) for name in primals)

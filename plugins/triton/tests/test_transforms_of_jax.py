@@ -73,13 +73,13 @@ def test_batch_and_heads_may_be_sharded(attention: Any, check: bool) -> None:
     assert len(found.sharding.device_set) == 8
     close([found], [attention(*ARRAYS, SINKS)])
     gradients = jax.jit(jax.grad(loss(cut), argnums=(0, 1, 2, 3)))(*ARRAYS, SINKS)
-    expected = jax.grad(loss(attention), argnums=(0, 1, 2, 3))(*ARRAYS, SINKS)
+    expected = jax.jit(jax.grad(loss(attention), argnums=(0, 1, 2, 3)))(*ARRAYS, SINKS)
     close(gradients, expected)
     # The gradient of a sink is a sum over the whole batch, on all devices.
     reference = lambda *given: ejkernel_core.call(
         "flash_attention", *given[:3], softmax_aux=given[3], causal=True, backend="reference"
     )
-    close(gradients, jax.grad(loss(reference), argnums=(0, 1, 2, 3))(*ARRAYS, SINKS))
+    close(gradients, jax.jit(jax.grad(loss(reference), argnums=(0, 1, 2, 3)))(*ARRAYS, SINKS))
 
 
 def test_a_call_on_a_shard_is_chosen_for_its_shape(attention: Any) -> None:
