@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from jax.sharding import AxisType
 BACKENDS = ("gather", "ulysses", "ring", "reference")
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
-#: One case for each way in which a kernel differs from the others: these are always run.
+#: One case for each way in which a kernel differs from the others. Each is quick with one kernel, and each kernel with
+#: one of them.
 SUBJECTS: dict[str, dict[str, Any]] = {
     "causal": {"options": {"causal": True}},
     "full, keys of another length": {"kv_length": 40, "dims": (8, 12), "kind": EXPLICIT, "check_vma": False},
@@ -19,8 +21,16 @@ SUBJECTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS[:3])
-@pytest.mark.parametrize("subject", SUBJECTS)
+QUICK = {("causal", "ring"), ("full, keys of another length", "gather"), ("sinks, ids", "ulysses")}
+
+
+@pytest.mark.parametrize(
+    ("subject", "backend"),
+    [
+        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.long)
+        for pair in itertools.product(SUBJECTS, BACKENDS[:3])
+    ],
+)
 def test_subjects(compare: Callable[..., None], make_case: Any, subject: str, backend: str) -> None:
     compare(make_case(backend=backend, **SUBJECTS[subject]))
 

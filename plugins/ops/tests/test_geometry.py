@@ -122,7 +122,7 @@ def test_blocks_of_queries_and_keys_by_intervals(name: str) -> None:
     np.testing.assert_array_equal(block_map.full[0], full)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_ranges_of_spans(name: str, is_transposed: bool) -> None:

@@ -119,7 +119,7 @@ def prove(call: Callable[..., Any], transform: str, pairs: str) -> None:
 
 
 #: The others are differentiated by the same code.
-SAMPLED = [pytest.param(call, marks=pytest.mark.sample(6)) for call in CALLS if call != "operation"]
+SAMPLED = [pytest.param(call, marks=pytest.mark.sample(3)) for call in CALLS if call != "operation"]
 
 
 @pytest.mark.parametrize("pairs", ["one", pytest.param("all", marks=pytest.mark.long)])

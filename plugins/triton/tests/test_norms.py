@@ -123,6 +123,7 @@ def backward_arguments(op: str, dim: int, rows: int = 13, **options: Any) -> dic
     return {**arguments, "out": total, "sum": total, **statistics, **cotangents, "wrt": wrt, **options}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize("wrt", [("bias",), ("weight",), ("x",), ("residual", "weight")])
 def test_only_the_requested_gradients_are_computed(registry: Any, op: str, wrt: tuple[str, ...]) -> None:
@@ -131,6 +132,7 @@ def test_only_the_requested_gradients_are_computed(registry: Any, op: str, wrt: 
     close(registry.call(f"{op}_bwd", **arguments, backend="triton"), expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize(("dim", "is_held"), [(9001, True), (20000, False)])
 def test_gradients_of_long_rows_alone(registry: Any, op: str, dim: int, is_held: bool) -> None:
@@ -152,7 +154,7 @@ def test_cotangents_that_are_absent_are_zeros(registry: Any, op: str, absent: tu
     close(registry.call(f"{op}_bwd", **arguments, backend="triton"), expected)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize("quantize", FORMATS)
 @pytest.mark.parametrize(("dim", "cfg"), [(dim, cfg) for dim, configs in FORWARD.items() for cfg in configs], ids=str)
