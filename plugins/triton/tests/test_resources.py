@@ -57,8 +57,6 @@ SPILLED: dict[tuple[str | None, str, str, int, tuple[int, int, int, int]], int] 
 
 #: The same for the other kernels: by card, kernel and the values of the configuration.
 SPILLED_BY_OTHERS = {
-    # Five registers, of 255.
-    (A100, "grouped_matmul_d_rhs.triton", "128, 128, 64, 4, 3, 8"): 20,
     # One register, with 64 in use and 128 available.
     (A100, "layer_norm_bwd.triton", "1, 16, 1, 0, 0"): 4,
     # Two registers, with 40 in use: the compiler keeps to the number of programs that run at the same time.
