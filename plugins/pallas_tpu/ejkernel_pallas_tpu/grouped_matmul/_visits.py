@@ -46,43 +46,36 @@ def by_tiles(boundaries: jax.Array, rows: int, tile: int) -> Visits:
     begin, end = boundaries[0], boundaries[-1]
     # The tiles before the first group and after the last one are parts of their own.
     rest = jnp.where(begin < end, -(-end // tile), begin // tile)
-    counts = jnp.concatenate([begin[None] // tile, counts, count - rest[None]])
-    first_tiles = jnp.concatenate([jnp.zeros(1, jnp.int32), first_tiles, rest[None]])
-    capacity = most_visits(rows, starts.shape[0], tile)
-    part, place = _expanded(counts, capacity)
-    tiles = jnp.minimum(first_tiles[part] + place, count - 1)
-    none = jnp.zeros(1, jnp.int32)
-    bounds = (jnp.concatenate([none, x, none])[part] - tiles * tile for x in (starts, ends))
-    start, stop = (jnp.clip(x, 0, tile) for x in bounds)
     has_rows = ends > starts
     groups = jnp.arange(starts.shape[0], dtype=jnp.int32)
-    last_group = jnp.max(jnp.where(has_rows, groups, 0))
-    numbers = {
-        "tile": tiles,
-        "source": jnp.clip(tiles, begin // tile, jnp.maximum(end - 1, begin) // tile),
-        "group": jnp.clip(part - 1, jnp.argmax(has_rows), last_group),
-        "start": start,
-        "end": stop,
+    first_group, last_group = jnp.argmax(has_rows), jnp.max(jnp.where(has_rows, groups, 0))
+    parts = {
+        "count": _around(begin // tile, counts, count - rest),
+        "tile": _around(0, first_tiles, rest),
+        "group": _around(first_group, jnp.clip(groups, first_group, last_group), last_group),
+        "start": _around(0, starts, 0),
+        "end": _around(0, ends, 0),
     }
-    return _visits(numbers, numbers["tile"], counts, capacity)
+    visits, total = _expanded(parts, most_visits(rows, starts.shape[0], tile))
+    tiles = visits["tile"]
+    source = jnp.clip(tiles, begin // tile, jnp.maximum(end - 1, begin) // tile)
+    return _visits({**visits, "source": source}, tiles, total, tile)
 
 
 def by_groups(boundaries: jax.Array, rows: int, tile: int) -> Visits:
     """Each group once for each tile in which it has rows. A group without rows has one visit, without a row."""
     starts, ends = boundaries[:-1], boundaries[1:]
     first_tiles, counts = _tiles_of_groups(starts, ends, tile)
-    counts = jnp.maximum(counts, 1)
-    capacity = most_visits(rows, starts.shape[0], tile)
-    group, place = _expanded(counts, capacity)
-    tiles = jnp.minimum(first_tiles[group] + place, -(-rows // tile) - 1)
-    numbers = {
-        "tile": tiles,
-        "source": tiles,
-        "group": group,
-        "start": jnp.clip(starts[group] - tiles * tile, 0, tile),
-        "end": jnp.clip(ends[group] - tiles * tile, 0, tile),
+    parts = {
+        "count": jnp.maximum(counts, 1),
+        # That of an empty group may be behind the last row.
+        "tile": jnp.minimum(first_tiles, -(-rows // tile) - 1),
+        "group": jnp.arange(starts.shape[0], dtype=jnp.int32),
+        "start": starts,
+        "end": ends,
     }
-    return _visits(numbers, group, counts, capacity)
+    visits, total = _expanded(parts, most_visits(rows, starts.shape[0], tile))
+    return _visits({**visits, "source": visits["tile"]}, visits["group"], total, tile)
 
 
 def _tiles_of_groups(starts: jax.Array, ends: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
@@ -91,21 +84,33 @@ def _tiles_of_groups(starts: jax.Array, ends: jax.Array, tile: int) -> tuple[jax
     return first, jnp.where(ends > starts, (ends - 1) // tile - first + 1, 0)
 
 
-def _expanded(counts: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """For each visit the part that it belongs to, and its place among the visits of this part."""
+def _around(before: Any, values: jax.Array, after: Any) -> jax.Array:
+    return jnp.concatenate([jnp.asarray(x, jnp.int32).reshape(-1) for x in (before, values, after)])
+
+
+def _expanded(parts: dict[str, jax.Array], capacity: int) -> tuple[dict[str, jax.Array], jax.Array]:
+    """For each visit, the numbers of its part, the tile being the one that it visits; and how many visits there are.
+
+    Each number is a sum over all parts, of which one is not masked: a TPU takes longer to gather.
+    """
+    counts = parts["count"]
     ends = jnp.cumsum(counts)
+    first = ends - counts
     visit = jnp.arange(capacity, dtype=jnp.int32)
-    part = jnp.searchsorted(ends, visit, side="right").astype(jnp.int32)
-    part = jnp.minimum(part, counts.shape[0] - 1)
-    return part, visit - (ends - counts)[part]
+    own = (visit[:, None] >= first) & (visit[:, None] < ends)
+    numbers = jnp.stack([parts["tile"] - first, parts["group"], parts["start"], parts["end"]])
+    tile, group, start, end = jnp.where(own, numbers[:, None], 0).sum(-1, dtype=jnp.int32)
+    return {"tile": tile + visit, "group": group, "start": start, "end": end}, ends[-1]
 
 
-def _visits(numbers: dict[str, jax.Array], output: jax.Array, counts: jax.Array, capacity: int) -> Visits:
-    count = counts.sum()
+def _visits(numbers: dict[str, jax.Array], output: jax.Array, count: jax.Array, tile: int) -> Visits:
+    """With the rows of a visit counted from the first one of its tile."""
+    bounds = {name: jnp.clip(numbers[name] - numbers["tile"] * tile, 0, tile) for name in ("start", "end")}
     changes = output[1:] != output[:-1]
     yes = jnp.ones(1, bool)
+    capacity = output.shape[0]
     first = jnp.concatenate([yes, changes])
     last = jnp.concatenate([changes, yes]) | (jnp.arange(capacity) == count - 1)
-    numbers = {**numbers, "first": first, "last": last}
+    numbers = {**numbers, **bounds, "first": first, "last": last}
     table = jnp.concatenate([numbers[name].astype(jnp.int32) for name in NUMBERS])
     return Visits(table, count.astype(jnp.int32), capacity)
