@@ -201,6 +201,14 @@ def test_the_memory_of_a_new_operation_is_checked(kernel):
     assert [use.cfg for use in uses] == ["Config(rows=8)", "rows=16", "rows=32"]
 
 
+def test_the_examples_of_a_kernel_are_checked_too(kernel):
+    shape = (32, 128)
+    further = Example("32 rows", "halve", lambda draw: {"x": jnp.ones(shape)}, uses={"vmem"})
+    kernel.module.examples = lambda: [further]
+    assert [call.name for call in kernel.calls("vmem")] == ["64 rows", "32 rows"]
+    assert [example.name for example in kernel.examples("estimate")] == ["64 rows"]
+
+
 def test_the_same_code_is_compiled_once(kernel):
     kernel.module.config_space = lambda inv: [Config(8), Config(8), Config(16)]
     assert len(list(_memory.uses(Substitute(1, 1), "v5e", [kernel]))) == 2

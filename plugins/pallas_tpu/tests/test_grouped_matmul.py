@@ -180,6 +180,20 @@ def test_configurations_fit_and_the_first_is_the_heuristics(op, dtype):
             assert all(MODULES[op].vmem(inv, cfg) <= chip.budget for cfg in space)
 
 
+#: What the compiler reports, in MiB: libtpu 0.0.42.1.
+REPORTED: Any = (
+    (12.9, Config(256, 128, 2048, 64), (32768, 2048, 2816, 64), {"dtype": "float32", "activation": "silu_gated"}),
+    (13.9, Config(512, 512, 2944, 64), (16384, 2880, 5760, 32), {"activation": "swiglu_oai"}),
+    (62.0, Config(512, 512, 14336, 128), (16384, 14336, 4096, 8), {"transpose_rhs": True}),
+)
+
+
+@pytest.mark.parametrize(("reported", "cfg", "sizes", "options"), REPORTED)
+def test_an_estimate_of_memory_is_at_least_what_the_compiler_reports(reported, cfg, sizes, options):
+    inv = invocation("grouped_matmul", *sizes, "TPU v6e", **options)
+    assert reported < grouped_matmul.vmem(inv, cfg) / 2**20 < 1.1 * reported
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("device_kind", ["TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x"])
 @pytest.mark.parametrize("sizes", [(1000, 300, 512, 3), (5, 1, 2, 2), (300, 2048, 300, 40)])

@@ -82,6 +82,13 @@ def vmem(inv: Invocation, cfg: Config) -> int:
     return FORWARD.vmem(inv, FORWARD.tile_of(inv, cfg))
 
 
+def examples() -> Iterable[Example]:
+    """Calls whose kernels have more in vector memory than those of the layers of the operation."""
+    from ejkernel_pallas_tpu.grouped_matmul._examples import forward_examples
+
+    return forward_examples()
+
+
 def peers(example: Example) -> Iterable[Any]:
     """JAX's own grouped product for TPUs."""
     from ejkernel_pallas_tpu.grouped_matmul._peers import forward_peers

@@ -11,7 +11,7 @@ import attrs
 from attrs.validators import and_, ge, in_, instance_of, optional
 
 from ejkernel_core import Invocation, Unsupported
-from ejkernel_ops.grouped_matmul.axes import AXES, D_RHS_AXES
+from ejkernel_ops.grouped_matmul.axes import AXES, D_RHS_AXES, result_dtype
 from ejkernel_ops.symbolic import refuse_symbolic
 from ejkernel_pallas_tpu.grouped_matmul._tiles import LANES, Tile
 from ejkernel_pallas_tpu.grouped_matmul._visits import NUMBERS, most_visits
@@ -20,9 +20,13 @@ from ejkernel_pallas_tpu.launch._generations import Generation, generation
 
 DTYPES = ("bfloat16", "float32")
 ROWS, CHUNKS = (128, 256, 512, 1024), (32, 64, 128, 256, 512)
-#: The sizes of tiles that are tried: of rows, and along k and n. Larger tiles of matrices take long to compile, and to
-#: fetch before the first product.
-TRIED_ROWS, TARGETS, MOST_ENTRIES = (512, 256), (16384, 4096, 2048, 1536, 1024, 512, 256, 128), 2**23
+#: The sizes of tiles that are tried: of rows, and along k and n.
+TRIED_ROWS, TARGETS = (512, 256), (16384, 4096, 2048, 1536, 1024, 512, 256, 128)
+#: The most entries of a tile of matrices, times the passes of the matrix unit. Larger tiles take long to compile, and
+#: to fetch before the first product.
+MOST_ENTRIES = 2**23
+#: The passes of the matrix unit for a product in float32.
+EXACT_PASSES = 6
 #: How many shapes of tiles are worth measuring.
 SHAPES = 3
 #: The rows that are multiplied at a time, by generation: the quickest by the estimates of ``ejkernel tpu``. Fewer rows
@@ -35,8 +39,8 @@ D_RHS_CHUNKS = {"v4": 128, "v5e": 128, "v5p": 128, "v6e": 256, "v7x": 256}
 #: How many operations of a product take as long as a byte that is moved, and how many bytes as long as a step.
 PRODUCTS = {"v4": 220, "v5e": 240, "v5p": 165, "v6e": 560, "v7x": 310}
 STEP = 2**18
-#: Bytes for what registers do not hold.
-SPILLS = 2**18
+#: Bytes for what registers do not hold, and the part of the bytes of matrices that comes to them in long programs.
+SPILLS, SPILLED = 2**18, 16
 #: Words of scalar memory, of which there is 1 MiB, that a table may have.
 MOST_NUMBERS = 2**17
 
@@ -123,6 +127,8 @@ class Kernel:
     #: Whether tiles of k are independent, and how many rows are best multiplied at a time.
     has_parallel_depth: bool
     chunks: Callable[[Invocation], Mapping[str, int]]
+    #: How often the matrix unit goes over an entry of a tile of k and columns: for each matrix, and each pass.
+    passes: Callable[[Invocation], int]
     groups: Callable[[Invocation], int]
 
 
@@ -138,7 +144,7 @@ def configs(inv: Invocation, kernel: Kernel) -> list[Config]:
     sizes = {
         kernel.tile_of(inv, cfg): cfg
         for rows, column, depth in product(TRIED_ROWS, columns, depths)
-        if column * depth <= MOST_ENTRIES
+        if column * depth * kernel.passes(inv) <= MOST_ENTRIES
         for cfg in [Config(rows, column, depth, chunk)]
     }
     limit = chip.budget
@@ -176,7 +182,7 @@ def _cost(inv: Invocation, tile: Tile, kernel: Kernel, chip: Generation) -> floa
     steps = tile.column_tiles * tile.depth_tiles * most_visits(tile.all_rows, kernel.groups(inv), tile.rows)
     rows = tile.all_rows + kernel.groups(inv) * kernel.chunks(inv)[chip.name]
     columns, depth = tile.column_tiles * tile.columns, tile.depth_tiles * tile.depth
-    products = 2 * rows * columns * depth / PRODUCTS[chip.name]
+    products = 2 * rows * columns * depth * kernel.passes(inv) / PRODUCTS[chip.name]
     return idle * (max(kernel.traffic(inv, tile), products) + STEP * steps) + kernel.vmem(inv, tile) / 2
 
 
@@ -190,15 +196,17 @@ def _parts(inv: Invocation) -> int:
 def _forward_vmem(inv: Invocation, tile: Tile) -> int:
     """Blocks count twice, because the next ones are fetched early."""
     lhs, parts = inv["lhs"].dtype.itemsize, _parts(inv)
-    (output,) = AXES.outputs(inv)
+    # An activation outside of the kernel gets float32.
+    size = result_dtype(inv).itemsize if inv["activation"] is None or is_gated(inv) else 4
     matrix = _bytes(tile.columns, tile.depth, lhs) if inv["transpose_rhs"] else _bytes(tile.depth, tile.columns, lhs)
     moving = _bytes(tile.rows, tile.depth, lhs) + parts * (matrix + _bytes(8, tile.columns, 4))
-    moving += _bytes(tile.rows, tile.columns, output.dtype.itemsize)
+    moving += _bytes(tile.rows, tile.columns, size)
     kept = parts * _bytes(tile.rows, tile.columns, 4) if tile.depth_tiles > 1 else 0
     kept += (2 + 2 * parts) * _bytes(tile.chunk, tile.columns, 4) + _bytes(tile.chunk, tile.depth, lhs)
     if tile.all_depth % tile.depth:  # the entries behind the end are masked
         kept += 2 * (matrix + _bytes(tile.chunk, tile.depth, lhs)) * (1 + 4 // lhs)
-    return 2 * moving + kept + _split(inv, matrix + _bytes(tile.chunk, tile.depth, lhs)) + SPILLS
+    split = _split(inv, parts * matrix + _bytes(tile.chunk, tile.depth, lhs))
+    return 2 * moving + kept + split + parts * matrix // SPILLED + SPILLS
 
 
 def _forward_traffic(inv: Invocation, tile: Tile) -> int:
@@ -219,6 +227,7 @@ FORWARD = Kernel(
     traffic=_forward_traffic,
     has_parallel_depth=False,
     chunks=lambda inv: TRANSPOSED_CHUNKS if inv["transpose_rhs"] else FORWARD_CHUNKS,
+    passes=lambda inv: _parts(inv) * _passes(inv),
     groups=lambda inv: inv["rhs"].shape[0],
 )
 
@@ -249,6 +258,7 @@ D_RHS = Kernel(
     traffic=_d_rhs_traffic,
     has_parallel_depth=True,
     chunks=lambda inv: D_RHS_CHUNKS,
+    passes=lambda inv: _passes(inv),
     groups=lambda inv: inv["boundaries"].shape[0] - 1,
 )
 
@@ -257,6 +267,10 @@ def _bytes(rows: int, lanes: int, size: int) -> int:
     """Of an array in vector memory, where registers of 4096 bytes are filled up."""
     multiple = 32 // size
     return -(-rows // multiple) * multiple * -(-lanes // LANES) * LANES * size
+
+
+def _passes(inv: Invocation) -> int:
+    return EXACT_PASSES if inv["lhs"].dtype.itemsize == 4 and inv["precision"] != "default" else 1
 
 
 def _split(inv: Invocation, operands: int) -> int:

@@ -67,6 +67,13 @@ def vmem(inv: Invocation, cfg: Config) -> int:
     return D_RHS.vmem(inv, D_RHS.tile_of(inv, cfg))
 
 
+def examples() -> Iterable[Example]:
+    """Calls whose kernel has more in vector memory than those of the layers of the operation."""
+    from ejkernel_pallas_tpu.grouped_matmul._examples import d_rhs_examples
+
+    return d_rhs_examples()
+
+
 def peers(example: Example) -> Iterable[Any]:
     """JAX's own grouped product for TPUs."""
     from ejkernel_pallas_tpu.grouped_matmul._peers import d_rhs_peers
