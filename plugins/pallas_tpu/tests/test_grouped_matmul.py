@@ -182,16 +182,30 @@ def test_configurations_fit_and_the_first_is_the_heuristics(op, dtype):
 
 #: What the compiler reports, in MiB: libtpu 0.0.42.1.
 REPORTED: Any = (
-    (12.9, Config(256, 128, 2048, 64), (32768, 2048, 2816, 64), {"dtype": "float32", "activation": "silu_gated"}),
-    (13.9, Config(512, 512, 2944, 64), (16384, 2880, 5760, 32), {"activation": "swiglu_oai"}),
-    (62.0, Config(512, 512, 14336, 128), (16384, 14336, 4096, 8), {"transpose_rhs": True}),
+    ("grouped_matmul_d_rhs", 20.3, Config(512, 256, 2176, 64), (4001, 2049, 1401, 8), {"dtype": "float32"}),
+    (
+        "grouped_matmul",
+        12.9,
+        Config(256, 128, 2048, 64),
+        (32768, 2048, 2816, 64),
+        {"dtype": "float32", "activation": "silu_gated"},
+    ),
+    (
+        "grouped_matmul",
+        30.6,
+        Config(512, 128, 2176, 512),
+        (4001, 2049, 2816, 64),
+        {"dtype": "float32", "activation": "silu_gated", "transpose_rhs": True},
+    ),
+    ("grouped_matmul", 13.9, Config(512, 512, 2944, 64), (16384, 2880, 5760, 32), {"activation": "swiglu_oai"}),
+    ("grouped_matmul", 62.0, Config(512, 512, 14336, 128), (16384, 14336, 4096, 8), {"transpose_rhs": True}),
 )
 
 
-@pytest.mark.parametrize(("reported", "cfg", "sizes", "options"), REPORTED)
-def test_an_estimate_of_memory_is_at_least_what_the_compiler_reports(reported, cfg, sizes, options):
-    inv = invocation("grouped_matmul", *sizes, "TPU v6e", **options)
-    assert reported < grouped_matmul.vmem(inv, cfg) / 2**20 < 1.1 * reported
+@pytest.mark.parametrize(("op", "reported", "cfg", "sizes", "options"), REPORTED)
+def test_an_estimate_of_memory_is_at_least_what_the_compiler_reports(op, reported, cfg, sizes, options):
+    inv = invocation(op, *sizes, "TPU v6e", **options)
+    assert reported < MODULES[op].vmem(inv, cfg) / 2**20 < 1.2 * reported
 
 
 @pytest.mark.sample(3)

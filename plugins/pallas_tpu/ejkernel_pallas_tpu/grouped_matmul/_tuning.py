@@ -205,7 +205,7 @@ def _forward_vmem(inv: Invocation, tile: Tile) -> int:
     kept += (2 + 2 * parts) * _bytes(tile.chunk, tile.columns, 4) + _bytes(tile.chunk, tile.depth, lhs)
     if tile.all_depth % tile.depth:  # the entries behind the end are masked
         kept += 2 * (matrix + _bytes(tile.chunk, tile.depth, lhs)) * (1 + 4 // lhs)
-    split = _split(inv, parts * matrix + _bytes(tile.chunk, tile.depth, lhs))
+    split = _split(inv, parts * (matrix + _bytes(tile.chunk, tile.depth, lhs)))
     return 2 * moving + kept + split + parts * matrix // SPILLED + SPILLS
 
 
@@ -240,7 +240,8 @@ def _d_rhs_vmem(inv: Invocation, tile: Tile) -> int:
     (output,) = D_RHS_AXES.outputs(inv)
     moving = _bytes(tile.rows, tile.depth, size) + _bytes(tile.rows, tile.columns, size)
     moving += _bytes(tile.depth, tile.columns, output.dtype.itemsize)
-    chunks = _bytes(tile.chunk, tile.depth, size) + _bytes(tile.chunk, tile.columns, size)
+    chunk = max(tile.chunk, LANES)  # fewer rows are transposed as so many
+    chunks = _bytes(chunk, tile.depth, size) + _bytes(chunk, tile.columns, size)
     # The sums, and what is masked and transposed.
     return 2 * moving + _bytes(tile.depth, tile.columns, 4) + 3 * chunks + _split(inv, 2 * chunks) + SPILLS
 
