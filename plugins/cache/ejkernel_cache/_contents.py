@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -194,12 +195,23 @@ def _faults_of_folders(root: Path) -> Iterator[Fault]:
         folders[:] = sorted(each for each in folders if not each.startswith("."))
         if len(folder.relative_to(root).parts) == 3:
             for path in (folder / each for each in sorted([*folders, *files]) if each.endswith(".json")):
-                if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
-                    reason = "is a symbolic link" if path.is_symlink() else "is no regular file"
+                reason = _not_a_file_reason(path)
+                if reason is not None:
                     yield _fault(root, path, reason)
     for fault in faults:
         if not isinstance(fault, FileNotFoundError):  # another process has removed it
             yield _fault(root, Path(fault.filename), fault.strerror or str(fault))
+
+
+def _not_a_file_reason(path: Path) -> str | None:
+    """What stands in the place of a file; None for a file, and if another process has removed it."""
+    try:
+        mode = os.lstat(path).st_mode  # once: it may be removed at any time
+    except FileNotFoundError:
+        return None
+    if stat.S_ISREG(mode):
+        return None
+    return "is a symbolic link" if stat.S_ISLNK(mode) else "is no regular file"
 
 
 def _fault(root: Path, path: Path, reason: str) -> Fault:
