@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -15,10 +16,11 @@ from ejkernel_core import Invocation, Unsupported, hookimpl
 from ejkernel_ops.moe_route.operation import outputs
 from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability
+from ejkernel_triton.launch._multiprocessors import multiprocessors
 from ejkernel_triton.launch._requirements import require_card
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
-VERSION = 1
+VERSION = 2
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"gpu": 20}
 #: XLA sees a custom call, which it cannot partition.
@@ -28,40 +30,49 @@ COMPILERS = ("triton", "jax-triton")
 DTYPES = ("float16", "bfloat16", "float32")
 #: The most experts whose scores a program holds, and the most of them that a token may have.
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
-#: The scores that a thread holds: more do not fit into registers.
-SCORES = 32
 #: The threads of a warp.
 WARP = 32
-#: Experts of a program of the second kernel, and blocks of tokens that it reads at a time.
-COLUMNS, ROWS = 16, 64
+#: The most scores that a thread holds without spilling registers, and how many it holds best.
+MOST_SCORES, SCORES = 32, 16
+#: The most tokens of a program, the least of them at a time, and the programs that fill a multiprocessor.
+MOST_TOKENS, ROWS, PROGRAMS = 32, 4, 7
+#: Experts of a program of the second kernel, and the most blocks of tokens that it reads at a time.
+COLUMNS, HEIGHT = 4, 2048
+#: Places of a program of the third kernel.
+SLOTS = 512
 
 
 @attrs.frozen
 class Config:
-    """How many tokens a program has, and by how many warps it is run."""
+    """How many tokens a program of one warp has, and how many of them at a time."""
 
-    tokens: int = attrs.field(default=32, validator=in_((1, 2, 4, 8, 16, 32, 64, 128)))
-    num_warps: int = attrs.field(default=4, validator=in_((1, 2, 4, 8)))
+    tokens: int = attrs.field(default=32, validator=in_((1, 2, 4, 8, 16, 32, 64)))
+    rows: int = attrs.field(default=4, validator=in_((1, 2, 4, 8, 16, 32, 64)))
 
 
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> Config:
-    """As many tokens as fit into the registers of four warps."""
+    """As many tokens as leave enough programs to fill the card; at a time as many as give a thread few scores."""
     check(inv)
-    return Config(tokens=max(1, min(64, SCORES * 4 * WARP // columns(inv))))
+    most = inv["router_logits"].shape[0] // (PROGRAMS * multiprocessors(inv))
+    tokens = max(1, min(MOST_TOKENS, padded(most + 1) // 2))
+    rows = max(ROWS, SCORES * WARP // columns(inv))
+    return Config(tokens, min(rows, tokens, most_rows(inv)))
 
 
 @hookimpl
 def config_space(inv: Invocation) -> Iterable[Config]:
-    """The heuristic's, half and twice as many tokens, with more and fewer warps, where that fits into registers."""
+    """The heuristic's, and half and twice as many tokens of a program, at a time, or both."""
     first = heuristic_cfg(inv)
-    sizes = [size for size in (first.tokens, first.tokens // 2, 2 * first.tokens) if 1 <= size <= 128]
-    others = (Config(size, warps) for size in sizes for warps in (4, 2, 8))
-    return [first, *(cfg for cfg in others if cfg != first and _fits(inv, cfg))]
+    tokens, rows = first.tokens, first.rows
+    half = (tokens // 2, min(tokens // 2, rows))
+    pairs = [(2 * tokens, rows), half, (tokens, rows // 2), (tokens, 2 * rows), (2 * tokens, 2 * rows)]
+    return [first, *(Config(*pair) for pair in pairs if 1 <= pair[1] <= min(pair[0], most_rows(inv)))]
 
 
-def _fits(inv: Invocation, cfg: Config) -> bool:
-    return cfg.tokens * columns(inv) <= SCORES * cfg.num_warps * WARP
+def most_rows(inv: Invocation) -> int:
+    """The most tokens whose scores fit into the registers of a warp."""
+    return max(1, MOST_SCORES * WARP // columns(inv))
 
 
 @hookimpl
@@ -79,12 +90,13 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
     if not tokens:
         return tuple(jnp.zeros(output.shape, output.dtype) for output in (weights, chosen, sizes, order))
     blocks = math.ceil(tokens / cfg.tokens)
-    counts = jax.ShapeDtypeStruct((blocks, experts), jnp.int32)
+    of_blocks = jax.ShapeDtypeStruct((blocks, experts), jnp.int32)
     groups = inv["num_groups"] or 1
-    shape = {"EXPERTS": experts, "K": k, "TOKENS": cfg.tokens}
     constants = {
-        **shape,
-        "SLOTS": padded(k),
+        "EXPERTS": experts,
+        "K": k,
+        "TOKENS": cfg.tokens,
+        "ROWS": min(cfg.rows, cfg.tokens),
         "SCORE": inv["score"],
         "BIAS": bias is not None,
         "GROUPS": groups,
@@ -94,29 +106,34 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
         "RENORMALIZE": inv["renormalize"],
         "FACTOR": float(inv["scaling_factor"]),
     }
-    arrays = [logits, logits if bias is None else bias]
-    of_tokens, of_experts, counts_of_blocks = _launch(
-        "choose", inv, cfg, arrays, (weights, chosen, counts), blocks, constants, (tokens,)
+    launch = functools.partial(_launch, inv)
+    of_tokens, of_experts, counts, smaller, places = launch(
+        "choose",
+        [logits, logits if bias is None else bias],
+        (weights, chosen, of_blocks, of_blocks, order),
+        blocks,
+        1,
+        constants,
+        (tokens,),
     )
-    starts, sizes_of_experts = _launch(
+    height = min(padded(blocks), HEIGHT)
+    starts, firsts, sizes_of_experts = launch(
         "place_blocks",
-        inv,
-        cfg,
-        [counts_of_blocks],
-        (counts, sizes),
+        [counts, smaller],
+        (of_blocks, sizes, sizes),
         math.ceil(experts / COLUMNS),
-        {"EXPERTS": experts, "COLUMNS": COLUMNS, "ROWS": ROWS},
+        max(1, height * COLUMNS // (MOST_SCORES * WARP)),
+        {"EXPERTS": experts, "COLUMNS": COLUMNS, "ROWS": height},
         (blocks,),
     )
-    (token_order,) = _launch(
+    (token_order,) = launch(
         "order",
-        inv,
-        cfg,
-        [of_experts, starts, sizes_of_experts],
+        [of_experts, places, starts, firsts],
         (order,),
-        blocks,
-        {**shape, "WIDTH": padded(experts)},
-        (tokens,),
+        math.ceil(tokens * k / SLOTS),
+        SLOTS // (4 * WARP),
+        {"EXPERTS": experts, "BLOCK": cfg.tokens * k, "SLOTS": SLOTS},
+        (tokens * k,),
     )
     return of_tokens, of_experts, sizes_of_experts, token_order
 
@@ -147,12 +164,12 @@ def columns(inv: Invocation) -> int:
 
 
 def _launch(
-    kernel: str,
     inv: Invocation,
-    cfg: Config,
+    kernel: str,
     arrays: list[Any],
     results: tuple[jax.ShapeDtypeStruct, ...],
     programs: int,
+    num_warps: int,
     constants: dict[str, Any],
     scalars: tuple[int, ...],
 ) -> tuple[jax.Array, ...]:
@@ -163,7 +180,7 @@ def _launch(
         scalars=scalars,
         grid=(programs,),
         constants=constants,
-        num_warps=cfg.num_warps,
+        num_warps=num_warps,
         num_stages=1,
         compute_capability=capability(inv),
         name=f"moe_route_{kernel}",

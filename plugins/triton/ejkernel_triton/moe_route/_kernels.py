@@ -2,6 +2,7 @@
 and the order of the tokens.
 
 A token has an expert once, so its place among the tokens of that expert is the number of tokens before it that have it.
+The results of a token are stored by the threads that hold the scores of its experts.
 """
 
 from __future__ import annotations
@@ -16,70 +17,88 @@ TAKEN = tl.constexpr(-2147483648)
 @triton.jit
 def choose(
     logits, bias, tokens,
-    weights, experts, counts,
-    EXPERTS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, SCORE: tl.constexpr,
-    BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_K: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr,
-    RENORMALIZE: tl.constexpr, FACTOR: tl.constexpr,
+    weights, experts, counts, smaller, places,
+    EXPERTS: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    SCORE: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_K: tl.constexpr, WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr, RENORMALIZE: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """The weights and the experts of a block of tokens, and how many of them each expert has.
+    """The weights and the experts of a block of tokens, ``ROWS`` at a time; how many of the block's places each expert
+    has, and how many the experts before it have; and the number of each place among those of its expert in the block.
 
     A group of experts has ``WIDTH`` columns, of which the last ones may be no experts; so have ``HEIGHT`` groups, of
     which the last ones may be none. Without groups there is one.
     """
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, HEIGHT * WIDTH)
     SIZE: tl.constexpr = EXPERTS // GROUPS
     expert = column // WIDTH * SIZE + column % WIDTH
-    is_token, is_expert = token < tokens, (column % WIDTH < SIZE) & (column // WIDTH < GROUPS)
-    places = token.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
-    x = tl.load(logits + places, mask=is_token[:, None] & is_expert[None, :], other=-float("inf")).to(tl.float32)
-    x = tl.where(x != x, -float("inf"), x)
-    scores = x
-    if SCORE == "softmax":
-        peak = tl.max(x, 1)
-        scores = tl.exp(x - tl.where(peak == -float("inf"), 0.0, peak)[:, None])
-        scores = scores / _nonzero(tl.sum(scores, 1))[:, None]
-    elif SCORE == "sigmoid":
-        scores = tl.sigmoid(x)
-    compared = scores
-    if BIAS:
-        compared += tl.load(bias + expert, mask=is_expert, other=0).to(tl.float32)[None, :]
-        compared = tl.where(compared != compared, -float("inf"), compared)
-    compared = tl.where(is_expert[None, :], compared, -float("inf"))
-    if GROUPS > 1:
-        compared = _of_best_groups(compared, GROUPS, GROUP_K, BIAS, TOKENS, WIDTH, HEIGHT)
-    keys = tl.where(is_expert[None, :], _keys(compared), TAKEN)
-    slot = tl.arange(0, SLOTS)
-    own_weights = tl.zeros((TOKENS, SLOTS), tl.float32)
-    own_experts = tl.zeros((TOKENS, SLOTS), tl.int32)
-    for i in tl.static_range(K):
-        best = _best(keys, column, HEIGHT * WIDTH)
-        is_best = column[None, :] == best[:, None]
-        weight = tl.sum(tl.where(is_best, scores, 0.0), 1)
-        own_weights = tl.where(slot[None, :] == i, weight[:, None], own_weights)
-        best_expert = best // WIDTH * SIZE + best % WIDTH
-        own_experts = tl.where(slot[None, :] == i, best_expert[:, None], own_experts)
-        keys = tl.where(is_best, TAKEN, keys)
-    is_slot = slot < K
-    if SCORE == "softmax_after":
-        own_weights = tl.where(is_slot[None, :], own_weights, -float("inf"))
-        peak = tl.max(own_weights, 1)
-        own_weights = tl.exp(own_weights - tl.where(peak == -float("inf"), 0.0, peak)[:, None])
-    if SCORE == "softmax_after" or RENORMALIZE:
-        own_weights = own_weights / _nonzero(tl.sum(own_weights, 1))[:, None]
-    mask = is_token[:, None] & is_slot[None, :]
-    places = token[:, None] * K + slot[None, :]
-    tl.store(weights + places, own_weights * FACTOR, mask=mask)
-    tl.store(experts + places, own_experts, mask=mask)
-    chosen = ((keys == TAKEN) & is_expert[None, :] & is_token[:, None]).to(tl.int32)
-    tl.store(counts + tl.program_id(0) * EXPERTS + expert, tl.sum(chosen, 0), mask=is_expert)
+    is_expert = (column % WIDTH < SIZE) & (column // WIDTH < GROUPS)
+    count = tl.zeros((HEIGHT * WIDTH,), tl.int32)
+    for first in range(0, TOKENS, ROWS):
+        token = tl.program_id(0) * TOKENS + first + tl.arange(0, ROWS)
+        is_token = token < tokens
+        # The compiler does not know that program_id(1) is zero. If it did, it would give four neighbouring experts to a
+        # thread for a wider load, and move everything through shared memory before it is stored.
+        addresses = logits + token.to(tl.int64)[:, None] * EXPERTS + expert[None, :] + tl.program_id(1)
+        x = tl.load(addresses, mask=is_token[:, None] & is_expert[None, :], other=-float("inf")).to(tl.float32)
+        x = tl.where(x != x, -float("inf"), x)
+        scores = x
+        if SCORE == "softmax":
+            scores = _exponentials(x)
+            if BIAS or not RENORMALIZE:
+                scores = scores / _nonzero(tl.sum(scores, 1))[:, None]
+        elif SCORE == "sigmoid":
+            scores = tl.sigmoid(x)
+        compared = scores
+        if BIAS:
+            compared += tl.load(bias + expert, mask=is_expert, other=0).to(tl.float32)[None, :]
+            compared = tl.where(compared != compared, -float("inf"), compared)
+        if GROUPS > 1:
+            compared = tl.where(is_expert[None, :], compared, -float("inf"))
+            compared = _of_best_groups(compared, GROUPS, GROUP_K, BIAS, ROWS, WIDTH, HEIGHT)
+        keys = tl.where(is_expert[None, :], _keys(compared), TAKEN)
+        for i in tl.static_range(K):
+            best = _best(keys, column, HEIGHT * WIDTH)
+            keys = tl.where(column[None, :] == best[:, None], TAKEN + i, keys)
+        is_chosen = (keys < TAKEN + K) & is_expert[None, :] & is_token[:, None]
+        if SCORE == "softmax_after":
+            scores = _exponentials(tl.where(is_chosen, scores, -float("inf")))
+        if SCORE == "softmax_after" or RENORMALIZE:
+            scores = scores / _nonzero(tl.sum(tl.where(is_chosen, scores, 0.0), 1))[:, None]
+        chosen = is_chosen.to(tl.int32)
+        place = count[None, :] + tl.cumsum(chosen, 0) - chosen
+        count += tl.sum(chosen, 0)
+        slot = token[:, None] * K + (keys - TAKEN)
+        tl.store(weights + slot, scores * FACTOR, mask=is_chosen)
+        tl.store(experts + slot, tl.broadcast_to(expert[None, :], (ROWS, HEIGHT * WIDTH)), mask=is_chosen)
+        tl.store(places + slot, place, mask=is_chosen)
+    own = tl.program_id(0) * EXPERTS + expert
+    tl.store(counts + own, count, mask=is_expert)
+    tl.store(smaller + own, tl.cumsum(count, 0) - count, mask=is_expert)
+
+
+@triton.jit
+def _exponentials(x):
+    """Of the differences from the largest number of each row."""
+    peak = tl.max(x, 1)
+    return tl.exp(x - tl.where(peak == -float("inf"), 0.0, peak)[:, None])
 
 
 @triton.jit
 def _keys(x):
     """Integers in the order of these numbers, which are no NaN. Zeros of both signs are equal."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return _in_order((x + 0.0).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _number(key):
+    """The number of a key."""
+    return _in_order(key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _in_order(bits):
+    """The bits of a number as an integer that is compared as the number is, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -102,11 +121,11 @@ def _of_best_groups(
     """The scores, with -inf outside of the best groups."""
     place = tl.arange(0, WIDTH)
     by_group = tl.reshape(scores, (TOKENS * HEIGHT, WIDTH))
-    best = _best(_keys(by_group), place, WIDTH)
-    group_scores = tl.max(by_group, 1)
+    keys = _keys(by_group)
+    group_scores = _number(tl.max(keys, 1))
     if SUM_OF_TWO and WIDTH > 1:
-        rest = tl.where(place[None, :] == best[:, None], -float("inf"), by_group)
-        group_scores += tl.max(rest, 1)
+        rest = tl.where(place[None, :] == _best(keys, place, WIDTH)[:, None], TAKEN, keys)
+        group_scores += _number(tl.max(rest, 1))
     group = tl.arange(0, HEIGHT)
     keys = tl.where((group < GROUPS)[None, :], _keys(tl.reshape(group_scores, (TOKENS, HEIGHT))), TAKEN)
     for _ in tl.static_range(GROUP_K):
@@ -116,38 +135,37 @@ def _of_best_groups(
 
 
 @triton.jit
-def place_blocks(counts, blocks, starts, sizes, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """How many tokens before each block an expert has, and how many it has in all."""
+def place_blocks(
+    counts, smaller, blocks,
+    starts, firsts, sizes,
+    EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """How many places each expert has before each block, how many the experts before it have, and how many it has."""
     expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.int32)
-    for first in range(0, blocks, ROWS):
-        block = first + tl.arange(0, ROWS)
+    first = tl.zeros((COLUMNS,), tl.int32)
+    for row in range(0, blocks, ROWS):
+        block = row + tl.arange(0, ROWS)
         mask = (block < blocks)[:, None] & (expert < EXPERTS)[None, :]
         places = block[:, None] * EXPERTS + expert[None, :]
         own = tl.load(counts + places, mask=mask, other=0)
+        first += tl.sum(tl.load(smaller + places, mask=mask, other=0), 0)
         tl.store(starts + places, total[None, :] + tl.cumsum(own, 0) - own, mask=mask)
         total += tl.sum(own, 0)
+    tl.store(firsts + expert, first, mask=expert < EXPERTS)
     tl.store(sizes + expert, total, mask=expert < EXPERTS)
 
 
 @triton.jit
 def order(
-    experts, starts, sizes, tokens,
+    experts, places, starts, firsts, slots,
     token_order,
-    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """The places of a block of tokens in the order of the experts."""
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    expert = tl.arange(0, WIDTH)
-    is_token, is_expert = token < tokens, expert < EXPERTS
-    size = tl.load(sizes + expert, mask=is_expert, other=0)
-    start = tl.cumsum(size, 0) - size + tl.load(starts + tl.program_id(0) * EXPERTS + expert, mask=is_expert, other=0)
-    has = tl.zeros((TOKENS, WIDTH), tl.int32)
-    for i in tl.static_range(K):
-        own = tl.load(experts + token * K + i, mask=is_token, other=-1)
-        has += (own[:, None] == expert[None, :]).to(tl.int32)
-    places = start[None, :] + tl.cumsum(has, 0) - has
-    for i in tl.static_range(K):
-        own = tl.load(experts + token * K + i, mask=is_token, other=-1)
-        place = tl.sum(tl.where(own[:, None] == expert[None, :], places, 0), 1)
-        tl.store(token_order + place, token * K + i, mask=is_token)
+    """The places in the order of the experts; a block of tokens has ``BLOCK`` of them."""
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    mask = slot < slots
+    expert = tl.load(experts + slot, mask=mask, other=0)
+    place = tl.load(places + slot, mask=mask, other=0) + tl.load(firsts + expert, mask=mask, other=0)
+    place += tl.load(starts + slot // BLOCK * EXPERTS + expert, mask=mask, other=0)
+    tl.store(token_order + place, slot, mask=mask)
