@@ -24,7 +24,7 @@ from ejkernel_triton.launch import _jax_triton
 
 SHARED_MEMORY = 227 * 1024
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
-WORDS = ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk")
+WORDS = ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk", "st.global.b16")
 
 
 @attrs.frozen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -74,18 +75,48 @@ def test_the_tiles_of_rows_have_each_row_once(name: str, is_part: bool) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[3, 9, 9, 0, 100, 1], [7], [0, 0, 0], [*range(100)]])
-def test_the_largest_groups_come_first(sizes: list[int]) -> None:
+@pytest.mark.parametrize(("k", "n"), [(2048, 768), (4096, 1536)])
+def test_the_largest_groups_come_first(sizes: list[int], k: int, n: int) -> None:
     inv = ejkernel_core.invocation(
         "grouped_matmul_d_rhs",
-        jax.ShapeDtypeStruct((sum(sizes), 64), "bfloat16"),
-        jax.ShapeDtypeStruct((sum(sizes), 64), "bfloat16"),
+        jax.ShapeDtypeStruct((sum(sizes), k), "bfloat16"),
+        jax.ShapeDtypeStruct((sum(sizes), n), "bfloat16"),
         jax.ShapeDtypeStruct((len(sizes) + 1,), "int32"),
     )
     inv = attrs.evolve(inv, platform="gpu", device_kind="NVIDIA H200", compute_capability=(9, 0))
-    inv = inv.with_arrays({"boundaries": jnp.cumsum(jnp.asarray([0, *sizes], jnp.int32))})
+    boundaries = np.cumsum([0, *sizes])
+    inv = inv.with_arrays({"boundaries": jnp.asarray(boundaries, jnp.int32)})
     with interpreted():
-        order = np.asarray(jax.jit(lambda: _launch.group_table(inv))())
-    np.testing.assert_array_equal(order, np.argsort(-np.asarray(sizes), kind="stable"))
+        narrow, *table = np.asarray(jax.jit(lambda: _launch.group_table(inv, hopper.Config()))())
+    order = np.argsort(-np.asarray(sizes), kind="stable")
+    expected = np.stack([order, boundaries[order], boundaries[order + 1]], axis=1)
+    np.testing.assert_array_equal(np.reshape(table, (-1, 3)), expected)
+    # 132 programs share the work of 48 tiles of each group: half of it is too much for one tile.
+    limit = 48 * sum(sizes) // 264 if k == 2048 else sum(sizes)
+    assert narrow == sum(size > limit for size in sizes)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_group_with_most_rows_is_shared_by_more_programs(transposed: bool) -> None:
+    sizes, rest, (k, n) = [150, 1, 1, 0], 9, (200, 392)
+    ends = np.cumsum([0, *sizes])
+    keys = jax.random.split(jax.random.key(7), 2)
+    arrays = {
+        name: jax.random.normal(key, (sum(sizes) + rest, size), "bfloat16").at[ends[-1] :].set(jnp.nan)
+        for name, key, size in zip(("lhs", "d_out"), keys, (k, n), strict=True)
+    }
+    arrays["boundaries"] = jnp.asarray(ends, jnp.int32)
+    inv = ejkernel_core.invocation("grouped_matmul_d_rhs", **arrays, transpose_rhs=transposed)
+    inv = attrs.evolve(inv, platform="gpu", device_kind="NVIDIA H200", compute_capability=(9, 0)).with_arrays(arrays)
+    with interpreted():
+        table = np.asarray(jax.jit(lambda: _launch.group_table(inv, hopper.Config()))())
+        result = jax.jit(lambda: d_rhs.run_backend(inv, hopper.Config()))()
+    assert [*table[:3]] == [1, 0, 0]  # the first group alone has narrow tiles
+    rows, d_out = np.asarray(arrays["lhs"], np.float32), np.asarray(arrays["d_out"], np.float32)
+    for group, (start, end) in enumerate(pairwise(ends)):
+        expected = rows[start:end].T @ d_out[start:end]
+        expected = expected.T if transposed else expected
+        np.testing.assert_allclose(np.asarray(result[group], np.float32), expected, rtol=1e-2, atol=1e-2)
 
 
 HAS_GLUON = _jax_triton.version() >= (0, 4, 1)
@@ -121,6 +152,8 @@ def test_stages_have_to_fit() -> None:
     if HAS_GLUON:
         with pytest.raises(Unsupported, match="6 stages of 256 columns do not fit"):
             hopper.check_cfg(inv, hopper.Config(256, 6))
+        with pytest.raises(Unsupported, match="tiles of 128 columns are not for silu_gated: take 256"):
+            hopper.check_cfg(invocation([128], 0, activation="silu_gated"), hopper.Config(128, 4))
 
 
 def test_the_kernels_of_a_direction_have_configurations_of_their_own() -> None:

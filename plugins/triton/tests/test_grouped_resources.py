@@ -7,7 +7,7 @@ compile what is not in it with the same hash, and those of the long sweep compil
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 import ejkernel_core
 from ejkernel_core import Invocation
 from ejkernel_triton import grouped_matmul_sm90 as grouped_matmul
-from ejkernel_triton.grouped_matmul_sm90 import _tiling
+from ejkernel_triton.grouped_matmul_sm90 import HALVES, _tiling
 from ejkernel_triton.grouped_matmul_sm90 import d_rhs as grouped_matmul_d_rhs
 from ejkernel_triton.grouped_matmul_sm90._tiling import Config
 from ejkernel_triton.launch import _jax_triton
@@ -56,18 +56,34 @@ class Product:
         return grouped_matmul_d_rhs if self.gradient else grouped_matmul
 
     @property
-    def pieces(self) -> int:
-        """The products of a step: gates that are apart from the values have one of their own."""
-        return 2 if self.activation in ("silu_gated", "gelu_gated") else 1
-
-    @property
     def instructions(self) -> int:
-        """Those for the products of a step. Each sums 16 numbers."""
-        return 64 // 16 * self.pieces
+        """Those for the product of a step. Each sums 16 numbers."""
+        return 64 // 16
+
+    def widths(self, cfg: Config) -> int:
+        """How many widths of tiles the kernel has: a narrow tile is the last of a row, or of a large group."""
+        is_even = self.activation in HALVES or self.n % cfg.columns == 0 or self.n % cfg.columns > 128
+        return 1 if cfg.columns == 128 or (is_even and not self.gradient) else 2
 
     def copies(self, cfg: Config) -> int:
         """The instructions that fetch a step: of the rows, twice 64, and of the matrix in pieces of 128 bytes."""
-        return 2 + (self.pieces if self.transposed and not self.gradient else cfg.columns // 64)
+        return 2 + cfg.columns // 128 * (1 if self.transposed and not self.gradient else 2)
+
+    def best(self) -> list[Config]:
+        """The heuristic's configuration for each width of a tile that the call may have."""
+        stages = max if self.gradient else min
+        widths = (256,) if self.activation in HALVES else (256, 128)
+        return [Config(width, stages(_tiling.STAGES[width])) for width in widths]
+
+    def configurations(self) -> list[Config]:
+        """All of these widths."""
+        widths = {cfg.columns for cfg in self.best()}
+        return [
+            Config(width, count, band)
+            for width in sorted(widths)
+            for count in _tiling.STAGES[width]
+            for band in _tiling.BANDS
+        ]
 
     def invocation(self, groups: int = GROUPS) -> Invocation:
         """The call on an H200."""
@@ -104,24 +120,21 @@ FULL = [
     for activation in ("silu_gated", "gelu_gated", "swiglu_oai")
 ]
 GRADIENTS = [Product(gradient=True), Product(gradient=True, transposed=True)]
-#: Each width that is a heuristic configuration, with the most stages and the usual band.
-BEST = [Config(columns, stages[0]) for columns, stages in _tiling.STAGES.items()]
-#: Of each width also those with fewer stages, which a caller may choose.
-CONFIGURATIONS = [
-    Config(columns, count, band)
-    for columns, stages in _tiling.STAGES.items()
-    for count in stages
-    for band in (8, 16, 4)
-]
 OTHER_TYPES = [
     attrs.evolve(product, **types)
     for product in (MULTIPLICATIONS[0], FULL[0], FULL[2], GRADIENTS[0])
     for types in ({"dtype": "float16"}, {"result": "float32"})
 ]
 QUICK = [
-    *((product, cfg) for product in (*MULTIPLICATIONS[:2], *FULL[::2], *GRADIENTS) for cfg in BEST[:1]),
-    *((product, cfg) for product in (MULTIPLICATIONS[0], GRADIENTS[0]) for cfg in BEST[1:]),
+    *((product, product.best()[0]) for product in (*MULTIPLICATIONS[:2], *FULL[::2], *GRADIENTS)),
+    *((product, product.best()[1]) for product in (MULTIPLICATIONS[0], GRADIENTS[0])),
 ]
+
+
+def pairs(products: list[Product], configurations: Callable[[Product], list[Config]]) -> list[Any]:
+    return [
+        pytest.param(product, cfg, id=f"{product}-{cfg}") for product in products for cfg in configurations(product)
+    ]
 
 
 def launched(launches: list[Launch], product: Product, cfg: Config, groups: int = GROUPS) -> list[Launch]:
@@ -136,25 +149,26 @@ def launched(launches: list[Launch], product: Product, cfg: Config, groups: int 
 
 
 def check(figures: Figures, product: Product, cfg: Config) -> None:
-    assert figures.num_warps == 12  # two groups of four, and one that fetches, with room for three more
+    # Two groups of four, one that fetches, and one that finds tiles, with room for two more.
+    assert figures.num_warps == 12
     assert figures.shared_memory <= SHARED_MEMORY
     # XLA makes graphs of several launches, which must not allocate.
     assert not figures.scratch
     # Triton 3.6 spills four numbers behind the loop, where a gradient in float32 is stored.
     assert max(figures.spilled) <= (4 if product.gradient and product.result == "float32" else 0)
-    # Each of two groups of warps, and the warp that fetches, load for each tile its group, and the rows where that begins
-    # and ends. A product of rows also needs the number of tiles, before the loop and in it, and the warp that fetches
-    # does not need the end of a group. Triton removes loads that it takes for dead.
-    assert figures.tile_numbers == (9 if product.gradient else 14)
-    assert figures.words["wgmma.mma_async"] == 2 * product.instructions
+    # One warp loads for each tile its group, and the rows where that begins and ends; before the loop, how many there are.
+    assert figures.tile_numbers == 4
+    assert figures.words["wgmma.mma_async"] == 2 * product.widths(cfg) * product.instructions
     assert figures.words["cp.async.bulk.tensor"] == product.copies(cfg)
+    # Whole lines of 16 bytes for each thread.
+    assert not figures.words["st.global.b16"]
 
 
-def check_loops(figures: Figures, product: Product) -> None:
-    assert len(figures.loops) == 2
+def check_loops(figures: Figures, product: Product, cfg: Config) -> None:
+    assert len(figures.loops) == 2 * product.widths(cfg)
     for loop in figures.loops:
-        # Only the products of this step may still run. Other waits would mean that products wait for each other.
-        assert loop.waits == (product.pieces,)
+        # Only the product of this step may still run. Other waits would mean that products wait for each other.
+        assert loop.waits == (1,)
         assert (loop.loads, loop.stores) == (0, 0)
 
 
@@ -163,19 +177,17 @@ def test_the_best_configurations_compile_for_hopper(launches: list[Launch], prod
     _, launch = launched(launches, product, cfg)
     figures = LOCK.get(launch)
     check(figures, product, cfg)
-    check_loops(figures, product)
+    check_loops(figures, product, cfg)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cfg", CONFIGURATIONS, ids=str)
-@pytest.mark.parametrize("product", [*MULTIPLICATIONS, *GRADIENTS], ids=str)
+@pytest.mark.parametrize(("product", "cfg"), pairs([*MULTIPLICATIONS, *GRADIENTS], Product.configurations))
 def test_every_configuration_compiles_for_hopper(launches: list[Launch], product: Product, cfg: Config) -> None:
     compile_and_compare(launches, product, cfg)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cfg", BEST, ids=str)
-@pytest.mark.parametrize("product", [*FULL, *OTHER_TYPES], ids=str)
+@pytest.mark.parametrize(("product", "cfg"), pairs([*FULL, *OTHER_TYPES], Product.best))
 def test_every_feature_and_type_compiles_for_hopper(launches: list[Launch], product: Product, cfg: Config) -> None:
     compile_and_compare(launches, product, cfg)
 
@@ -184,13 +196,12 @@ def compile_and_compare(launches: list[Launch], product: Product, cfg: Config) -
     _, launch = launched(launches, product, cfg)
     figures = launch.compile()
     check(figures, product, cfg)
-    check_loops(figures, product)
+    check_loops(figures, product, cfg)
     assert LOCK.figures.get(launch.digest) in (None, figures), f"{LOCK.file.name} differs"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cfg", BEST, ids=str)
-@pytest.mark.parametrize("product", [*MULTIPLICATIONS, *GRADIENTS], ids=str)
+@pytest.mark.parametrize(("product", "cfg"), pairs([*MULTIPLICATIONS, *GRADIENTS], Product.best))
 def test_matrices_that_are_smaller_than_a_tile_compile(launches: list[Launch], product: Product, cfg: Config) -> None:
     product = attrs.evolve(product, k=24, n=16)
     _, launch = launched(launches, product, cfg)
@@ -200,7 +211,7 @@ def test_matrices_that_are_smaller_than_a_tile_compile(launches: list[Launch], p
 @pytest.mark.parametrize("groups", [8, 128, pytest.param(_tiling.MOST_GROUPS, marks=pytest.mark.long)])
 @pytest.mark.parametrize("product", [MULTIPLICATIONS[0], GRADIENTS[0]], ids=str)
 def test_the_tables_compile(launches: list[Launch], product: Product, groups: int) -> None:
-    table, _ = launched(launches, product, BEST[0], groups)
+    table, _ = launched(launches, product, product.best()[0], groups)
     figures = LOCK.get(table)
     assert not figures.scratch
     assert figures.shared_memory <= SHARED_MEMORY
@@ -211,11 +222,13 @@ def test_the_tables_compile(launches: list[Launch], product: Product, groups: in
 @pytest.mark.parametrize("product", [*MULTIPLICATIONS, *GRADIENTS], ids=str)
 def test_every_configuration_of_the_space_is_compiled(launches: list[Launch], product: Product) -> None:
     space = product.backend.config_space(product.invocation())
-    assert space[0] == product.backend.heuristic_cfg(product.invocation()) == BEST[0]
-    assert {*space} <= {*CONFIGURATIONS}
-    narrow = _tiling.configs(128)
-    assert {*narrow} == {*space}
-    assert narrow[0] == BEST[1]
+    assert space[0] == product.backend.heuristic_cfg(product.invocation()) == product.best()[0]
+    narrow = attrs.evolve(product, n=128)
+    if narrow.transposed and narrow.gradient:
+        narrow = attrs.evolve(narrow, k=128)
+    of_narrow = product.backend.config_space(narrow.invocation())
+    assert of_narrow[0] == product.best()[-1]
+    assert {*space, *of_narrow} == {*product.configurations()}
 
 
 def recorded_launches(launches: list[Launch]) -> Iterator[tuple[str, Launch]]:
@@ -224,7 +237,7 @@ def recorded_launches(launches: list[Launch]) -> Iterator[tuple[str, Launch]]:
         yield f"{product}, {cfg}", launched(launches, product, cfg)[1]
     for product in (MULTIPLICATIONS[0], GRADIENTS[0]):
         for groups in (8, 128):
-            yield f"table, {product}, {groups} groups", launched(launches, product, BEST[0], groups)[0]
+            yield f"table, {product}, {groups} groups", launched(launches, product, product.best()[0], groups)[0]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import jax
 
-from ejkernel_core import Invocation, hookimpl
+from ejkernel_core import Invocation, Unsupported, hookimpl
 from ejkernel_ops.grouped_matmul.axes import AXES
 from ejkernel_triton.grouped_matmul_sm90 import _launch, _tiling
 from ejkernel_triton.grouped_matmul_sm90._tiling import Config
@@ -15,16 +15,19 @@ __all__ = ["COMPILERS", "OPAQUE", "PLATFORMS", "VERSION", "Config"]
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
-#: Where it runs, and how strongly it is preferred there: after all others, until it is proved on a card.
-PLATFORMS = {"gpu": 5}
+#: Where it runs, and how strongly it is preferred there.
+PLATFORMS = {"gpu": 60}
 #: XLA sees a custom call, which it cannot partition.
 OPAQUE = ("gpu",)
 COMPILERS = ("triton", "jax-triton")
 
+#: The activations whose gates are the first half of the columns.
+HALVES = ("silu_gated", "gelu_gated")
+
 
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> Config:
-    """Tiles as wide as the matrix, or of 256 columns."""
+    """Few stages: in most calls, what programs share in the L2 decides."""
     return _configs(inv)[0]
 
 
@@ -36,9 +39,11 @@ def config_space(inv: Invocation) -> Iterable[Config]:
 
 @hookimpl
 def check_cfg(inv: Invocation, cfg: Config) -> None:
-    """The stages have to fit into shared memory."""
+    """The stages have to fit into shared memory, and a tile has gates and values."""
     _configs(inv)
     _tiling.check_config(cfg)
+    if cfg.columns < 256 and inv["activation"] in HALVES:
+        raise Unsupported(f"tiles of {cfg.columns} columns are not for {inv['activation']}: take 256")
 
 
 @hookimpl
@@ -51,4 +56,6 @@ def _configs(inv: Invocation) -> list[Config]:
     (output,) = AXES.outputs(inv)
     rhs = inv["rhs"]
     _tiling.check(inv, rhs.shape[0], (*rhs.shape[1:], output.shape[1]))
-    return _tiling.configs(rhs.shape[1 if inv["transpose_rhs"] else 2])
+    # The gates and the values of a tile are fetched apart.
+    columns = 256 if inv["activation"] in HALVES else rhs.shape[1 if inv["transpose_rhs"] else 2]
+    return _tiling.configs(columns)

@@ -18,20 +18,22 @@ from ejkernel_triton.launch._multiprocessors import multiprocessors
 
 #: The rows of tiles that the copy engine fetches for a group of warps, and how many of a matrix.
 HALF, DEPTH = 64, 64
+#: The most columns of a matrix that it fetches at a time.
+BOX = 128
 #: At most how many tiles, and how many groups, a program lists.
 TILES, GROUPS = 64, 32
 #: How many pairs of a tile and a group a program compares at most: more do not fit into registers.
 PAIRS = 64 * 128
+#: How many tiles programs have taken, after the first one of each. It is 0 when the kernel starts.
+TAKEN = jax.ShapeDtypeStruct((1,), jnp.int32)
 
 
 def forward(inv: Invocation, cfg: Config) -> jax.Array:
     """The result, with zeros in rows of no group."""
     (output,) = AXES.outputs(inv)
     lhs, rhs, bias, transposed = inv["lhs"], inv["rhs"], inv["rhs_bias"], inv["transpose_rhs"]
-    # The gates of the first two are apart from the values, and of the last one beside them.
-    is_split = inv["activation"] in ("silu_gated", "gelu_gated")
-    width = cfg.columns // 2 if is_split else cfg.columns
-    block = (1, width, DEPTH) if transposed else (1, DEPTH, width)
+    box = min(cfg.columns, BOX)
+    block = (1, box, DEPTH) if transposed else (1, DEPTH, box)
     table = row_table(inv)
     return _launch(
         "_multiply:multiply",
@@ -42,12 +44,12 @@ def forward(inv: Invocation, cfg: Config) -> jax.Array:
             table,
             lhs if bias is None else bias,
         ],
-        output,
+        (output,),
         multiprocessors(inv),
         {
             "K": lhs.shape[1],
             "N": rhs.shape[1 if transposed else 2],
-            "COLUMNS": cfg.columns if inv["activation"] is None else cfg.columns // 2,
+            "COLUMNS": cfg.columns,
             "TRANSPOSED": transposed,
             "BIAS": bias is not None,
             "ACTIVATION": inv["activation"],
@@ -69,7 +71,7 @@ def row_table(inv: Invocation) -> jax.Array:
         "_tables:list_rows",
         inv,
         [boundaries(inv)],
-        jax.ShapeDtypeStruct((4 * (1 + programs * tiles),), jnp.int32),
+        (jax.ShapeDtypeStruct((4 * (1 + programs * tiles),), jnp.int32),),
         programs,
         {"GROUPS": groups, "PARTS": parts, "ROWS": ROWS, "TILES": tiles},
         (rows,),
@@ -86,26 +88,30 @@ def d_rhs(inv: Invocation, cfg: Config) -> jax.Array:
         inv,
         [
             _jax_triton.describe(first, (DEPTH, HALF)),
-            _jax_triton.describe(second, (DEPTH, cfg.columns)),
-            inv["boundaries"],
-            group_table(inv),
+            _jax_triton.describe(second, (DEPTH, min(cfg.columns, BOX))),
+            group_table(inv, cfg),
         ],
-        output,
+        (output, TAKEN),
         multiprocessors(inv),
         {"GROUPS": groups, "K": k, "N": n, "COLUMNS": cfg.columns, "STAGES": cfg.stages, "BAND": cfg.band},
     )
 
 
-def group_table(inv: Invocation) -> jax.Array:
+def group_table(inv: Invocation, cfg: Config) -> jax.Array:
     """The groups in the order of `_tables.list_groups`."""
-    groups = inv["boundaries"].shape[0] - 1
+    ((groups, k, n),) = (output.shape for output in D_RHS_AXES.outputs(inv))
+    rows = inv["lhs"].shape[0]
+    # If one group has so many rows that the others are done before it, more programs share its matrix.
+    tiles = math.ceil(k / ROWS) * math.ceil(n / cfg.columns)
+    most = rows if tiles >= multiprocessors(inv) else rows * tiles // (2 * multiprocessors(inv))
     return _launch(
         "_tables:list_groups",
         inv,
         [inv["boundaries"]],
-        jax.ShapeDtypeStruct((groups,), jnp.int32),
+        (jax.ShapeDtypeStruct((1 + 3 * groups,), jnp.int32),),
         math.ceil(groups / GROUPS),
         {"GROUPS": groups, "PARTS": 1 << max(groups - 1, 1).bit_length(), "BLOCK": GROUPS},
+        (most,),
     )
 
 
@@ -113,15 +119,15 @@ def _launch(
     kernel: str,
     inv: Invocation,
     arrays: list[Any],
-    output: jax.ShapeDtypeStruct,
+    outputs: tuple[jax.ShapeDtypeStruct, ...],
     programs: int,
     constants: dict[str, Any],
     scalars: tuple[int, ...] = (),
 ) -> jax.Array:
-    (result,) = _jax_triton.call(
+    result, *_ = _jax_triton.call(
         f"ejkernel_triton.grouped_matmul_sm90.{kernel}",
         arrays,
-        (output,),
+        outputs,
         scalars=scalars,
         grid=(programs,),
         constants=constants,
@@ -129,5 +135,6 @@ def _launch(
         num_stages=1,
         compute_capability=capability(inv),
         name=f"{inv.op}_{kernel.partition(':')[2]}_sm90",
+        zeroed_outputs=range(1, len(outputs)),
     )
     return result

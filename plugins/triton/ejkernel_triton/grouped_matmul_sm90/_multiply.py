@@ -1,9 +1,9 @@
-"""The product of rows with the matrix of their group: one warp fetches tiles into shared memory, and two groups of four
-warps multiply.
+"""The product of rows with the matrix of their group: one warp finds the tiles of the result, one fetches tiles of the
+operands into shared memory, and two groups of four warps multiply.
 
 Each group has half of the rows of a tile of the result, and both read the same tiles of the matrix. Programs are
-persistent: each takes one tile of the result after another, and the tiles of the next one are fetched while the results
-of this one are stored.
+persistent: each takes one tile of the result after another, and the operands of the next one are fetched while the
+results of this one are stored.
 
 Matrix products are asynchronous. Nothing may use the registers of a product before `warpgroup_mma_wait` returns them.
 """
@@ -18,60 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from ejkernel_triton.grouped_matmul_sm90._pipeline import DEPTH, DONE, HALF, Stages, queue
 from ejkernel_triton.hopper import tma
 from ejkernel_triton.hopper.shared_memory import barriers
 
 LOG2E = gl.constexpr(1.4426950408889634)
-#: Rows of each group of warps.
-HALF = gl.constexpr(64)
-#: The rows of a matrix that are multiplied at a time: 128 bytes.
-DEPTH = gl.constexpr(64)
-
-
-@aggregate
-class Stages:
-    """A ring of tiles that are multiplied together: of the rows for each group of warps, and of the matrix."""
-
-    rows: gl.shared_memory_descriptor
-    matrix: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    COUNT: gl.constexpr
-    #: Tiles of the matrix in a stage: the gates and the values are apart, or together.
-    PIECES: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, rows, matrix, full, empty, COUNT, PIECES):
-        self.rows = rows
-        self.matrix = matrix
-        self.full = full
-        self.empty = empty
-        self.COUNT = gl.constexpr(COUNT)
-        self.PIECES = gl.constexpr(PIECES)
-
-    @gluon.jit
-    def wait_until_empty(self, step):
-        mbarrier.wait(self.empty.index(step % self.COUNT), ((step // self.COUNT) & 1) ^ 1)
-
-    @gluon.jit
-    def wait_until_full(self, step):
-        mbarrier.wait(self.full.index(step % self.COUNT), (step // self.COUNT) & 1)
-
-    @gluon.jit
-    def release(self, step):
-        mbarrier.arrive(self.empty.index(step % self.COUNT))
-
-    @gluon.jit
-    def rows_of(self, step, WARP_GROUP: gl.constexpr):
-        return self.rows.index(step % self.COUNT * 2 + WARP_GROUP)
-
-    @gluon.jit
-    def matrix_of(self, step, PIECE: gl.constexpr, TRANSPOSED: gl.constexpr):
-        tile = self.matrix.index(step % self.COUNT * self.PIECES + PIECE)
-        tile = tile.reshape([tile.shape[1], tile.shape[2]])
-        if TRANSPOSED:
-            tile = tile.permute((1, 0))
-        return tile
 
 
 @aggregate
@@ -90,31 +41,57 @@ class Call:
     GATES: gl.constexpr
     #: Tiles of rows that are neighbours in time, so that they find the same matrix in the L2.
     BAND: gl.constexpr
+    #: The columns of the matrix in a tile, and in each of the boxes that are fetched for it, of which there are one or
+    #: two. A second one has the values for the gates in the first, or the columns after them.
+    SIZE: gl.constexpr
+    BOX: gl.constexpr
+    #: Whether the last tile has no columns in its second box.
+    NARROW: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, table, WIDTH, COLUMNS, STEPS, TRANSPOSED, GATES, BAND):
+    def __init__(self, table, K, N, SIZE, BOX, TRANSPOSED, ACTIVATION, BAND):
+        gates = None if ACTIVATION is None else "pairs" if ACTIVATION == "swiglu_oai" else "halves"
         self.table = table
-        self.WIDTH = gl.constexpr(WIDTH)
-        self.COLUMNS = gl.constexpr(COLUMNS)
-        self.STEPS = gl.constexpr(STEPS)
+        self.WIDTH = gl.constexpr(N if gates is None else N // 2)
+        self.COLUMNS = gl.constexpr(SIZE if gates is None else SIZE // 2)
+        self.STEPS = gl.constexpr((K + DEPTH - 1) // DEPTH)
         self.TRANSPOSED = gl.constexpr(TRANSPOSED)
-        self.GATES = gl.constexpr(GATES)
+        self.GATES = gl.constexpr(gates)
         self.BAND = gl.constexpr(BAND)
+        self.SIZE = gl.constexpr(SIZE)
+        self.BOX = gl.constexpr(BOX)
+        self.NARROW = gl.constexpr(gates != "halves" and 0 < N % SIZE <= SIZE - BOX)
 
     @gluon.jit
     def count(self):
-        """The number of tiles of the result."""
-        return gl.load(self.table) * gl.cdiv(self.WIDTH, self.COLUMNS)
+        """The number of tiles of rows."""
+        return gl.load(self.table)
 
     @gluon.jit
-    def tile(self, number):
-        """The group of a tile, its first row, the row where the group ends, and its first column."""
+    def tile(self, number, count):
+        """The group of a tile, its first row, the row where the group ends, and its place among the columns."""
         columns: gl.constexpr = (self.WIDTH + self.COLUMNS - 1) // self.COLUMNS
         band = number // (self.BAND * columns)
-        height = gl.minimum(gl.load(self.table) - band * self.BAND, self.BAND)
+        height = gl.minimum(count - band * self.BAND, self.BAND)
         place = number - band * (self.BAND * columns)
         entry = self.table + 4 * (1 + band * self.BAND + place % height)
-        return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), place // height * self.COLUMNS
+        return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), place // height
+
+    @gluon.jit
+    def box(self, tile, PLACE: gl.constexpr):
+        """A box of a tile of the matrix."""
+        AXIS: gl.constexpr = 1 if self.TRANSPOSED else 2
+        return tile if self.BOX == self.SIZE else tile.slice(PLACE * self.BOX, self.BOX, AXIS)
+
+    @gluon.jit
+    def operand(self, tile, SIZE: gl.constexpr):
+        """The first columns of a tile of the matrix."""
+        tile = tile.reshape([tile.shape[1], tile.shape[2]])
+        if SIZE < self.SIZE:
+            tile = tile.slice(0, SIZE, 0 if self.TRANSPOSED else 1)
+        if self.TRANSPOSED:
+            tile = tile.permute((1, 0))
+        return tile
 
 
 @gluon.jit
@@ -124,115 +101,166 @@ def multiply(
     K: gl.constexpr, N: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
-    GATES: gl.constexpr = _gates(ACTIVATION)
-    PIECES: gl.constexpr = 2 if GATES == "halves" else 1
-    WIDTH: gl.constexpr = N if GATES is None else N // 2
-    call = Call(table, WIDTH, COLUMNS, (K + DEPTH - 1) // DEPTH, TRANSPOSED, GATES, BAND)
+    BOX: gl.constexpr = rhs.block_shape[1 if TRANSPOSED else 2]
+    call = Call(table, K, N, COLUMNS, BOX, TRANSPOSED, ACTIVATION, BAND)
     rows = gl.allocate_shared_memory(lhs.dtype, [2 * STAGES] + lhs.block_shape, lhs.layout)
-    matrix = gl.allocate_shared_memory(rhs.dtype, [PIECES * STAGES] + rhs.block_shape, rhs.layout)
-    stages = Stages(rows, matrix, barriers(STAGES, 1), barriers(STAGES, 2), STAGES, PIECES)
+    TILE: gl.constexpr = [1, call.SIZE, DEPTH] if TRANSPOSED else [1, DEPTH, call.SIZE]
+    matrix = gl.allocate_shared_memory(rhs.dtype, [STAGES] + TILE, rhs.layout)
+    stages = Stages(rows, matrix, barriers(STAGES, 1), barriers(STAGES, 2), STAGES)
+    tiles = queue()
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_warp_group_0, (call, stages, bias, out, N, BIAS, ACTIVATION)),
-            (_warp_group_1, (call, stages, bias, out, N, BIAS, ACTIVATION)),
-            (_fetch, (call, stages, lhs, rhs)),
+            (_warp_group_0, (call, tiles, stages, bias, out, N, BIAS, ACTIVATION)),
+            (_warp_group_1, (call, tiles, stages, bias, out, N, BIAS, ACTIVATION)),
+            (_fetch, (call, tiles, stages, lhs, rhs)),
+            (_announce, (call, tiles)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )
 
 
-@gluon.constexpr_function
-def _gates(activation):
-    return None if activation is None else "pairs" if activation == "swiglu_oai" else "halves"
+@gluon.jit
+def _announce(call, tiles):
+    """The work of the warp that finds tiles. It is ahead of all others, because memory may be slow to answer it."""
+    count = call.count()
+    columns: gl.constexpr = (call.WIDTH + call.COLUMNS - 1) // call.COLUMNS
+    number = gl.program_id(0)
+    turn = 0
+    while number < count * columns:
+        group, first, end, column = call.tile(number, count)
+        tiles.put(turn, group, first, end, column)
+        # All programs are at about the same place, so that they share what is in the L2.
+        number += gl.num_programs(0)
+        turn += 1
+    tiles.put(turn, DONE, 0, 0, 0)
 
 
 @gluon.jit
-def _fetch(call, stages, lhs, rhs):
+def _fetch(call, tiles, stages, lhs, rhs):
     """The work of the warp that fetches: all tiles, in the order in which the other warps read them."""
-    BYTES: gl.constexpr = 2 * lhs.block_type.nbytes + stages.PIECES * rhs.block_type.nbytes
-    FACTOR: gl.constexpr = 2 if call.GATES == "pairs" else 1
-    step = 0
-    for number in range(gl.program_id(0), call.count(), gl.num_programs(0)):
-        group, first, _, column = call.tile(number)
+    step, turn = 0, 0
+    group, first, _, column = tiles.get(turn, 1)
+    while group != DONE:
+        column *= call.COLUMNS
         if group >= 0:
             for s in range(call.STEPS):
-                stages.wait_until_empty(step)
-                full = stages.full.index(step % stages.COUNT)
-                mbarrier.expect(full, BYTES)
-                for half in gl.static_range(2):
-                    tma.load(lhs, [first + half * HALF, s * DEPTH], full, stages.rows_of(step, half))
-                for piece in gl.static_range(stages.PIECES):
-                    tile = stages.matrix.index(step % stages.COUNT * stages.PIECES + piece)
-                    n = column * FACTOR + piece * call.WIDTH
-                    if call.TRANSPOSED:
-                        tma.load(rhs, [group, n, s * DEPTH], full, tile)
-                    else:
-                        tma.load(rhs, [group, s * DEPTH, n], full, tile)
+                _fetch_step(call, stages, lhs, rhs, step, group, first, column, s * DEPTH)
                 step += 1
+        turn += 1
+        group, first, _, column = tiles.get(turn, 1)
 
 
 @gluon.jit
-def _warp_group_0(call, stages, bias, out, N: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr):
-    _multiply(0, call, stages, bias, out, N, BIAS, ACTIVATION)
+def _fetch_step(call, stages, lhs, rhs, step, group, first, column, depth):
+    stages.wait_until_empty(step)
+    full = stages.full.index(step % stages.COUNT)
+    BYTES: gl.constexpr = 2 * lhs.block_type.nbytes + rhs.block_type.nbytes
+    is_whole = call.BOX < call.SIZE and (not call.NARROW or column + call.COLUMNS <= call.WIDTH)
+    if is_whole:
+        mbarrier.expect(full, BYTES + rhs.block_type.nbytes)
+    else:
+        mbarrier.expect(full, BYTES)
+    for half in gl.static_range(2):
+        tma.load(lhs, [first + half * HALF, depth], full, stages.rows_of(step, half))
+    tile = stages.matrix_of(step)
+    first_column = column * (2 if call.GATES == "pairs" else 1)
+    _fetch_box(call, rhs, group, first_column, depth, full, call.box(tile, 0))
+    if is_whole:
+        second_column = column + call.WIDTH if call.GATES == "halves" else first_column + call.BOX
+        _fetch_box(call, rhs, group, second_column, depth, full, call.box(tile, 1))
 
 
 @gluon.jit
-def _warp_group_1(call, stages, bias, out, N: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr):
-    _multiply(1, call, stages, bias, out, N, BIAS, ACTIVATION)
+def _fetch_box(call, rhs, group, column, depth, full, box):
+    if call.TRANSPOSED:
+        tma.load(rhs, [group, column, depth], full, box)
+    else:
+        tma.load(rhs, [group, depth, column], full, box)
+
+
+@gluon.jit
+def _warp_group_0(call, tiles, stages, bias, out, N: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr):
+    _multiply(0, call, tiles, stages, bias, out, N, BIAS, ACTIVATION)
+
+
+@gluon.jit
+def _warp_group_1(call, tiles, stages, bias, out, N: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr):
+    _multiply(1, call, tiles, stages, bias, out, N, BIAS, ACTIVATION)
 
 
 @gluon.jit
 def _multiply(
-    WARP_GROUP: gl.constexpr, call, stages, bias, out, N: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr
+    WARP_GROUP: gl.constexpr, call, tiles, stages, bias, out, N: gl.constexpr, BIAS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """The work of a group of four warps: half of the rows of each tile."""
-    PAIRS: gl.constexpr = call.GATES == "pairs"
-    SIZE: gl.constexpr = 2 * call.COLUMNS if PAIRS else call.COLUMNS
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
-    step = 0
-    for number in range(gl.program_id(0), call.count(), gl.num_programs(0)):
-        group, first, end, column = call.tile(number)
+    step, turn = 0, 0
+    group, first, end, column = tiles.get(turn, 4)
+    while group != DONE:
+        column *= call.COLUMNS  # so that it is known to be a multiple
         first += WARP_GROUP * HALF
-        total = gl.zeros([HALF, SIZE], gl.float32, ACC)
-        up = total
         if group >= 0 and first >= end:
             # The last tile of a group may have no rows for this group of warps.
             for _ in range(call.STEPS):
                 stages.wait_until_full(step)
                 stages.release(step)
                 step += 1
-        elif group >= 0:
-            for s in range(call.STEPS):
-                stages.wait_until_full(step)
-                rows = stages.rows_of(step, WARP_GROUP)
-                total = warpgroup_mma(rows, stages.matrix_of(step, 0, call.TRANSPOSED), total, is_async=True)
-                if call.GATES == "halves":
-                    up = warpgroup_mma(rows, stages.matrix_of(step, 1, call.TRANSPOSED), up, is_async=True)
-                    total, up = warpgroup_mma_wait(2, [total, up])
-                else:
-                    total = warpgroup_mma_wait(1, [total])
-                # The products of the step before have ended.
-                if s > 0:
-                    stages.release(step - 1)
-                step += 1
-            if call.GATES == "halves":
-                total, up = warpgroup_mma_wait(0, [total, up])
-            else:
-                total = warpgroup_mma_wait(0, [total])
-            stages.release(step - 1)
-            if BIAS:
-                places = column * (2 if PAIRS else 1) + gl.arange(0, SIZE, gl.SliceLayout(0, ACC))
-                total += gl.load(bias + group * N + places, mask=places < N, other=0).to(gl.float32)[None, :]
-                if call.GATES == "halves":
-                    places += call.WIDTH
-                    up += gl.load(bias + group * N + places, mask=places < N, other=0).to(gl.float32)[None, :]
-        if PAIRS:
-            total, up = gl.split(total.reshape([HALF, call.COLUMNS, 2]))
-        if ACTIVATION is not None:
-            total = _activated(total, up, ACTIVATION)
-        _store(call, out, total.to(out.dtype.element_ty), first, end, column)
+        elif call.NARROW and column + call.COLUMNS > call.WIDTH:
+            step = _compute(
+                WARP_GROUP, call.BOX, call, stages, step, bias, out, group, first, end, column, N, BIAS, ACTIVATION
+            )
+        else:
+            step = _compute(
+                WARP_GROUP, call.SIZE, call, stages, step, bias, out, group, first, end, column, N, BIAS, ACTIVATION
+            )
+        turn += 1
+        group, first, end, column = tiles.get(turn, 4)
+
+
+@gluon.jit
+def _compute(
+    WARP_GROUP: gl.constexpr, SIZE: gl.constexpr, call, stages, step, bias, out, group, first, end, column,
+    N: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """Half of the rows of a tile, from ``SIZE`` columns of the matrix. Without a group they are 0."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
+    total = gl.zeros([HALF, SIZE], gl.float32, ACC)
+    if group >= 0:
+        for s in range(call.STEPS):
+            stages.wait_until_full(step)
+            tile = call.operand(stages.matrix_of(step), SIZE)
+            total = warpgroup_mma(stages.rows_of(step, WARP_GROUP), tile, total, is_async=True)
+            total = warpgroup_mma_wait(1, [total])
+            # The product of the step before has ended.
+            if s > 0:
+                stages.release(step - 1)
+            step += 1
+        total = warpgroup_mma_wait(0, [total])
+        stages.release(step - 1)
+        if BIAS:
+            total += _bias_of(call, bias + group * N, column, N, gl.arange(0, SIZE, gl.SliceLayout(0, ACC)))[None, :]
+    if ACTIVATION is not None:
+        if call.GATES == "halves":
+            gate, up = gl.split(total.reshape([HALF, 2, SIZE // 2]).permute((0, 2, 1)))
+        else:
+            gate, up = gl.split(total.reshape([HALF, SIZE // 2, 2]))
+        total = _activated(gate, up, ACTIVATION)
+    _store(call, out, total.to(out.dtype.element_ty), first, end, column)
+    return step
+
+
+@gluon.jit
+def _bias_of(call, bias, column, N: gl.constexpr, place):
+    """The bias of the columns of the matrix in a tile."""
+    if call.GATES == "halves":
+        place = column + place % call.BOX + place // call.BOX * call.WIDTH
+    elif call.GATES == "pairs":
+        place += 2 * column
+    else:
+        place += column
+    return gl.load(bias + place, mask=place < N, other=0).to(gl.float32)
 
 
 @gluon.jit
@@ -259,10 +287,11 @@ def _sigmoid(x):
 @gluon.jit
 def _store(call, out, values, first, end, column):
     """Store the rows of a tile that belong to its group, whole: that is faster than the pieces that a thread has."""
+    COLUMNS: gl.constexpr = values.shape[1]
     # Eight numbers, or 16 bytes, for each thread.
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // call.COLUMNS, call.COLUMNS // 8], [4, 1], [1, 0])
-    values = gl.convert_layout(values, ROWS)
-    row = first + gl.arange(0, HALF, gl.SliceLayout(1, ROWS))
-    place = column + gl.arange(0, call.COLUMNS, gl.SliceLayout(0, ROWS))
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    values = gl.convert_layout(values, LINES)
+    row = first + gl.arange(0, HALF, gl.SliceLayout(1, LINES))
+    place = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LINES))
     places = row.to(gl.int64)[:, None] * call.WIDTH + place[None, :]
     gl.store(out + places, values, mask=(row < end)[:, None] & (place < call.WIDTH)[None, :])

@@ -34,15 +34,22 @@ def list_rows(
 
 
 @triton.jit
-def list_groups(boundaries, table, GROUPS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The groups, those with the most rows first, so that no program begins with a large one when others have ended."""
+def list_groups(boundaries, most, table, GROUPS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The groups: first how many have more than so many rows; then of each its number, its first row and the row where
+    it ends. Those with the most rows come first, so that no program begins with a large one when others have ended.
+    """
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     other = tl.arange(0, PARTS)
-    size = tl.load(boundaries + group + 1, mask=group < GROUPS, other=0)
-    size -= tl.load(boundaries + group, mask=group < GROUPS, other=0)
+    start = tl.load(boundaries + group, mask=group < GROUPS, other=0)
+    end = tl.load(boundaries + group + 1, mask=group < GROUPS, other=0)
     others = tl.load(boundaries + other + 1, mask=other < GROUPS, other=0)
     others -= tl.load(boundaries + other, mask=other < GROUPS, other=0)
-    is_before = others[None, :] > size[:, None]
-    is_before |= (others[None, :] == size[:, None]) & (other[None, :] < group[:, None])
+    is_before = others[None, :] > (end - start)[:, None]
+    is_before |= (others[None, :] == (end - start)[:, None]) & (other[None, :] < group[:, None])
     place = tl.sum((is_before & (other < GROUPS)[None, :]).to(tl.int32), 1)
-    tl.store(table + place, group, mask=group < GROUPS)
+    entry = table + 1 + 3 * place
+    tl.store(entry, group, mask=group < GROUPS)
+    tl.store(entry + 1, start, mask=group < GROUPS)
+    tl.store(entry + 2, end, mask=group < GROUPS)
+    if tl.program_id(0) == 0:
+        tl.store(table, tl.sum((others > most).to(tl.int32), 0))

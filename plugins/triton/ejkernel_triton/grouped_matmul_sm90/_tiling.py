@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import attrs
 from attrs.validators import in_
 
@@ -11,8 +13,13 @@ from ejkernel_triton.hopper.requirements import DTYPES, ELEMENTS, require_hopper
 
 #: Rows of a tile: 64 for each of two groups of warps.
 ROWS = 128
-#: By the columns of a tile, of which gates and values are half: how many stages fit into shared memory.
-STAGES = {256: (4, 3), 128: (6, 5, 4)}
+#: By the columns of a tile: how many stages fit into shared memory, the best first. With fewer stages programs are
+#: closer together, and find more of what they share in the L2.
+STAGES = {256: (3, 4), 128: (4, 6)}
+#: The rows of tiles of a band, the best first.
+BANDS = (8, 16, 2)
+#: The tiles of a large matrix.
+MANY_TILES = 256
 #: The most groups of which a program lists the tiles.
 MOST_GROUPS = 1022
 
@@ -22,7 +29,7 @@ class Config:
     """The columns of the matrix in a tile, the stages in shared memory, and the tiles of rows of a band."""
 
     columns: int = attrs.field(default=256, validator=in_((128, 256)))
-    stages: int = attrs.field(default=4, validator=in_((3, 4, 5, 6)))
+    stages: int = attrs.field(default=3, validator=in_((3, 4, 6)))
     band: int = attrs.field(default=8, validator=in_((1, 2, 4, 8, 16, 32)))
 
 
@@ -44,12 +51,18 @@ def check(inv: Invocation, groups: int, sizes: tuple[int, ...]) -> None:
 
 def configs(columns: int) -> list[Config]:
     """All tiles, the best first, for a matrix of so many columns."""
-    widths = (128, 256) if columns <= 128 else (256, 128)
-    bands = (8, 16, 4)
-    return [Config(width, stages, band) for width in widths for band in bands for stages in STAGES[width][:1]]
+    width = 128 if columns <= 128 else 256
+    return [Config(width, stages, band) for stages in STAGES[width] for band in BANDS]
+
+
+def d_rhs_configs(k: int, n: int) -> list[Config]:
+    """All tiles, the best first, for matrices of these sizes."""
+    # Of a small matrix, programs read all rows and columns at a time in any order.
+    band = 16 if math.ceil(k / ROWS) * math.ceil(n / 256) >= MANY_TILES else 8
+    return sorted(configs(n), key=lambda cfg: (-cfg.stages, cfg.band != band))
 
 
 def check_config(cfg: Config) -> None:
     """Raise where the stages do not fit into shared memory."""
-    if cfg.stages not in STAGES[cfg.columns]:
+    if cfg.stages > max(STAGES[cfg.columns]):
         raise Unsupported(f"{cfg.stages} stages of {cfg.columns} columns do not fit into shared memory: take fewer")

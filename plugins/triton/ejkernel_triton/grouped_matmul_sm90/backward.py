@@ -9,7 +9,7 @@ from ejkernel_ops.grouped_matmul.gradients import gradients
 from ejkernel_triton.grouped_matmul_sm90 import _tiling
 
 VERSION = 1
-PLATFORMS = {"gpu": 5}
+PLATFORMS = {"gpu": 45}
 OPAQUE = ("gpu",)
 COMPILERS = ("triton", "jax-triton")
 
