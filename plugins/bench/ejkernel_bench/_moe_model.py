@@ -151,7 +151,7 @@ def after_attention(arm: Arm, size: Size, layer: Parameters, x: Any, attended: A
 def experts(arm: Arm, size: Size, layer: Parameters, x: Any) -> Any:
     """The weighted sum of what its experts make of each token (tokens, dim)."""
     with part("router"):
-        logits = jnp.matmul(x, layer["router"], preferred_element_type=jnp.float32)
+        logits = wide_product(x, layer["router"])
         weights, _, sizes, order = arm.route(logits, size.chosen)
     with part("permute"):
         rows = arm.permute(x, order, size.chosen)
@@ -166,13 +166,32 @@ def experts(arm: Arm, size: Size, layer: Parameters, x: Any) -> Any:
         return arm.combine(made, order, weights)
 
 
+@jax.custom_vjp
+def wide_product(x: Any, matrix: Any) -> Any:
+    """The product in float32. Its gradients are products of the operands' dtype, where JAX would widen the operands."""
+    return jnp.matmul(x, matrix, preferred_element_type=jnp.float32)
+
+
+def _wide_product_fwd(x: Any, matrix: Any) -> tuple[Any, tuple[Any, Any]]:
+    return wide_product(x, matrix), (x, matrix)
+
+
+def _wide_product_bwd(operands: tuple[Any, Any], d_out: Any) -> tuple[Any, Any]:
+    x, matrix = operands
+    d_out = d_out.astype(x.dtype)
+    return d_out @ matrix.T, x.T @ d_out
+
+
+wide_product.defvjp(_wide_product_fwd, _wide_product_bwd)
+
+
 def loss_of_head(size: Size, x: Any, matrix: Any, labels: Any) -> Any:
     """The mean loss, in chunks of rows, whose logits are computed again in the backward."""
 
     @jax.checkpoint
     def add(total: Any, chunk: tuple[Any, Any]) -> tuple[Any, None]:
         rows, labels = chunk
-        logits = jnp.matmul(rows, matrix, preferred_element_type=jnp.float32)
+        logits = wide_product(rows, matrix)
         chosen = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
         return total + (jax.nn.logsumexp(logits, axis=1) - chosen).sum(), None
 
