@@ -26,7 +26,7 @@ from ejkernel_triton.hopper import shared_memory, tma
 from . import _ptx
 from ._builder import Handle, numpy_dtype
 from ._faults import Fault
-from ._language import CURRENT, Tensor, _block, callable_, plain, replace, truth
+from ._language import CURRENT, Tensor, _block, callable_, integer, plain, replace, truth
 from ._memory import Array, poison
 
 
@@ -197,7 +197,7 @@ def _arrive(memory: Any, *, count: Any = 1, pred: Any = True) -> None:
 
 
 def _wait(memory: Any, phase: Any, pred: Any = True, deps: Any = ()) -> None:
-    barrier, parity = _barrier(memory), _number(phase) & 1
+    barrier, parity = _barrier(memory), integer(phase) & 1
     if truth(pred):
         _RUNNING.program.pause(lambda: barrier.phase & 1 != parity)
 
@@ -223,24 +223,24 @@ class SharedMemory(gl.shared_memory_descriptor):  # type: ignore[misc, unused-ig
         return SharedMemory(view(self.data), view(self.unfenced), self.element)
 
     def index(self, index: Any) -> SharedMemory:
-        place = _number(index)
+        place = integer(index)
         if not 0 <= place < len(self.data):
             raise Fault(f"takes part {place} of {len(self.data)} in shared memory")
         return self._view(lambda array: array[place])
 
     def slice(self, start: Any, length: Any, dim: Any = 0) -> SharedMemory:
-        first, size, axis = _number(start), _number(length), _number(dim)
+        first, size, axis = integer(start), integer(length), integer(dim)
         if not 0 <= first <= first + size <= self.data.shape[axis]:
             raise Fault(f"slices {first} to {first + size} of {self.data.shape[axis]} in shared memory")
         part = (slice(None),) * axis + (slice(first, first + size),)
         return self._view(lambda array: array[part])
 
     def permute(self, order: Any) -> SharedMemory:
-        axes = [_number(axis) for axis in plain(order)]
+        axes = [integer(axis) for axis in plain(order)]
         return self._view(lambda array: array.transpose(axes))
 
     def reshape(self, shape: Any) -> SharedMemory:
-        sizes = [_number(size) for size in plain(shape)]
+        sizes = [integer(size) for size in plain(shape)]
 
         def view(array: Array) -> Array:
             array = array.view()
@@ -265,7 +265,7 @@ class SharedMemory(gl.shared_memory_descriptor):  # type: ignore[misc, unused-ig
 
 
 def _allocate(dtype: Any, shape: Any, layout: Any, value: Any = None) -> SharedMemory:
-    sizes, element = tuple(_number(size) for size in plain(shape)), plain(dtype)
+    sizes, element = tuple(integer(size) for size in plain(shape)), plain(dtype)
     if isinstance(plain(layout), hopper.mbarrier.MBarrierLayout):
         return SharedMemory(np.full(sizes, None, object), np.zeros(sizes, bool), element)
     memory = SharedMemory(poison(sizes, numpy_dtype(element)), np.zeros(sizes, bool), element)
@@ -333,7 +333,7 @@ def _copy(desc: Any, coordinates: Any, memory: Any, tile: Any, pred: Any = True,
     """Begin to fetch a tile. Until it is there, what stands in its place is neither the old nor the new one."""
     if not truth(pred):
         return
-    barrier, first = _barrier(memory), [_number(place) for place in plain(coordinates)]
+    barrier, first = _barrier(memory), [integer(place) for place in plain(coordinates)]
     if tile.data.shape != desc.block:
         raise Fault(f"copies a block of {desc.block} into a tile of {tile.data.shape}")
     tile.data[...] = poison(tile.data.shape, tile.data.dtype)
@@ -349,7 +349,7 @@ def _copy(desc: Any, coordinates: Any, memory: Any, tile: Any, pred: Any = True,
 
 def _add(desc: Any, coordinates: Any, tile: Any) -> None:
     """Begin to add a tile to memory. Until `_wait_for_stores`, the tile may still be read."""
-    first, group = [_number(place) for place in plain(coordinates)], _RUNNING.group
+    first, group = [integer(place) for place in plain(coordinates)], _RUNNING.group
     if tile.unfenced.any():
         raise Fault("copies from shared memory that was stored without fence_async_shared after it")
 
@@ -422,17 +422,12 @@ def _tensor(data: Array, dtype: Any) -> Tensor:
     return Tensor(Handle(data, dtype), _block(dtype, data.shape))
 
 
-def _number(value: Any) -> int:
-    value = plain(value)
-    return int(value.handle.data.reshape(-1)[0]) if isinstance(value, tl.tensor) else int(value)
-
-
 def _arange(start: Any, end: Any, layout: Any = None) -> Any:
     return tl.arange(plain(start), plain(end), _semantic=CURRENT.semantic)
 
 
 def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Any:
-    sizes = [_number(size) for size in plain(shape)]
+    sizes = [integer(size) for size in plain(shape)]
     result = CURRENT.semantic.full(sizes, plain(value), plain(dtype))
     return Tensor(result.handle, result.type)
 

@@ -332,12 +332,14 @@ def _range(first: Any, last: Any = None, step: Any = 1, **hints: Any) -> Iterato
     for other in dtypes[1:]:
         dtype = semantic.integer_promote_impl(dtype, other)
     kind = numpy_dtype(dtype)
-    for value in range(*(_whole(bound) for bound in bounds)):
+    for value in range(*(integer(bound) for bound in bounds)):
         yield Tensor(Handle(np.array([value], kind), dtype), dtype)
 
 
-def _whole(bound: Any) -> int:
-    return int(bound.handle.data.reshape(-1)[0]) if isinstance(bound, tl.tensor) else int(bound)
+def integer(value: Any) -> int:
+    """The value of a scalar: a number, a constant, or a tensor."""
+    value = plain(value)
+    return int(value.handle.data.reshape(-1)[0]) if isinstance(value, tl.tensor) else int(value)
 
 
 def _static_range(first: Any, last: Any = None, step: Any = 1, **hints: Any) -> range:
@@ -349,8 +351,8 @@ def _static_range(first: Any, last: Any = None, step: Any = 1, **hints: Any) -> 
 def _multiple_of(x: Any, values: Any) -> Any:
     """A hint, which is checked for scalars: of a tensor only the first of some neighbours has to be a multiple."""
     values = plain(values)
-    if isinstance(x, tl.tensor) and not x.type.is_block() and _whole(x) % plain(values):
-        raise Fault(f"says that {_whole(x)} is a multiple of {values}")
+    if isinstance(x, tl.tensor) and not x.type.is_block() and integer(x) % plain(values):
+        raise Fault(f"says that {integer(x)} is a multiple of {values}")
     return x
 
 
