@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from ejkernel_triton.flash_attention_sm90._shared import (
-    LOG2E,
     Call,
     allocate_ring,
     apply_soft_cap,
@@ -28,6 +27,7 @@ from ejkernel_triton.flash_attention_sm90._shared import (
     store_rows,
 )
 from ejkernel_triton.hopper import tma
+from ejkernel_triton.hopper.constants import LOG2E
 from ejkernel_triton.hopper.shared_memory import barriers
 
 

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from ejkernel_triton.flash_attention_sm90._shared import (
-    LOG2E,
     Call,
     OwnTokens,
     allocate_ring,
@@ -29,6 +28,7 @@ from ejkernel_triton.flash_attention_sm90._shared import (
     store_rows,
 )
 from ejkernel_triton.hopper import tma
+from ejkernel_triton.hopper.constants import LOG2E
 from ejkernel_triton.hopper.shared_memory import barriers
 
 #: Queries of a tile: 64 for each of two groups of warps.

@@ -20,9 +20,8 @@ from triton.language.core import _aggregate as aggregate
 
 from ejkernel_triton.grouped_matmul_sm90._pipeline import DEPTH, DONE, HALF, Stages, queue
 from ejkernel_triton.hopper import tma
+from ejkernel_triton.hopper.constants import LOG2E
 from ejkernel_triton.hopper.shared_memory import barriers
-
-LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @aggregate
