@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ejkernel_triton.launch import _jax_triton
-from ejkernel_triton.launch._launch import _lower_by_jax_triton, launch_p
+from ejkernel_triton.launch._launch import launch_p, lower_by_jax_triton
 
 from ._launch import TYPES, Described, Launch, Operand, Order, Result, Scalar, Settings, is_gluon
 
@@ -86,7 +86,7 @@ def _lower_launch(ctx: Any, *operands: Any, launch: _jax_triton.Launch) -> Any:
     """Gluon kernels do not pass through jax-triton, which takes them only from 0.4 on."""
     kernel = _jax_triton.import_kernel(launch.kernel)
     if not is_gluon(kernel):
-        return _lower_by_jax_triton(ctx, *operands, launch=launch)
+        return lower_by_jax_triton(ctx, *operands, launch=launch)
     return _lower_callback(ctx, operands, _gluon_launch(kernel, launch, ctx.avals_out))
 
 

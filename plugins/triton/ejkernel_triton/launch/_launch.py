@@ -39,7 +39,7 @@ def _abstract_results(*arrays: Any, launch: Launch) -> list[Any]:
 
 def _lower_for_cuda(ctx: Any, *operands: Any, launch: Launch) -> Any:
     if launch.compute_capability is None:  # jax-triton gets it from the device
-        return _lower_by_jax_triton(ctx, *operands, launch=launch)
+        return lower_by_jax_triton(ctx, *operands, launch=launch)
     attribute = opaque(launch, ctx.avals_in)
     aliases = dict(launch.aliases)
     if _jax_triton.version() >= (0, 4):
@@ -55,10 +55,10 @@ def _run_launch(*arrays: Any, launch: Launch) -> Any:
 
 
 #: For other platforms than CUDA: ROCm, and the CPU inside ``ejkernel_triton.interpreter.interpreted``.
-_lower_by_jax_triton = mlir.lower_fun(_run_launch, multiple_results=True)
+lower_by_jax_triton = mlir.lower_fun(_run_launch, multiple_results=True)
 
 mlir.register_lowering(launch_p, _lower_for_cuda, platform="cuda")
-mlir.register_lowering(launch_p, _lower_by_jax_triton, cacheable=False)
+mlir.register_lowering(launch_p, lower_by_jax_triton, cacheable=False)
 
 
 def opaque(launch: Launch, avals: Sequence[Any]) -> bytes:
