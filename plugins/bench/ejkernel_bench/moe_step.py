@@ -79,7 +79,7 @@ GRADIENT_LIMITS, LOSS_LIMITS = {"bfloat16": 0.2, "float32": 1e-3}, {"bfloat16": 
 TUNING_S = 300.0
 #: The profiler does not know to which instruction a kernel in a CUDA graph belongs. A layer took 25 ms on an H100 with
 #: graphs and without them.
-NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}
+NO_GRAPHS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": str(1 << 30)}
 #: The share of the memory that a step may take by the compiler's plan.
 MEMORY_SHARE = 0.97
 GIB = 2**30

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """What the warp that fetches tells those that multiply: which tile of the result comes next, and the tiles of the
 operands.
 """
