@@ -119,6 +119,23 @@ def test_a_group_with_most_rows_is_shared_by_more_programs(transposed: bool) -> 
         np.testing.assert_allclose(np.asarray(result[group], np.float32), expected, rtol=1e-2, atol=1e-2)
 
 
+def test_boundaries_that_are_no_rows_end_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are as if there were rows of zeros, also if a boundary is the number that means that nothing is left."""
+    monkeypatch.setattr(_launch, "multiprocessors", lambda inv: 3)
+    keys = jax.random.split(jax.random.key(8), 2)
+    arrays = {
+        name: jax.random.normal(key, (1, size), "bfloat16")
+        for name, key, size in zip(("lhs", "d_out"), keys, (8, 16), strict=True)
+    }
+    arrays["boundaries"] = jnp.array([-2, 1], jnp.int32)
+    inv = ejkernel_core.invocation("grouped_matmul_d_rhs", **arrays)
+    inv = attrs.evolve(inv, platform="gpu", device_kind="NVIDIA H200", compute_capability=(9, 0)).with_arrays(arrays)
+    with interpreted():
+        result = jax.jit(lambda: d_rhs.run_backend(inv, hopper.Config()))()
+    rows, d_out = np.asarray(arrays["lhs"], np.float32), np.asarray(arrays["d_out"], np.float32)
+    np.testing.assert_allclose(np.asarray(result[0], np.float32), rows.T @ d_out, rtol=1e-2)
+
+
 HAS_GLUON = _jax_triton.version() >= (0, 4, 1)
 
 

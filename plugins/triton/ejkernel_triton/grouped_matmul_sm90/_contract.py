@@ -1,8 +1,8 @@
 """The rows of two arrays, contracted within each group: one warp finds the tiles of the result, one fetches tiles of
 the operands into shared memory, and two groups of four warps multiply, each for half of the rows of a tile.
 
-Programs are persistent, and begin with the largest groups. The last tile of a group has rows of the next one, too. They
-are set to zero in shared memory, in both operands: what stands there may be infinite.
+Programs are persistent, and begin with the largest groups. The last step of a group fetches rows of the next one, too.
+They are set to zero in shared memory, in both operands: what stands there may be infinite.
 """
 
 from triton.experimental import gluon
@@ -49,7 +49,7 @@ class Call:
 
     @gluon.jit
     def tiles(self, COLUMNS: gl.constexpr):
-        """The number of tiles of a matrix."""
+        """The number of tiles of a matrix, if they have so many columns."""
         return gl.cdiv(self.K, 2 * HALF) * gl.cdiv(self.N, COLUMNS)
 
     @gluon.jit
@@ -59,17 +59,17 @@ class Call:
 
     @gluon.jit
     def place(self, number, COLUMNS: gl.constexpr):
-        """The place of a tile among the rows of tiles of a matrix, and its first column."""
-        heights: gl.constexpr = (self.K + 2 * HALF - 1) // (2 * HALF)
-        columns: gl.constexpr = (self.N + COLUMNS - 1) // COLUMNS
-        band = number // (self.BAND * columns)
-        height = gl.minimum(heights - band * self.BAND, self.BAND)
-        number -= band * (self.BAND * columns)
+        """The place of a tile in a column of tiles of a matrix, and its first column."""
+        row_tiles: gl.constexpr = (self.K + 2 * HALF - 1) // (2 * HALF)
+        column_tiles: gl.constexpr = (self.N + COLUMNS - 1) // COLUMNS
+        band = number // (self.BAND * column_tiles)
+        height = gl.minimum(row_tiles - band * self.BAND, self.BAND)
+        number -= band * (self.BAND * column_tiles)
         return band * self.BAND + number % height, number // height * COLUMNS
 
     @gluon.jit
     def tile(self, number, narrow):
-        """The place of a tile's group in the table, its row and its first column, and whether it is narrow."""
+        """The place of a tile's group in the table, its row of tiles, its first column, and whether it is narrow."""
         narrow_tiles = narrow * self.tiles(self.BOX)
         if number < narrow_tiles:
             index = number // self.tiles(self.BOX)
@@ -124,7 +124,8 @@ def _announce(call, tiles, taken):
         group = gl.load(call.table + 1 + 3 * index)
         start, end = gl.load(call.table + 2 + 3 * index), gl.load(call.table + 3 + 3 * index)
         number = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
-        tiles.put(turn, start, end, (group << 16) + row, column // call.BOX * 2 + is_narrow.to(gl.int32))
+        # A tile has four numbers, of which two are pairs.
+        tiles.put(turn, (group << 16) + row, start, end, column // call.BOX * 2 + is_narrow.to(gl.int32))
         turn += 1
     tiles.put(turn, DONE, 0, 0, 0)
 
@@ -135,26 +136,26 @@ def _fetch(call, tiles, stages, first, second):
     BYTES: gl.constexpr = 2 * first.block_type.nbytes + second.block_type.nbytes
     BOX: gl.constexpr = call.BOX
     step, turn = 0, 0
-    start, end, place, column = tiles.get(turn, 1)
-    while start != DONE:
-        row = (place & 65535) * (2 * HALF)
-        is_whole = BOX < call.COLUMNS and (column & 1) == 0
-        column = column // 2 * BOX
+    group_and_row, start, end, column_and_width = tiles.get(turn, 1)
+    while group_and_row != DONE:
+        row = (group_and_row & 65535) * (2 * HALF)
+        has_second_box = BOX < call.COLUMNS and (column_and_width & 1) == 0
+        column = column_and_width // 2 * BOX
         for s in range(gl.cdiv(end - start, DEPTH)):
             stages.wait_until_empty(step)
             full = stages.full.index(step % stages.COUNT)
-            if is_whole:
+            if has_second_box:
                 mbarrier.expect(full, BYTES + second.block_type.nbytes)
             else:
                 mbarrier.expect(full, BYTES)
             for half in gl.static_range(2):
                 tma.load(first, [start + s * DEPTH, row + half * HALF], full, stages.rows_of(step, half))
             tma.load(second, [start + s * DEPTH, column], full, call.box(stages.matrix_of(step), 0))
-            if is_whole:
+            if has_second_box:
                 tma.load(second, [start + s * DEPTH, column + BOX], full, call.box(stages.matrix_of(step), 1))
             step += 1
         turn += 1
-        start, end, place, column = tiles.get(turn, 1)
+        group_and_row, start, end, column_and_width = tiles.get(turn, 1)
 
 
 @gluon.jit
@@ -171,11 +172,11 @@ def _warp_group_1(call, tiles, stages, masked, out):
 def _contract(WARP_GROUP: gl.constexpr, call, tiles, stages, masked, out):
     """The work of a group of four warps: half of the rows of each tile of the result."""
     step, masks, turn = 0, 0, 0
-    start, end, place, column = tiles.get(turn, 4)
-    while start != DONE:
-        group, row = place >> 16, ((place & 65535) * 2 + WARP_GROUP) * HALF
-        is_narrow = call.BOX == call.COLUMNS or (column & 1) == 1
-        column = column // 2 * call.BOX  # so that it is known to be a multiple
+    group_and_row, start, end, column_and_width = tiles.get(turn, 4)
+    while group_and_row != DONE:
+        group, row = group_and_row >> 16, ((group_and_row & 65535) * 2 + WARP_GROUP) * HALF
+        is_narrow = call.BOX == call.COLUMNS or (column_and_width & 1) == 1
+        column = column_and_width // 2 * call.BOX  # so that it is known to be a multiple
         if is_narrow:
             step, masks = _compute(
                 WARP_GROUP, call.BOX, call, stages, masked, out, step, masks, group, end - start, row, column
@@ -185,14 +186,14 @@ def _contract(WARP_GROUP: gl.constexpr, call, tiles, stages, masked, out):
                 WARP_GROUP, call.COLUMNS, call, stages, masked, out, step, masks, group, end - start, row, column
             )
         turn += 1
-        start, end, place, column = tiles.get(turn, 4)
+        group_and_row, start, end, column_and_width = tiles.get(turn, 4)
 
 
 @gluon.jit
 def _compute(
     WARP_GROUP: gl.constexpr, COLUMNS: gl.constexpr, call, stages, masked, out, step, masks, group, rows, row, column
 ):  # fmt: skip
-    """Half of the rows of a tile of the result, of so many columns."""
+    """Half of the rows of a tile of the result, of so many columns. Returns the next step, and how many were masked."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     total = gl.zeros([HALF, COLUMNS], gl.float32, ACC)
     if rows > 0:
@@ -241,7 +242,7 @@ def _clear_rows(tile, left):
 def _store(call, out, values, group, first, column):
     """Store a tile of the matrix of a group, in whole rows: they are faster than the pieces that a thread has."""
     COLUMNS: gl.constexpr = values.shape[1]
-    # Eight numbers, or 16 bytes, for each thread.
+    # Eight numbers for each thread: of 16 bits, 16 bytes.
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     values = gl.convert_layout(values, ROWS)
     row = first + gl.arange(0, HALF, gl.SliceLayout(1, ROWS))

@@ -1,7 +1,5 @@
 # mypy: ignore-errors
-"""What the warp that fetches tells those that multiply: which tile of the result comes next, and the tiles of the
-operands.
-"""
+"""What warps tell each other: which tile of the result comes next, and where the tiles of its operands are."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,11 +10,11 @@ from ejkernel_triton.hopper.shared_memory import barriers
 
 #: Rows of each group of warps.
 HALF = gl.constexpr(64)
-#: The rows of a matrix that are multiplied at a time: 128 bytes.
+#: How many products a step adds to each number of the result. So many 16-bit numbers are 128 bytes.
 DEPTH = gl.constexpr(64)
 #: How many tiles of the result may be announced at a time.
 SLOTS = gl.constexpr(2)
-#: In place of a group: there are no more tiles.
+#: In place of the first number of a tile, which is -1 or more: there are no more tiles.
 DONE = gl.constexpr(-2)
 
 
@@ -74,9 +72,9 @@ class Queue:
         self.empty = empty
 
     @gluon.jit
-    def put(self, turn, group, second, third, fourth):
+    def put(self, turn, first, second, third, fourth):
         mbarrier.wait(self.empty.index(turn % SLOTS), ((turn // SLOTS) & 1) ^ 1)
-        self._store(turn, 0, group)
+        self._store(turn, 0, first)
         self._store(turn, 1, second)
         self._store(turn, 2, third)
         self._store(turn, 3, fourth)
@@ -85,10 +83,10 @@ class Queue:
     @gluon.jit
     def get(self, turn, WARPS: gl.constexpr):
         mbarrier.wait(self.full.index(turn % SLOTS), (turn // SLOTS) & 1)
-        group, second = self._load(turn, 0, WARPS), self._load(turn, 1, WARPS)
+        first, second = self._load(turn, 0, WARPS), self._load(turn, 1, WARPS)
         third, fourth = self._load(turn, 2, WARPS), self._load(turn, 3, WARPS)
         mbarrier.arrive(self.empty.index(turn % SLOTS))
-        return group, second, third, fourth
+        return first, second, third, fourth
 
     @gluon.jit
     def _store(self, turn, PLACE: gl.constexpr, number):
