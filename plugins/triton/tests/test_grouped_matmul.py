@@ -136,6 +136,25 @@ def test_boundaries_that_are_no_rows_end_no_program(monkeypatch: pytest.MonkeyPa
     np.testing.assert_allclose(np.asarray(result[0], np.float32), rows.T @ d_out, rtol=1e-2)
 
 
+@pytest.mark.parametrize("activation", [None, "silu_gated", "swiglu_oai"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_smallest_call(monkeypatch: pytest.MonkeyPatch, activation: str | None, transposed: bool) -> None:
+    """One row, one group, and one tile for three programs."""
+    monkeypatch.setattr(_launch, "multiprocessors", lambda inv: 3)
+    keys = jax.random.split(jax.random.key(9), 3)
+    shapes = {"lhs": (1, 8), "rhs": (1, 16, 8) if transposed else (1, 8, 16), "rhs_bias": (1, 16)}
+    arrays = {
+        name: jax.random.normal(key, shape, "bfloat16") for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    options = {"activation": activation, "transpose_rhs": transposed}
+    inv = invocation([1], 0, **arrays, **options).with_arrays(arrays)
+    with interpreted():
+        result = jax.jit(lambda: hopper.run_backend(inv, hopper.Config()))()
+    wide = {name: array.astype("float32") for name, array in arrays.items()}
+    expected = ejkernel_core.call("grouped_matmul", **wide, group_sizes=jnp.array([1]), **options, backend="reference")
+    np.testing.assert_allclose(np.asarray(result, np.float32), expected, rtol=1e-2, atol=1e-2)
+
+
 HAS_GLUON = _jax_triton.version() >= (0, 4, 1)
 
 

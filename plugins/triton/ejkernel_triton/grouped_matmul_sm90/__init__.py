@@ -33,7 +33,7 @@ def heuristic_cfg(inv: Invocation) -> Config:
 
 @hookimpl
 def config_space(inv: Invocation) -> Iterable[Config]:
-    """All that fit."""
+    """All for the width of the matrix."""
     return _configs(inv)
 
 

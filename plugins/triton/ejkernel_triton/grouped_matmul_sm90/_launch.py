@@ -18,7 +18,7 @@ from ejkernel_triton.launch._multiprocessors import multiprocessors
 
 #: The rows of tiles that the copy engine fetches for a group of warps, and how many of a matrix.
 HALF, DEPTH = 64, 64
-#: The most columns of a matrix that it fetches at a time.
+#: The columns of a matrix that it fetches at a time: those of a tile, or half of them.
 BOX = 128
 #: At most how many tiles, and how many groups, a program lists.
 TILES, GROUPS = 64, 32
@@ -32,8 +32,7 @@ def forward(inv: Invocation, cfg: Config) -> jax.Array:
     """The result, with zeros in rows of no group."""
     (output,) = AXES.outputs(inv)
     lhs, rhs, bias, transposed = inv["lhs"], inv["rhs"], inv["rhs_bias"], inv["transpose_rhs"]
-    box = min(cfg.columns, BOX)
-    block = (1, box, DEPTH) if transposed else (1, DEPTH, box)
+    block = (1, BOX, DEPTH) if transposed else (1, DEPTH, BOX)
     table = row_table(inv)
     return _launch(
         "_multiply:multiply",
@@ -88,7 +87,7 @@ def d_rhs(inv: Invocation, cfg: Config) -> jax.Array:
         inv,
         [
             _jax_triton.describe(first, (DEPTH, HALF)),
-            _jax_triton.describe(second, (DEPTH, min(cfg.columns, BOX))),
+            _jax_triton.describe(second, (DEPTH, BOX)),
             group_table(inv, cfg),
         ],
         (output, TAKEN),
@@ -101,7 +100,7 @@ def group_table(inv: Invocation, cfg: Config) -> jax.Array:
     """The groups in the order of `_tables.list_groups`."""
     ((groups, k, n),) = (output.shape for output in D_RHS_AXES.outputs(inv))
     rows = inv["lhs"].shape[0]
-    # If one group has so many rows that the others are done before it, more programs share its matrix.
+    # If one group has so many rows that the others are done before it, more programs share its matrix, in narrow tiles.
     tiles = math.ceil(k / ROWS) * math.ceil(n / cfg.columns)
     most = rows if tiles >= multiprocessors(inv) else rows * tiles // (2 * multiprocessors(inv))
     return _launch(

@@ -30,9 +30,10 @@ class Call:
 
     #: From the kernel before: how many tiles of rows there are, and of each its group, its first row and its end.
     table: gl.tensor
-    #: The columns of the result, and of a tile of it.
+    #: The columns of the result and of a tile of it, and how many tiles stand side by side.
     WIDTH: gl.constexpr
     COLUMNS: gl.constexpr
+    COLUMN_TILES: gl.constexpr
     #: How many steps a product has.
     STEPS: gl.constexpr
     TRANSPOSED: gl.constexpr
@@ -51,8 +52,10 @@ class Call:
     def __init__(self, table, K, N, SIZE, BOX, TRANSPOSED, ACTIVATION, BAND):
         gates = None if ACTIVATION is None else "pairs" if ACTIVATION == "swiglu_oai" else "halves"
         self.table = table
-        self.WIDTH = gl.constexpr(N if gates is None else N // 2)
-        self.COLUMNS = gl.constexpr(SIZE if gates is None else SIZE // 2)
+        width, columns = (N, SIZE) if gates is None else (N // 2, SIZE // 2)
+        self.WIDTH = gl.constexpr(width)
+        self.COLUMNS = gl.constexpr(columns)
+        self.COLUMN_TILES = gl.constexpr((width + columns - 1) // columns)
         self.STEPS = gl.constexpr((K + DEPTH - 1) // DEPTH)
         self.TRANSPOSED = gl.constexpr(TRANSPOSED)
         self.GATES = gl.constexpr(gates)
@@ -62,17 +65,11 @@ class Call:
         self.NARROW = gl.constexpr(gates != "halves" and 0 < N % SIZE <= SIZE - BOX)
 
     @gluon.jit
-    def count(self):
-        """The number of tiles of rows."""
-        return gl.load(self.table)
-
-    @gluon.jit
-    def tile(self, number, count):
-        """The group of a tile, its first row, the row where the group ends, and its place among the columns."""
-        columns: gl.constexpr = (self.WIDTH + self.COLUMNS - 1) // self.COLUMNS
-        band = number // (self.BAND * columns)
-        height = gl.minimum(count - band * self.BAND, self.BAND)
-        place = number - band * (self.BAND * columns)
+    def tile(self, number, row_tiles):
+        """The group of a tile, its first row, the row where the group ends, and its place in a row of tiles."""
+        band = number // (self.BAND * self.COLUMN_TILES)
+        height = gl.minimum(row_tiles - band * self.BAND, self.BAND)
+        place = number - band * (self.BAND * self.COLUMN_TILES)
         entry = self.table + 4 * (1 + band * self.BAND + place % height)
         return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), place // height
 
@@ -84,7 +81,7 @@ class Call:
 
     @gluon.jit
     def operand(self, tile, SIZE: gl.constexpr):
-        """The first columns of a tile of the matrix."""
+        """The first columns of a tile of the matrix, as the second operand of a product."""
         tile = tile.reshape([tile.shape[1], tile.shape[2]])
         if SIZE < self.SIZE:
             tile = tile.slice(0, SIZE, 0 if self.TRANSPOSED else 1)
@@ -123,12 +120,11 @@ def multiply(
 @gluon.jit
 def _announce(call, tiles):
     """The work of the warp that finds tiles. It is ahead of all others, because memory may be slow to answer it."""
-    count = call.count()
-    columns: gl.constexpr = (call.WIDTH + call.COLUMNS - 1) // call.COLUMNS
+    row_tiles = gl.load(call.table)
     number = gl.program_id(0)
     turn = 0
-    while number < count * columns:
-        group, first, end, column = call.tile(number, count)
+    while number < row_tiles * call.COLUMN_TILES:
+        group, first, end, column = call.tile(number, row_tiles)
         tiles.put(turn, group, first, end, column)
         # All programs are at about the same place, so that they share what is in the L2.
         number += gl.num_programs(0)
@@ -156,8 +152,8 @@ def _fetch_step(call, stages, lhs, rhs, step, group, first, column, depth):
     stages.wait_until_empty(step)
     full = stages.full.index(step % stages.COUNT)
     BYTES: gl.constexpr = 2 * lhs.block_type.nbytes + rhs.block_type.nbytes
-    is_whole = call.BOX < call.SIZE and (not call.NARROW or column + call.COLUMNS <= call.WIDTH)
-    if is_whole:
+    has_second_box = call.BOX < call.SIZE and (not call.NARROW or column + call.COLUMNS <= call.WIDTH)
+    if has_second_box:
         mbarrier.expect(full, BYTES + rhs.block_type.nbytes)
     else:
         mbarrier.expect(full, BYTES)
@@ -166,7 +162,7 @@ def _fetch_step(call, stages, lhs, rhs, step, group, first, column, depth):
     tile = stages.matrix_of(step)
     first_column = column * (2 if call.GATES == "pairs" else 1)
     _fetch_box(call, rhs, group, first_column, depth, full, call.box(tile, 0))
-    if is_whole:
+    if has_second_box:
         second_column = column + call.WIDTH if call.GATES == "halves" else first_column + call.BOX
         _fetch_box(call, rhs, group, second_column, depth, full, call.box(tile, 1))
 
@@ -223,7 +219,10 @@ def _compute(
     WARP_GROUP: gl.constexpr, SIZE: gl.constexpr, call, stages, step, bias, out, group, first, end, column,
     N: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Half of the rows of a tile, from ``SIZE`` columns of the matrix. Without a group they are 0."""
+    """Half of the rows of a tile, from ``SIZE`` columns of the matrix.
+
+    Without a group they are 0. Returns the next step.
+    """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
     total = gl.zeros([HALF, SIZE], gl.float32, ACC)
     if group >= 0:
@@ -239,7 +238,8 @@ def _compute(
         total = warpgroup_mma_wait(0, [total])
         stages.release(step - 1)
         if BIAS:
-            total += _bias_of(call, bias + group * N, column, N, gl.arange(0, SIZE, gl.SliceLayout(0, ACC)))[None, :]
+            place = gl.arange(0, SIZE, gl.SliceLayout(0, ACC))
+            total += _bias_of(call, bias + group.to(gl.int64) * N, column, N, place)[None, :]
     if ACTIVATION is not None:
         if call.GATES == "halves":
             gate, up = gl.split(total.reshape([HALF, 2, SIZE // 2]).permute((0, 2, 1)))
@@ -287,7 +287,7 @@ def _sigmoid(x):
 def _store(call, out, values, first, end, column):
     """Store the rows of a tile that belong to its group, whole: that is faster than the pieces that a thread has."""
     COLUMNS: gl.constexpr = values.shape[1]
-    # Eight numbers, or 16 bytes, for each thread.
+    # Eight numbers for each thread: of 16 bits, 16 bytes.
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     values = gl.convert_layout(values, LINES)
     row = first + gl.arange(0, HALF, gl.SliceLayout(1, LINES))

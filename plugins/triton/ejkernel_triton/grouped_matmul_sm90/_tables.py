@@ -11,7 +11,8 @@ def list_rows(
     boundaries, rows, table, GROUPS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr
 ):
     """The tiles of rows: first how many there are; then of each its group, its first row and the row where the group
-    ends. Rows of no group are tiles of the group -1.
+    ends. Each of these entries has four numbers, of which the others are not written. Rows of no group are tiles of the
+    group -1.
     """
     part = tl.arange(0, PARTS)
     starts = tl.load(boundaries + part - 1, mask=(part > 0) & (part <= GROUPS + 1), other=0)
@@ -35,7 +36,7 @@ def list_rows(
 
 @triton.jit
 def list_groups(boundaries, most, table, GROUPS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The groups: first how many have more than so many rows; then of each its number, its first row and the row where
+    """The groups: first how many have more rows than ``most``; then of each its number, its first row and the row where
     it ends. Those with the most rows come first, so that no program begins with a large one when others have ended.
     """
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

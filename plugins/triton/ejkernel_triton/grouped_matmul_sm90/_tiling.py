@@ -13,10 +13,10 @@ from ejkernel_triton.hopper.requirements import DTYPES, ELEMENTS, require_hopper
 
 #: Rows of a tile: 64 for each of two groups of warps.
 ROWS = 128
-#: By the columns of a tile: how many stages fit into shared memory, the best first. With fewer stages programs are
-#: closer together, and find more of what they share in the L2.
+#: By the columns of a tile: how many stages fit into shared memory. The first is best for products of rows: with fewer
+#: stages programs are closer together, and find more of what they share in the L2. The last is best for the gradient.
 STAGES = {256: (3, 4), 128: (4, 6)}
-#: The rows of tiles of a band, the best first.
+#: The rows of tiles of a band, the best for products of rows first.
 BANDS = (8, 16, 2)
 #: The tiles of a large matrix.
 MANY_TILES = 256
@@ -50,14 +50,14 @@ def check(inv: Invocation, groups: int, sizes: tuple[int, ...]) -> None:
 
 
 def configs(columns: int) -> list[Config]:
-    """All tiles, the best first, for a matrix of so many columns."""
+    """Those for products of rows with matrices of so many columns, the best first."""
     width = 128 if columns <= 128 else 256
     return [Config(width, stages, band) for stages in STAGES[width] for band in BANDS]
 
 
 def d_rhs_configs(k: int, n: int) -> list[Config]:
-    """All tiles, the best first, for matrices of these sizes."""
-    # Of a small matrix, programs read all rows and columns at a time in any order.
+    """Those for the gradient of matrices of these sizes, the best first."""
+    # Programs have most tiles of a small matrix at the same time, whatever the band.
     band = 16 if math.ceil(k / ROWS) * math.ceil(n / 256) >= MANY_TILES else 8
     return sorted(configs(n), key=lambda cfg: (-cfg.stages, cfg.band != band))
 
