@@ -180,6 +180,21 @@ def test_what_hopper_refuses(changes: dict[str, Any], text: str) -> None:
         hopper.heuristic_cfg(invocation(changes.get("sizes", [128]), 0, **options))
 
 
+@pytest.mark.skipif(not HAS_GLUON, reason="the Gluon kernels need newer versions")
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_matrix_has_no_more_rows_of_tiles_than_16_bits_count(transposed: bool) -> None:
+    def kernel_takes(rows: int) -> None:
+        sizes = (8, rows) if transposed else (rows, 8)
+        arrays = (jax.ShapeDtypeStruct((4, size), "bfloat16") for size in sizes)
+        boundaries = jax.ShapeDtypeStruct((2,), "int32")
+        inv = ejkernel_core.invocation("grouped_matmul_d_rhs", *arrays, boundaries, transpose_rhs=transposed)
+        d_rhs.heuristic_cfg(attrs.evolve(inv, platform="gpu", device_kind="NVIDIA H200", compute_capability=(9, 0)))
+
+    kernel_takes(1 << 23)
+    with pytest.raises(Unsupported, match="up to 8388608 rows of a matrix; there are 8388616"):
+        kernel_takes((1 << 23) + 8)
+
+
 def test_stages_have_to_fit() -> None:
     inv = invocation([128], 0)
     portable.check_cfg(inv, portable.Config(rows=128, columns=128))

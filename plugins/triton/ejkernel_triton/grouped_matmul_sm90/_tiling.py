@@ -22,6 +22,8 @@ BANDS = (8, 16, 2)
 MANY_TILES = 256
 #: The most groups of which a program lists the tiles.
 MOST_GROUPS = 1022
+#: The most rows of a matrix whose gradient is computed: the number of a row of tiles has 16 bits.
+MOST_ROWS = ROWS << 16
 
 
 @attrs.frozen

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import jax
 
-from ejkernel_core import Invocation, hookimpl
+from ejkernel_core import Invocation, Unsupported, hookimpl
 from ejkernel_ops.grouped_matmul.axes import D_RHS_AXES
 from ejkernel_triton.grouped_matmul_sm90 import _launch, _tiling
 from ejkernel_triton.grouped_matmul_sm90._tiling import Config
@@ -51,4 +51,6 @@ def _configs(inv: Invocation) -> list[Config]:
     (output,) = D_RHS_AXES.outputs(inv)
     groups, *sizes = output.shape
     _tiling.check(inv, groups, tuple(sizes))
+    if sizes[0] > _tiling.MOST_ROWS:
+        raise Unsupported(f"the Gluon kernels take up to {_tiling.MOST_ROWS} rows of a matrix; there are {sizes[0]}")
     return _tiling.d_rhs_configs(*sizes)
