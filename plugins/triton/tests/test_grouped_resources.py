@@ -65,6 +65,11 @@ class Product:
         is_even = self.activation in HALVES or self.n % cfg.columns == 0 or self.n % cfg.columns > 128
         return 1 if cfg.columns == 128 or (is_even and not self.gradient) else 2
 
+    @property
+    def has_one_tile(self) -> bool:
+        """Whether the gradient is one tile, narrow or not. How many groups have narrow ones does not matter then."""
+        return self.gradient and max(self.k, self.n) <= 128
+
     def copies(self, cfg: Config) -> int:
         """The instructions that fetch a step: of the rows, twice 64, and of the matrix in pieces of 128 bytes."""
         return 2 + cfg.columns // 128 * (1 if self.transposed and not self.gradient else 2)
@@ -154,10 +159,11 @@ def check(figures: Figures, product: Product, cfg: Config) -> None:
     assert figures.shared_memory <= SHARED_MEMORY
     # XLA makes graphs of several launches, which must not allocate.
     assert not figures.scratch
-    # Triton 3.6 spills four numbers behind the loop, where a gradient in float32 is stored.
-    assert max(figures.spilled) <= (4 if product.gradient and product.result == "float32" else 0)
+    # Numbers are spilled behind the loop, where a gradient in float32 is stored: 4 by Triton 3.6, 22 by 3.9.
+    assert max(figures.spilled) <= (22 if product.gradient and product.result == "float32" else 0)
     # One warp loads for each tile its group, and the rows where that begins and ends; before the loop, how many there are.
-    assert figures.tile_numbers == 4
+    # Triton 3.9 omits the last where it does not matter.
+    assert figures.tile_numbers in ((3, 4) if product.has_one_tile else (4,))
     assert figures.words["wgmma.mma_async"] == 2 * product.widths(cfg) * product.instructions
     assert figures.words["cp.async.bulk.tensor"] == product.copies(cfg)
     # Whole lines of 16 bytes for each thread.
