@@ -28,6 +28,25 @@ def drawn(seed, *shape):
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_a_wide_product_have_the_dtype_of_the_operands(dtype):
+    x, matrix = drawn(2, 7, 24).astype(dtype), drawn(3, 24, 40).astype(dtype)
+    out, pull_back = jax.vjp(_moe_model.wide_product, x, matrix)
+    assert out.dtype == jnp.float32
+    d_out = drawn(4, 7, 40)
+    d_x, d_matrix = pull_back(d_out)
+    assert d_x.dtype == d_matrix.dtype == dtype
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    exact = [np.asarray(array, np.float64) for array in (x, matrix, d_out)]
+    for value, expected in (
+        (out, exact[0] @ exact[1]),
+        (d_x, exact[2] @ exact[1].T),
+        (d_matrix, exact[0].T @ exact[2]),
+    ):
+        distance = np.linalg.norm(np.asarray(value, np.float64) - expected)
+        assert distance <= tolerance * np.linalg.norm(expected)
+
+
 @pytest.mark.parametrize("name", ARMS)
 def test_experts_are_the_weighted_sum_of_the_chosen_ones(name):
     layer = _moe_model.parameters_of(TINY, jax.random.key(0))["layers"][0]

@@ -122,4 +122,5 @@ def test_a_warp_has_whole_rows(experts: int) -> None:
     call = lambda x: ejkernel_core.call("moe_route", x, 2, backend="triton", cfg=Config(8, 4))
     choose = compiled_for(H200, call, jax.ShapeDtypeStruct((65, experts), jnp.float32))[0]
     assert choose.count("redux.sync") >= 2 * 2 * 4
-    assert choose.count("bar.sync") <= 1  # for the sum over experts, at the end
+    if _jax_triton.triton_version() >= (3, 8):  # the barriers of a single warp have the same name in older versions
+        assert choose.count("bar.sync") <= 1  # for the sum over experts, at the end

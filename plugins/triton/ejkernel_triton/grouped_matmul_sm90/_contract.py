@@ -86,7 +86,7 @@ class Call:
 @gluon.jit
 def contract(
     first, second, table,
-    out, taken,
+    out, counter,
     GROUPS: gl.constexpr, K: gl.constexpr, N: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
     BAND: gl.constexpr,
 ):  # fmt: skip
@@ -102,7 +102,7 @@ def contract(
             (_warp_group_0, (call, tiles, stages, masked, out)),
             (_warp_group_1, (call, tiles, stages, masked, out)),
             (_fetch, (call, tiles, stages, first, second)),
-            (_announce, (call, tiles, taken)),
+            (_announce, (call, tiles, counter)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -110,7 +110,7 @@ def contract(
 
 
 @gluon.jit
-def _announce(call, tiles, taken):
+def _announce(call, tiles, counter):
     """The work of the warp that finds tiles. It is ahead of all others, because memory may be slow to answer it.
 
     A program takes the next tile that none has taken, because groups have different numbers of rows.
@@ -123,7 +123,7 @@ def _announce(call, tiles, taken):
         index, row, column, is_narrow = call.tile(number, narrow)
         group = gl.load(call.table + 1 + 3 * index)
         start, end = gl.load(call.table + 2 + 3 * index), gl.load(call.table + 3 + 3 * index)
-        number = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
+        number = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         # A tile has four numbers, of which two are pairs.
         tiles.put(turn, (group << 16) + row, start, end, column // call.BOX * 2 + is_narrow.to(gl.int32))
         turn += 1

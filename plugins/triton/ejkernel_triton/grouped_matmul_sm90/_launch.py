@@ -24,8 +24,8 @@ BOX = 128
 TILES, GROUPS = 64, 32
 #: How many pairs of a tile and a group a program compares at most: more do not fit into registers.
 PAIRS = 64 * 128
-#: How many tiles programs have taken, after the first one of each. It is 0 when the kernel starts.
-TAKEN = jax.ShapeDtypeStruct((1,), jnp.int32)
+#: Of the tiles that programs take after the first one of each. It is 0 when a kernel starts.
+COUNTER = jax.ShapeDtypeStruct((1,), jnp.int32)
 
 
 def forward(inv: Invocation, cfg: Config) -> jax.Array:
@@ -90,7 +90,7 @@ def d_rhs(inv: Invocation, cfg: Config) -> jax.Array:
             _jax_triton.describe(second, (DEPTH, BOX)),
             group_table(inv, cfg),
         ],
-        (output, TAKEN),
+        (output, COUNTER),
         multiprocessors(inv),
         {"GROUPS": groups, "K": k, "N": n, "COLUMNS": cfg.columns, "STAGES": cfg.stages, "BAND": cfg.band},
     )

@@ -14,7 +14,7 @@ from ejkernel_triton.grouped_matmul_sm90._tiling import Config
 __all__ = ["COMPILERS", "OPAQUE", "PLATFORMS", "VERSION", "Config"]
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
-VERSION = 1
+VERSION = 2
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"gpu": 60}
 #: XLA sees a custom call, which it cannot partition.
