@@ -25,6 +25,11 @@ def has_one_cpu() -> bool:
     return jax.default_backend() == "cpu" and len(jax.devices()) == 1
 
 
+def has_one_accelerator() -> bool:
+    """Whether JAX runs on a single GPU or TPU, which no process can make count as several devices."""
+    return jax.default_backend() != "cpu" and len(jax.devices()) == 1
+
+
 def run_on_several_devices(request: pytest.FixtureRequest) -> str:
     """Run the test of the request with 8 devices. Empty if it passes; otherwise the exit status and the output."""
     _, _, test = request.node.nodeid.partition("::")

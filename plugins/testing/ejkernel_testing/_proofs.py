@@ -17,7 +17,7 @@ from ejkernel_core import registry as default_registry
 
 from . import _checks
 from ._outcome import REFERENCE
-from ._processes import DEVICES, VARIABLE, has_one_cpu, run_on_several_devices
+from ._processes import DEVICES, VARIABLE, has_one_accelerator, has_one_cpu, run_on_several_devices
 from ._programs import PAIRS, PROGRAMS, programs
 from ._transforms import SEVERAL_DEVICES, TRANSFORMS, transforms
 
@@ -142,6 +142,8 @@ class KernelProofs:
 
     def test_transforms(self, example: Example, transform: str, request: pytest.FixtureRequest) -> None:
         self._skip_if_refused(example)
+        if transform == "sharding" and has_one_accelerator():
+            _skip("there is one device, and this shards over two")
         # A number of devices that the user has set stays: the check fails, and its message says what to set.
         if transform in SEVERAL_DEVICES and has_one_cpu() and VARIABLE not in os.environ:
             output = run_on_several_devices(request)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -113,6 +114,20 @@ def test_the_check_outside_of_pytest_fails_with_one_device(monkeypatch: pytest.M
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
     with pytest.raises(AssertionError, match=r"^transforms: shard_map: double.plain on ones: there is one device"):
         testing.transforms(registry, kernel, example, "shard_map")
+
+
+def test_sharding_is_skipped_on_one_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    import jax
+
+    class Proofs(testing.KernelProofs):
+        registry, kernel, example = double()
+
+    example = attrs.evolve(Proofs.example, batched=("x",))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
+    with pytest.raises(pytest.skip.Exception, match="there is one device"):
+        Proofs().test_transforms(example, "sharding", request)
+    Proofs().test_transforms(example, "shard_map", request)  # over one device
 
 
 @pytest.mark.parametrize(
