@@ -18,7 +18,7 @@ import pytest
 import ejkernel_core
 from ejkernel_core import Invocation
 from ejkernel_triton import grouped_matmul_sm90 as grouped_matmul
-from ejkernel_triton.grouped_matmul_sm90 import HALVES, _tiling
+from ejkernel_triton.grouped_matmul_sm90 import _tiling
 from ejkernel_triton.grouped_matmul_sm90 import d_rhs as grouped_matmul_d_rhs
 from ejkernel_triton.grouped_matmul_sm90._tiling import Config
 from ejkernel_triton.launch import _jax_triton
@@ -60,9 +60,14 @@ class Product:
         """Those for the product of a step. Each sums 16 numbers."""
         return 64 // 16
 
+    @property
+    def has_halves(self) -> bool:
+        """Whether the gates and the values of a tile are fetched apart."""
+        return _tiling.GATES.get(self.activation) == "halves"
+
     def widths(self, cfg: Config) -> int:
         """How many widths of tiles the kernel has: a narrow tile is the last of a row, or of a large group."""
-        is_even = self.activation in HALVES or self.n % cfg.columns == 0 or self.n % cfg.columns > 128
+        is_even = self.has_halves or self.n % cfg.columns == 0 or self.n % cfg.columns > 128
         return 1 if cfg.columns == 128 or (is_even and not self.gradient) else 2
 
     @property
@@ -77,7 +82,7 @@ class Product:
     def best(self) -> list[Config]:
         """The heuristic's configuration for each width of a tile that the call may have."""
         stages = max if self.gradient else min
-        widths = (256,) if self.activation in HALVES else (256, 128)
+        widths = (256,) if self.has_halves else (256, 128)
         return [Config(width, stages(_tiling.STAGES[width])) for width in widths]
 
     def configurations(self) -> list[Config]:

@@ -40,7 +40,7 @@ def multiply(
             if GATED:
                 up_total = _add_product(up_total, a, rhs, up, start, is_column, K, N, TRANSPOSED, DEPTH, PRECISION)
         if BIAS:
-            bias += group * N
+            bias += group.to(tl.int64) * N
             total += tl.load(bias + gate, mask=is_column & is_group, other=0).to(tl.float32)[None, :]
             if GATED:
                 up_total += tl.load(bias + up, mask=is_column & is_group, other=0).to(tl.float32)[None, :]

@@ -21,9 +21,6 @@ PLATFORMS = {"gpu": 60}
 OPAQUE = ("gpu",)
 COMPILERS = ("triton", "jax-triton")
 
-#: The activations whose gates are the first half of the columns.
-HALVES = ("silu_gated", "gelu_gated")
-
 
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> Config:
@@ -42,7 +39,7 @@ def check_cfg(inv: Invocation, cfg: Config) -> None:
     """The stages have to fit into shared memory, and a tile has gates and values."""
     _configs(inv)
     _tiling.check_config(cfg)
-    if cfg.columns < 256 and inv["activation"] in HALVES:
+    if cfg.columns < 256 and _has_halves(inv):
         raise Unsupported(f"tiles of {cfg.columns} columns are not for {inv['activation']}: take 256")
 
 
@@ -57,5 +54,9 @@ def _configs(inv: Invocation) -> list[Config]:
     rhs = inv["rhs"]
     _tiling.check(inv, rhs.shape[0], (*rhs.shape[1:], output.shape[1]))
     # The gates and the values of a tile are fetched apart.
-    columns = 256 if inv["activation"] in HALVES else rhs.shape[1 if inv["transpose_rhs"] else 2]
+    columns = 256 if _has_halves(inv) else rhs.shape[1 if inv["transpose_rhs"] else 2]
     return _tiling.configs(columns)
+
+
+def _has_halves(inv: Invocation) -> bool:
+    return _tiling.GATES.get(inv["activation"]) == "halves"

@@ -11,13 +11,11 @@ import jax.numpy as jnp
 from ejkernel_core import Invocation
 from ejkernel_ops.grouped_matmul.axes import AXES, D_RHS_AXES
 from ejkernel_ops.grouped_matmul.groups import boundaries
-from ejkernel_triton.grouped_matmul_sm90._tiling import ROWS, Config
+from ejkernel_triton.grouped_matmul_sm90._tiling import DEPTH, GATES, HALF, ROWS, Config
 from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability
 from ejkernel_triton.launch._multiprocessors import multiprocessors
 
-#: The rows of tiles that the copy engine fetches for a group of warps, and how many of a matrix.
-HALF, DEPTH = 64, 64
 #: The columns of a matrix that it fetches at a time: those of a tile, or half of them.
 BOX = 128
 #: At most how many tiles, and how many groups, a program lists.
@@ -52,6 +50,7 @@ def forward(inv: Invocation, cfg: Config) -> jax.Array:
             "TRANSPOSED": transposed,
             "BIAS": bias is not None,
             "ACTIVATION": inv["activation"],
+            "GATES": GATES.get(inv["activation"]),
             "STAGES": cfg.stages,
             "BAND": cfg.band,
         },

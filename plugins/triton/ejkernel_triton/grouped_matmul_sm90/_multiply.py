@@ -49,20 +49,19 @@ class Call:
     NARROW: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, table, K, N, SIZE, BOX, TRANSPOSED, ACTIVATION, BAND):
-        gates = None if ACTIVATION is None else "pairs" if ACTIVATION == "swiglu_oai" else "halves"
+    def __init__(self, table, K, N, SIZE, BOX, TRANSPOSED, GATES, BAND):
         self.table = table
-        width, columns = (N, SIZE) if gates is None else (N // 2, SIZE // 2)
+        width, columns = (N, SIZE) if GATES is None else (N // 2, SIZE // 2)
         self.WIDTH = gl.constexpr(width)
         self.COLUMNS = gl.constexpr(columns)
         self.COLUMN_TILES = gl.constexpr((width + columns - 1) // columns)
         self.STEPS = gl.constexpr((K + DEPTH - 1) // DEPTH)
         self.TRANSPOSED = gl.constexpr(TRANSPOSED)
-        self.GATES = gl.constexpr(gates)
+        self.GATES = gl.constexpr(GATES)
         self.BAND = gl.constexpr(BAND)
         self.SIZE = gl.constexpr(SIZE)
         self.BOX = gl.constexpr(BOX)
-        self.NARROW = gl.constexpr(gates != "halves" and 0 < N % SIZE <= SIZE - BOX)
+        self.NARROW = gl.constexpr(GATES != "halves" and 0 < N % SIZE <= SIZE - BOX)
 
     @gluon.jit
     def tile(self, number, row_tiles):
@@ -95,10 +94,10 @@ def multiply(
     lhs, rhs, table, bias,
     out,
     K: gl.constexpr, N: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
-    ACTIVATION: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
+    ACTIVATION: gl.constexpr, GATES: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     BOX: gl.constexpr = rhs.block_shape[1 if TRANSPOSED else 2]
-    call = Call(table, K, N, COLUMNS, BOX, TRANSPOSED, ACTIVATION, BAND)
+    call = Call(table, K, N, COLUMNS, BOX, TRANSPOSED, GATES, BAND)
     rows = gl.allocate_shared_memory(lhs.dtype, [2 * STAGES] + lhs.block_shape, lhs.layout)
     TILE: gl.constexpr = [1, call.SIZE, DEPTH] if TRANSPOSED else [1, DEPTH, call.SIZE]
     matrix = gl.allocate_shared_memory(rhs.dtype, [STAGES] + TILE, rhs.layout)

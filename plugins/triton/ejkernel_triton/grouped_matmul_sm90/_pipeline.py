@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """What warps tell each other: which tile of the result comes next, and where the tiles of its operands are."""
 
 from triton.experimental import gluon
@@ -6,12 +5,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from ejkernel_triton.grouped_matmul_sm90 import _tiling
 from ejkernel_triton.hopper.shared_memory import barriers
 
-#: Rows of each group of warps.
-HALF = gl.constexpr(64)
-#: How many products a step adds to each number of the result. So many 16-bit numbers are 128 bytes.
-DEPTH = gl.constexpr(64)
+HALF = gl.constexpr(_tiling.HALF)
+DEPTH = gl.constexpr(_tiling.DEPTH)
 #: How many tiles of the result may be announced at a time.
 SLOTS = gl.constexpr(2)
 #: In place of the first number of a tile, which is -1 or more: there are no more tiles.

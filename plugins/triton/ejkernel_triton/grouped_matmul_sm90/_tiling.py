@@ -11,8 +11,11 @@ from ejkernel_core import Invocation, Unsupported
 from ejkernel_triton.grouped_matmul import _tiling
 from ejkernel_triton.hopper.requirements import DTYPES, ELEMENTS, require_hopper
 
-#: Rows of a tile: 64 for each of two groups of warps.
-ROWS = 128
+#: Rows of a tile for each of the two groups of warps, and of a tile.
+HALF = 64
+ROWS = 2 * HALF
+#: How many products a step adds to each number of the result. So many 16-bit numbers are 128 bytes.
+DEPTH = 64
 #: By the columns of a tile: how many stages fit into shared memory. The first is best for products of rows: with fewer
 #: stages programs are closer together, and find more of what they share in the L2. The last is best for the gradient.
 STAGES = {256: (3, 4), 128: (4, 6)}
@@ -22,6 +25,8 @@ BANDS = (8, 16, 2)
 MANY_TILES = 256
 #: The most groups of which a program lists the tiles.
 MOST_GROUPS = 1022
+#: By activation, how the columns of the gates and of the values are arranged.
+GATES = {"silu_gated": "halves", "gelu_gated": "halves", "swiglu_oai": "pairs"}
 #: The most rows of a matrix whose gradient is computed: the number of a row of tiles has 16 bits.
 MOST_ROWS = ROWS << 16
 

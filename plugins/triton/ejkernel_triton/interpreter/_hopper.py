@@ -26,7 +26,7 @@ from ejkernel_triton.hopper import shared_memory, tma
 from . import _ptx
 from ._builder import Handle, numpy_dtype
 from ._faults import Fault
-from ._language import CURRENT, Tensor, _block, callable_, integer, plain, replace, truth
+from ._language import CURRENT, Tensor, block_type, callable_, integer, plain, replace, truth
 from ._memory import Array, poison
 
 
@@ -419,7 +419,7 @@ def _ended(value: Any) -> Any:
 
 
 def _tensor(data: Array, dtype: Any) -> Tensor:
-    return Tensor(Handle(data, dtype), _block(dtype, data.shape))
+    return Tensor(Handle(data, dtype), block_type(dtype, data.shape))
 
 
 def _arange(start: Any, end: Any, layout: Any = None) -> Any:

@@ -62,7 +62,7 @@ def _extent(shape: tuple[int, ...]) -> tuple[Any, Any]:
 _BLOCKS: dict[tuple[str, tuple[int, ...]], Any] = {}
 
 
-def _block(scalar: Any, shape: tuple[int, ...]) -> Any:
+def block_type(scalar: Any, shape: tuple[int, ...]) -> Any:
     """Triton's type of blocks of this shape. Types of pointers have no hash, but unique names."""
     block = _BLOCKS.get((scalar.name, shape))
     if block is None:
@@ -132,14 +132,14 @@ class Semantic(TritonSemantic):  # type: ignore[misc, type-arg, unused-ignore]
     def _broadcast(self, x: Any, shape: tuple[int, ...]) -> Any:
         if x.type.is_block() and x.handle.data.shape == shape:
             return x
-        return Tensor(Handle(np.broadcast_to(x.handle.data, shape), x.handle.dtype), _block(x.dtype, shape))
+        return Tensor(Handle(np.broadcast_to(x.handle.data, shape), x.handle.dtype), block_type(x.dtype, shape))
 
     def expand_dims(self, input: Any, axis: int) -> Any:
         data = input.handle.data
         if not input.type.is_block() or not 0 <= axis <= data.ndim:
             return super().expand_dims(input, axis)
         data = data.reshape(*data.shape[:axis], 1, *data.shape[axis:])
-        return Tensor(Handle(data, input.handle.dtype), _block(input.dtype, data.shape))
+        return Tensor(Handle(data, input.handle.dtype), block_type(input.dtype, data.shape))
 
 
 # -- reductions and scans ----------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class Semantic(TritonSemantic):  # type: ignore[misc, type-arg, unused-ignore]
 def _tensor_of(data: Any, dtype: Any) -> Any:
     data = np.asarray(data)
     if data.ndim:
-        return Tensor(Handle(data, dtype), _block(dtype, data.shape))
+        return Tensor(Handle(data, dtype), block_type(dtype, data.shape))
     return Tensor(Handle(data.reshape(1), dtype), dtype)
 
 
