@@ -182,6 +182,16 @@ def test_what_hopper_refuses(changes: dict[str, Any], text: str) -> None:
         hopper.heuristic_cfg(invocation(changes.get("sizes", [128]), 0, **options))
 
 
+def test_groups_of_few_rows_are_left_to_the_portable_kernel() -> None:
+    def is_preferred(rows: int, groups: int, part: slice = slice(None)) -> bool:
+        inv = invocation([rows // groups] * groups, rows % groups, part)
+        return hopper.rank(inv) > portable.PLATFORMS["gpu"]
+
+    assert [is_preferred(rows, 128) for rows in (0, 512, 2048, 2049, 131072)] == [False, False, False, True, True]
+    # A device with a part of the groups has tiles that are as full as those of all.
+    assert not is_preferred(2048, 128, slice(32, 64))
+
+
 @pytest.mark.skipif(not HAS_GLUON, reason="the Gluon kernels need newer versions")
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_matrix_has_no_more_rows_of_tiles_than_16_bits_count(transposed: bool) -> None:
