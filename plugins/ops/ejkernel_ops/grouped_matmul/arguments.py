@@ -25,9 +25,15 @@ QUANTIZED = ("int8", "uint8", "int4", "uint4", "float8_e4m3fn", "float8_e5m2", "
 
 def prepare(arguments: Arguments) -> tuple[Arguments, Restore]:
     """Check the arguments of ``grouped_matmul``."""
-    _check_matrices(arguments, "lhs", "rhs")
-    _check_ranks(arguments, {"lhs": "(rows, k)", "rhs": "(groups, k, n)", "group_sizes": "(groups,)"})
-    canonical = {**arguments, **_options(arguments)}
+    return product(arguments, {"lhs": "(rows, k)"}), lambda results: results[0]
+
+
+def product(arguments: Arguments, rows: dict[str, str]) -> Arguments:
+    """The checked arguments of a product of groups. ``rows``: the name and the axes of the array that has the rows."""
+    (lhs,) = rows
+    _check_matrices(arguments, lhs, "rhs")
+    _check_ranks(arguments, {**rows, "rhs": "(groups, k, n)", "group_sizes": "(groups,)"})
+    canonical = {**arguments, **_options(arguments, arguments[lhs].dtype)}
     for name in ("group_sizes", "group_offset"):
         if arguments[name] is not None:
             check_integers(name, arguments[name])
@@ -38,7 +44,7 @@ def prepare(arguments: Arguments) -> tuple[Arguments, Restore]:
     _check_activation(canonical)
     if arguments["rhs_bias"] is not None:
         check_floats("rhs_bias", arguments["rhs_bias"])
-    return canonical, lambda results: results[0]
+    return canonical
 
 
 def prepare_d_rhs(arguments: Arguments) -> tuple[Arguments, Restore]:
@@ -46,7 +52,8 @@ def prepare_d_rhs(arguments: Arguments) -> tuple[Arguments, Restore]:
     _check_matrices(arguments, "lhs", "d_out")
     _check_ranks(arguments, {"lhs": "(rows, k)", "d_out": "(rows, n)", "boundaries": "(groups + 1,)"})
     check_integers("boundaries", arguments["boundaries"])
-    canonical = {**arguments, **_options(arguments), "boundaries": arguments["boundaries"].astype(jnp.int32)}
+    options = _options(arguments, arguments["lhs"].dtype)
+    canonical = {**arguments, **options, "boundaries": arguments["boundaries"].astype(jnp.int32)}
     return canonical, lambda results: results[0]
 
 
@@ -94,8 +101,8 @@ def _check_activation(a: Arguments) -> None:
 # -- options ---------------------------------------------------------------------------------------------------------
 
 
-def _options(a: Arguments) -> Arguments:
-    options: Arguments = {"preferred_element_type": _dtype(a), "precision": _precision(a)}
+def _options(a: Arguments, own: Any) -> Arguments:
+    options: Arguments = {"preferred_element_type": _dtype(a, own), "precision": _precision(a, own)}
     if not isinstance(a["transpose_rhs"], (bool, np.bool_)):
         raise TypeError(f"transpose_rhs: takes True or False; got {type_and_value(a['transpose_rhs'])}")
     options["transpose_rhs"] = bool(a["transpose_rhs"])
@@ -105,8 +112,8 @@ def _options(a: Arguments) -> Arguments:
     return options
 
 
-def _dtype(a: Arguments) -> Any:
-    preferred, own = a["preferred_element_type"], a["lhs"].dtype
+def _dtype(a: Arguments, own: Any) -> Any:
+    preferred = a["preferred_element_type"]
     if preferred is None:
         return None
     try:
@@ -120,14 +127,14 @@ def _dtype(a: Arguments) -> Any:
     return None if dtype == own else dtype
 
 
-def _precision(a: Arguments) -> str | None:
+def _precision(a: Arguments, own: Any) -> str | None:
     """In lower case; None, which is full precision, for dtypes with one way to multiply them."""
     precision = a["precision"]
     if isinstance(precision, jax.lax.Precision):
         precision = precision.name.lower()
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(f"precision: takes {_one_of(PRECISIONS)}, jax.lax.Precision, or None; got {brief(precision)}")
-    return None if a["lhs"].dtype != jnp.float32 or precision == "highest" else precision
+    return None if own != jnp.float32 or precision == "highest" else precision
 
 
 def _one_of(values: Any) -> str:

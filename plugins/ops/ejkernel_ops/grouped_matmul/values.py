@@ -8,16 +8,19 @@ from typing import Any
 import numpy as np
 
 
-def check_values(arguments: Mapping[str, Any]) -> None:
-    """Raise for sizes that are negative or more than the rows, and for an offset that is none of a group."""
+def check_values(arguments: Mapping[str, Any], rows_of: str = "lhs") -> None:
+    """Raise for sizes that are negative or more than the rows, and for an offset that is none of a group.
+
+    ``rows_of``: the array that has the rows.
+    """
     sizes = np.asarray(arguments["group_sizes"], dtype=object)
-    rows, end = arguments["lhs"].shape[0], 0
+    rows, end = arguments[rows_of].shape[0], 0
     for group, size in enumerate(sizes):
         if size < 0:
             raise ValueError(f"group_sizes[{group}] must be at least 0; got {size}")
         end += size
         if end > rows:
-            raise ValueError(f"group_sizes[{group}]: lhs has {rows} rows; the sizes up to this one sum to {end}")
+            raise ValueError(f"group_sizes[{group}]: {rows_of} has {rows} rows; the sizes up to this one sum to {end}")
     if arguments["group_offset"] is not None:
         offset = int(np.asarray(arguments["group_offset"]).reshape(()))
         last = len(sizes) - arguments["rhs"].shape[0]
