@@ -48,6 +48,7 @@ PAGES = {
     "grouped_matmul": ("grouped_matmul",),
     "moe_route": ("moe_route",),
     "moe_permute": ("moe_permute", "moe_combine"),
+    "moe_permute_matmul": ("moe_permute_matmul",),
 }
 #: The option that a call over several devices has, whatever else it has.
 DEVICE_COUNT = "axis_size"

@@ -45,6 +45,7 @@ REGIONS = [
     pytest.param("docs/operations/grouped_matmul.md", "features", marks=pytest.mark.long),
     ("docs/operations/moe_route.md", "features"),
     ("docs/operations/moe_permute.md", "features"),
+    ("docs/operations/moe_permute_matmul.md", "features"),
     ("docs/reference/configurations.md", "configurations"),
 ]
 

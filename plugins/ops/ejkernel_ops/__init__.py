@@ -12,6 +12,7 @@ from .grouped_matmul import grouped_matmul
 from .layer_norm import layer_norm
 from .moe_combine import moe_combine
 from .moe_permute import moe_permute
+from .moe_permute_matmul import moe_permute_matmul
 from .moe_route import moe_route
 from .rms_norm import rms_norm
 
@@ -23,6 +24,7 @@ __all__ = [
     "layer_norm",
     "moe_combine",
     "moe_permute",
+    "moe_permute_matmul",
     "moe_route",
     "rms_norm",
 ]

@@ -14,8 +14,10 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core import Invocation, Unsupported
+from ejkernel_ops.moe_permute_matmul import by_parts
 from ejkernel_triton import grouped_matmul as portable
 from ejkernel_triton import grouped_matmul_sm90 as hopper
+from ejkernel_triton import moe_permute_matmul
 from ejkernel_triton.grouped_matmul_sm90 import _launch, d_rhs
 from ejkernel_triton.interpreter import interpreted
 from ejkernel_triton.launch import _jax_triton
@@ -223,3 +225,21 @@ def test_the_kernels_of_a_direction_have_configurations_of_their_own() -> None:
     assert hopper.Config is d_rhs.Config  # the same fields, chosen for each operation
     few, many = invocation([1] * 128, 0), invocation([1000] * 8, 0)
     assert portable.heuristic_cfg(few).rows < portable.heuristic_cfg(many).rows
+
+
+def test_tokens_are_read_in_place_unless_the_product_has_many_columns() -> None:
+    def is_before_the_parts(n: int, capability: tuple[int, int], transposed: bool = False) -> bool:
+        arrays = {
+            "x": ((64, 128), "bfloat16"),
+            "token_order": ((128,), "int32"),
+            "rhs": ((4, n, 128) if transposed else (4, 128, n), "bfloat16"),
+            "group_sizes": ((4,), "int32"),
+        }
+        shapes = {name: jax.ShapeDtypeStruct(*array) for name, array in arrays.items()}
+        inv = ejkernel_core.invocation("moe_permute_matmul", **shapes, k=2, transpose_rhs=transposed)
+        on_card = attrs.evolve(inv, platform="gpu", device_kind="a card", compute_capability=capability)
+        return moe_permute_matmul.rank(on_card) > by_parts.PLATFORMS["gpu"]
+
+    assert [is_before_the_parts(n, (9, 0)) for n in (1536, 8192, 8200)] == [True, True, False]
+    assert not is_before_the_parts(8200, (9, 0), transposed=True)
+    assert is_before_the_parts(8200, (8, 0))  # where the product has no faster kernel

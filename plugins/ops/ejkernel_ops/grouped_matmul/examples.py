@@ -291,16 +291,16 @@ def layer_d_rhs_call(layer: Layer) -> Example:
 def example(name: str, arguments: Call, *, checks: Iterable[str] = ("values",), **fields: Any) -> Example:
     values = arguments(0)
     fields.setdefault("wrt", tuple(array for array in DIFFERENTIABLE if values.get(array) is not None))
-    features = _features(values, fields.get("dtype", "float32"), "rhs_bias", "group_offset")
-    return Example(name, "grouped_matmul", arguments, features=features, checks=frozenset(checks), **fields)
+    words = features(values, fields.get("dtype", "float32"), "rhs_bias", "group_offset")
+    return Example(name, "grouped_matmul", arguments, features=words, checks=frozenset(checks), **fields)
 
 
 def d_rhs_example(name: str, arguments: Call, **fields: Any) -> Example:
-    features = _features(arguments(0), fields.get("dtype", "float32"))
-    return Example(name, "grouped_matmul_d_rhs", arguments, features=features, **fields)
+    words = features(arguments(0), fields.get("dtype", "float32"))
+    return Example(name, "grouped_matmul_d_rhs", arguments, features=words, **fields)
 
 
-def _features(arguments: Arguments, dtype: str, *names: str) -> frozenset[str]:
+def features(arguments: Arguments, dtype: str, *names: str) -> frozenset[str]:
     """The dtype, the activation, and the arguments that the call has."""
     words = {name for name in (*names, "transpose_rhs", "preferred_element_type", "precision") if _has(arguments, name)}
     return frozenset({dtype, *words, *filter(None, [arguments.get("activation")])})

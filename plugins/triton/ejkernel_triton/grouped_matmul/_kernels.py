@@ -8,13 +8,16 @@ import triton.language as tl
 
 @triton.jit
 def multiply(
-    lhs, rhs, boundaries, bias, rows,
+    lhs, rhs, boundaries, bias, token_order, rows,
     out,
     K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, CHOSEN: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the result a program: rows of one group, or rows of none, which become 0."""
+    """A tile of the result a program: rows of one group, or rows of none, which become 0.
+
+    With CHOSEN, ``lhs`` has tokens with so many rows each, in the order that ``token_order`` has.
+    """
     GATED: tl.constexpr = ACTIVATION is not None
     WIDTH: tl.constexpr = N // 2 if GATED else N
     tile, column_tile = _swizzled(tl.program_id(0), tl.cdiv(rows, ROWS) + GROUPS + 1, tl.cdiv(WIDTH, COLUMNS), BAND)
@@ -26,7 +29,11 @@ def multiply(
         row = tl.arange(0, ROWS)
         column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         is_row, is_column = row < end - first, column < WIDTH
-        lhs += first.to(tl.int64) * K
+        if CHOSEN is None:
+            source = row
+            lhs += first.to(tl.int64) * K
+        else:
+            source = tl.load(token_order + first + row, mask=is_row, other=0) // CHOSEN
         rhs += group.to(tl.int64) * K * N
         # The columns of the gates and of the values: halves, or alternating.
         gate = 2 * column if ACTIVATION == "swiglu_oai" else column
@@ -35,7 +42,7 @@ def multiply(
             up = gate + 1 if ACTIVATION == "swiglu_oai" else gate + WIDTH
             up_total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, depth, DEPTH):
-            a = _load(lhs, row, start, is_row, K, DEPTH)
+            a = _load(lhs, source, start, is_row, K, DEPTH)
             total = _add_product(total, a, rhs, gate, start, is_column, K, N, TRANSPOSED, DEPTH, PRECISION)
             if GATED:
                 up_total = _add_product(up_total, a, rhs, up, start, is_column, K, N, TRANSPOSED, DEPTH, PRECISION)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 
@@ -16,19 +17,35 @@ from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability
 
 
-def forward(inv: Invocation, cfg: Config) -> jax.Array:
-    """The result, with zeros in rows of no group."""
+@attrs.frozen(eq=False)
+class Tokens:
+    """Tokens that are rows ``k`` times each, in this order."""
+
+    x: jax.Array
+    order: jax.Array
+    k: int
+
+
+def forward(inv: Invocation, cfg: Config, tokens: Tokens | None = None) -> jax.Array:
+    """The result, with zeros in rows of no group. With ``tokens``, ``lhs`` is only the shape of their rows."""
     (output,) = AXES.outputs(inv)
     if 0 in output.shape:
         return jnp.zeros(output.shape, output.dtype)
     lhs, rhs, bias = inv["lhs"], inv["rhs"], inv["rhs_bias"]
     rows, groups = lhs.shape[0], rhs.shape[0]
+    starts_and_end = boundaries(inv)
     row_tiles = math.ceil(rows / cfg.rows) + groups + 1
     return _launch(
         "multiply",
         inv,
         cfg,
-        [lhs, rhs, boundaries(inv), lhs if bias is None else bias],
+        [
+            lhs if tokens is None else tokens.x,
+            rhs,
+            starts_and_end,
+            rhs if bias is None else bias,
+            starts_and_end if tokens is None else tokens.order,
+        ],
         output,
         (row_tiles * math.ceil(output.shape[1] / cfg.columns),),
         {
@@ -39,6 +56,7 @@ def forward(inv: Invocation, cfg: Config) -> jax.Array:
             "TRANSPOSED": inv["transpose_rhs"],
             "BIAS": bias is not None,
             "ACTIVATION": inv["activation"],
+            "CHOSEN": None if tokens is None else tokens.k,
         },
         (rows,),
     )
