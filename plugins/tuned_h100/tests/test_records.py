@@ -49,15 +49,15 @@ def test_the_records_are_an_installed_policy() -> None:
 
 def test_every_record_was_measured_on_the_device() -> None:
     assert {file.parent.name for file in FILES} == {"NVIDIA%20H100%2080GB%20HBM3"}
-    assert len(RECORDS) >= 130
+    assert len(RECORDS) >= 340
     for record in RECORDS:
         provenance = record["provenance"]
         assert record["problem"]["device"] == ["gpu", CARD]
         assert provenance["device"].startswith(f"{CARD} (cuda ")
         assert {"triton", "xla"} <= {*provenance["backends"]}
         times = [time for _, time in provenance["tried"] if isinstance(time, float)]
-        # A profile has whole nanoseconds, and a clock divides by the number of calls.
-        assert all(time * 1e6 == pytest.approx(round(time * 1e6), abs=1e-3) for time in times)
+        # A profile has whole nanoseconds, and a median of two is between them; a clock divides by the number of calls.
+        assert all(time * 2e6 == pytest.approx(round(time * 2e6), abs=1e-3) for time in times)
         assert provenance["milliseconds"] <= 1.02 * min(times)
 
 
