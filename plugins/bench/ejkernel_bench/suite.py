@@ -130,6 +130,7 @@ def run(
     names: Collection[str] | None = None,
     backend: str | None = None,
     backends: Collection[str] | None = None,
+    reference: str | None = None,
     rounds: int = ROUNDS,
     registry: Registry = ejkernel_core.registry,
 ) -> Report:
@@ -141,7 +142,9 @@ def run(
     is a peer that is not installed, which the report says. A contender with wrong results is reported, and not timed.
 
     ``examples`` are by default those of the operation for the use "benchmark". On a CPU, only examples with these
-    ``names`` are measured. All programs are compiled first, in parallel; the device runs one thing at a time.
+    ``names`` are measured. ``reference`` is the backend of the expected results, in a wider dtype, where the
+    operation's own reference takes too long. All programs are compiled first, in parallel; the device runs one thing at
+    a time.
     """
     if jax.default_backend() == "cpu" and names is None:
         return Report(operation, (), text=f"{operation}: there is no accelerator here; --small measures on the CPU")
@@ -153,7 +156,8 @@ def run(
     installed = {name: peer for name, peer in (peers or {}).items() if peer is not None}
     if backends is None or backend is not None:
         backends = registry.backends(operation) if backend is None else ()
-    contenders = _Contenders(registry, backend, tuple(backends), installed)
+    reference = reference or registry.operation(operation).reference
+    contenders = _Contenders(registry, backend, tuple(backends), installed, reference)
     start = ("", OURS, "range", "TFLOP/s", "TB/s", "of copy rate")
     others = (column for name in (COPY, *contenders.names()) for column in (name, "range"))
     title = f"{operation}: milliseconds, medians of {rounds} rounds in turn"
@@ -223,6 +227,8 @@ class _Contenders:
     #: Those that are measured alone.
     backends: tuple[str, ...]
     peers: Mapping[str, Peer]
+    #: The backend of the expected results.
+    reference: str
 
     def names(self) -> list[str]:
         """All but our own call."""
@@ -249,7 +255,7 @@ class _Contenders:
         wide_dtype = (
             None if inputs.is_quantized else "float64" if example.dtype in ("float32", "float64") else "float32"
         )
-        reference = by_core(example, self.registry.operation(example.op).reference, self.registry)
+        reference = by_core(example, self.reference, self.registry)
         with _wide(wide_dtype):
             wide_inputs = inputs if wide_dtype is None else inputs.astype(wide_dtype)
             expected = {pass_name: jitted(reference, pass_name, wide_inputs) for pass_name in passes}

@@ -1,4 +1,4 @@
-"""The suites of grouped_matmul and moe_route at tiny sizes: peers by value, faults, bars. No time is judged."""
+"""The suites of the operations for mixtures of experts at tiny sizes: peers by value, faults, bars. No time is judged."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_bench import _grouped_products, _profile, grouped_matmul, moe_route, moe_step
+from ejkernel_bench import _grouped_products, _profile, grouped_matmul, moe_permute_matmul, moe_route, moe_step
 from ejkernel_bench._calls import draw
 from ejkernel_bench._grouped_products import by_ragged_dot, by_tokamax, by_torch
 from ejkernel_bench.grouped_matmul import DIRECTIONS, GLUON, OURS, PARTS, TORCH, TRITON, skewed
 from ejkernel_ops.grouped_matmul.sizes import PEERS, Layer
+from ejkernel_ops.moe_permute_matmul import examples as moe_permute_matmul_examples
 from ejkernel_ops.moe_route import definition
 
 LAYER = Layer("35 x 12 x 20, 4 groups", 35, 12, 20, 4)
@@ -42,7 +43,10 @@ class Tensor:
         self.array = np.asarray(array)
 
     def __getitem__(self, places):
-        return Tensor(self.array[places])
+        return Tensor(self.array[places.array if isinstance(places, Tensor) else places])
+
+    def __floordiv__(self, number):
+        return Tensor(self.array // number)
 
     def clone(self):
         return Tensor(self.array.copy())
@@ -292,6 +296,35 @@ def test_routing_is_measured():
     assert cells[f"XLA / {OURS}"] == pytest.approx(cells["XLA"] / cells[OURS])
     assert cells["kernels"].startswith("moe_route.")
     assert {*moe_route.LIMITS} <= {example.name for example in moe_route.benchmark_examples("moe_route")}
+
+
+# -- moe_permute_matmul ------------------------------------------------------------------------------------------------
+
+
+def test_tokens_in_place_are_measured_beside_the_parts():
+    report = moe_permute_matmul.run(rounds=1, small=True)
+    assert report.faults == ()
+    forward, both = (dict(zip(report.tables[0].columns, row, strict=True)) for row in report.tables[0].rows)
+    assert (forward[""], both[""]) == ("small, forward", "small, forward+backward")
+    assert "moe_permute_matmul_bwd.by_parts" in both["kernels"]
+    assert {bar.name for bar in report.bars} == {
+        f"small, {name}: over by_parts" for name in ("forward", "forward+backward")
+    }
+
+
+def test_torch_gathers_the_rows_of_tokens(torch):
+    example = next(one for one in moe_permute_matmul_examples.examples() if one.name == "two-calls")
+    arguments = example.arguments(0)
+    assert moe_permute_matmul.by_torch(arguments) is None  # it has a bias and an activation
+    plain = {**arguments, "rhs_bias": None, "activation": None}
+    arrays = {name: array for name, array in plain.items() if isinstance(array, np.ndarray)}
+    lhs = arrays["x"][arrays["token_order"] // plain["k"]]
+    rows = int(arrays["group_sizes"].sum())
+    product = moe_permute_matmul.by_torch(plain).function
+    out = product(**{name: Tensor(array) for name, array in arrays.items()}).array
+    right = expected({"lhs": lhs, "rhs": arrays["rhs"], "group_sizes": arrays["group_sizes"]}, transpose=False)
+    assert right.shape == (rows, 32)
+    np.testing.assert_allclose(out, right, rtol=1e-12)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

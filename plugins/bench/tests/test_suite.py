@@ -190,7 +190,7 @@ def test_a_peer_that_is_not_installed_is_named(registry):
 
 
 def test_programs_are_compiled_before_they_run(registry, monkeypatch):
-    programs = suite._Contenders(registry, None, ("fast",), {"XLA": by_xla}).programs(EXAMPLE)
+    programs = suite._Contenders(registry, None, ("fast",), {"XLA": by_xla}, "reference").programs(EXAMPLE)
     inputs = suite.draw(EXAMPLE, registry)
     with monkeypatch.context() as patched:
         patched.setattr("jax._src.compiler.compile_or_get_cached", lambda *_, **__: pytest.fail("it compiles"))
