@@ -86,8 +86,9 @@ class Arm:
     attention: Callable[[Any, Any, Any], Any]
     #: Of float32 logits and the number of experts of a token, to weights, experts, sizes of groups, order of tokens.
     route: Callable[[Any, int], tuple[Any, Any, Any, Any]]
-    #: Of x (tokens, dim), the order, and the number of experts of a token.
-    permute: Callable[[Any, Any, int], Any]
+    #: Of x (tokens, dim), the order, the number of experts of a token, matrices (experts, k, n) and sizes of groups. It
+    #: multiplies the rows in the order of the experts.
+    token_product: Callable[[Any, Any, int, Any, Any], Any]
     #: Of rows, matrices (experts, k, n), and sizes of groups.
     product: Callable[[Any, Any, Any], Any]
     #: Of rows in the order of experts, the order, and the weights.
@@ -153,10 +154,8 @@ def experts(arm: Arm, size: Size, layer: Parameters, x: Any) -> Any:
     with part("router"):
         logits = wide_product(x, layer["router"])
         weights, _, sizes, order = arm.route(logits, size.chosen)
-    with part("permute"):
-        rows = arm.permute(x, order, size.chosen)
     with part("experts"):
-        hidden = arm.product(rows, layer["up"], sizes)
+        hidden = arm.token_product(x, order, size.chosen, layer["up"], sizes)
     with part("activation"):
         gate, up = jnp.split(hidden, 2, axis=-1)
         hidden = jax.nn.silu(gate) * up

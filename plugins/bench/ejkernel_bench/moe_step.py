@@ -35,7 +35,15 @@ import click
 import jax
 import jax.numpy as jnp
 
-from ejkernel_ops import flash_attention, grouped_matmul, moe_combine, moe_permute, moe_route, rms_norm
+from ejkernel_ops import (
+    flash_attention,
+    grouped_matmul,
+    moe_combine,
+    moe_permute,
+    moe_permute_matmul,
+    moe_route,
+    rms_norm,
+)
 from ejkernel_ops.moe_permute import definition as permutation
 
 from ._calls import describe_fault
@@ -53,7 +61,7 @@ from ._moe_model import (
     training_step,
 )
 from ._peers import is_installed
-from ._profile import FORWARD, profile_of, seconds_by_part
+from ._profile import FORWARD, part, profile_of, seconds_by_part
 from ._report import ABSENT, Bar, Cell, Report, Table, joined
 from ._rows import Rows, announce
 from ._timing import Times, interleaved, on_the_device
@@ -106,20 +114,38 @@ DENSE, SMALL_DENSE = 8192, 64
 
 
 def by_ejkernel(backend: str | None = None) -> Arm:
-    """Our operations. A backend is that of the grouped products."""
+    """Our operations. A backend is that of the grouped products, whose rows are in order then."""
+    product = partial(grouped_matmul, backend=backend)
+
+    def in_place(x: Any, order: Any, k: int, matrices: Any, sizes: Any) -> Any:
+        return moe_permute_matmul(x, order, matrices, sizes, k)
+
     return Arm(
         norm=partial(rms_norm, epsilon=EPSILON),
         attention=partial(flash_attention, causal=True),
         route=moe_route,
-        permute=moe_permute,
-        product=partial(grouped_matmul, backend=backend),
+        token_product=in_place if backend is None else of_rows(moe_permute, product),
+        product=product,
         combine=moe_combine,
     )
 
 
+def of_rows(permute: Callable[[Any, Any, int], Any], product: Callable[[Any, Any, Any], Any]) -> Any:
+    """The product of tokens by two functions: one orders the rows, and one multiplies them."""
+
+    def token_product(x: Any, order: Any, k: int, matrices: Any, sizes: Any) -> Any:
+        with part("permute"):
+            rows = permute(x, order, k)
+        return product(rows, matrices, sizes)
+
+    return token_product
+
+
 def by_jax() -> Arm:
     """``jax.nn`` and ``jax.lax``, with plain JAX for what they do not have."""
-    return Arm(_norm, _attention_of_jax, _route, _permute, jax.lax.ragged_dot, permutation.combined)
+    ragged_dot = jax.lax.ragged_dot
+    rows = of_rows(_permute, ragged_dot)
+    return Arm(_norm, _attention_of_jax, _route, rows, ragged_dot, permutation.combined)
 
 
 def _attention_of_jax(query: Any, key: Any, value: Any) -> Any:
@@ -143,7 +169,8 @@ def by_tokamax(size: Size, notes: list[str]) -> Arm:
     except Exception as fault:
         notes.append(f"{TOKAMAX} has the attention of jax.nn: {' '.join(describe_fault(fault).split())}")
         attention = _attention_of_jax
-    return Arm(_norm, attention, _route, _permute, tokamax.ragged_dot, permutation.combined)
+    rows = of_rows(_permute, tokamax.ragged_dot)
+    return Arm(_norm, attention, _route, rows, tokamax.ragged_dot, permutation.combined)
 
 
 def _norm(x: Any, weight: Any) -> Any:
@@ -157,9 +184,22 @@ def _route(logits: Any, k: int) -> tuple[Any, Any, Any, Any]:
     return weights, experts, sizes, order
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _permute(x: Any, order: Any, k: int) -> Any:
-    """Each row of the repeated tokens is taken once, so that the gradient needs no atomic additions."""
-    return jnp.repeat(x, k, axis=0).at[order].get(unique_indices=True, mode="promise_in_bounds")
+    """Its gradient adds up the rows of each token, where that of a gather in JAX has atomic additions."""
+    return permutation.permuted(x, order, k)
+
+
+def _permute_fwd(x: Any, order: Any, k: int) -> tuple[Any, Any]:
+    return _permute(x, order, k), order
+
+
+def _permute_bwd(k: int, order: Any, d_rows: Any) -> tuple[Any, None]:
+    ones = jnp.ones((order.shape[0] // k, k), d_rows.dtype)
+    return permutation.combined(d_rows, order, ones), None
+
+
+_permute.defvjp(_permute_fwd, _permute_bwd)
 
 
 @attrs.frozen(eq=False)
