@@ -41,15 +41,7 @@ SECTIONS = {
         "moving-from-ejkernel",
         "from-ejkernel",
     ),
-    "Operations": (
-        "operations/flash_attention",
-        "operations/context_attention",
-        "operations/rms_norm",
-        "operations/layer_norm",
-        "operations/grouped_matmul",
-        "operations/moe_route",
-        "operations/moe_permute",
-    ),
+    "Operations": tuple(f"operations/{page.stem}" for page in sorted(ROOT.glob("docs/operations/*.md"))),
     "Reference": (
         "hooks",
         "reference/ejkernel_core",
