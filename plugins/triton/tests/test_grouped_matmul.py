@@ -228,11 +228,13 @@ def test_the_kernels_of_a_direction_have_configurations_of_their_own() -> None:
 
 
 def test_tokens_are_read_in_place_unless_the_product_has_many_columns() -> None:
-    def is_before_the_parts(n: int, capability: tuple[int, int], transposed: bool = False) -> bool:
+    def is_before_the_parts(
+        n: int, capability: tuple[int, int], transposed: bool = False, dtype: str = "bfloat16", tokens: int = 64
+    ) -> bool:
         arrays = {
-            "x": ((64, 128), "bfloat16"),
-            "token_order": ((128,), "int32"),
-            "rhs": ((4, n, 128) if transposed else (4, 128, n), "bfloat16"),
+            "x": ((tokens, 128), dtype),
+            "token_order": ((2 * tokens,), "int32"),
+            "rhs": ((4, n, 128) if transposed else (4, 128, n), dtype),
             "group_sizes": ((4,), "int32"),
         }
         shapes = {name: jax.ShapeDtypeStruct(*array) for name, array in arrays.items()}
@@ -240,6 +242,9 @@ def test_tokens_are_read_in_place_unless_the_product_has_many_columns() -> None:
         on_card = attrs.evolve(inv, platform="gpu", device_kind="a card", compute_capability=capability)
         return moe_permute_matmul.rank(on_card) > by_parts.PLATFORMS["gpu"]
 
-    assert [is_before_the_parts(n, (9, 0)) for n in (1536, 8192, 8200)] == [True, True, False]
-    assert not is_before_the_parts(8200, (9, 0), transposed=True)
-    assert is_before_the_parts(8200, (8, 0))  # where the product has no faster kernel
+    assert [is_before_the_parts(n, (9, 0)) for n in (1536, 8192, 8200)] == [True, True, not HAS_GLUON]
+    assert is_before_the_parts(8200, (9, 0), transposed=True) is not HAS_GLUON
+    # Where the product has no faster kernel:
+    assert is_before_the_parts(8200, (8, 0))
+    assert is_before_the_parts(8200, (9, 0), dtype="float32")
+    assert is_before_the_parts(8200, (9, 0), tokens=32)

@@ -534,7 +534,7 @@ def test_a_terminal_shows_a_bar_and_a_pipe_does_not(run_in_terminal: Any, cache_
 def test_ctrl_c_in_a_terminal_ends_cleanly_and_the_same_command_goes_on(
     run_in_terminal: Any, cache_folder: Path
 ) -> None:
-    words = ("tune", "flash_attention", "--shape", "1x300x2x32", "--no-backward")
+    words = ("tune", "flash_attention", "--shape", "1x700x4x64", "--no-backward")
     code, text = run_in_terminal(*words, answers={"best": chr(3)})
     assert code == 130
     assert "ejkernel: interrupted, 1 call not done; what was measured is kept: run it again to go on" in text

@@ -36,10 +36,10 @@ def _d_rhs_call(  # type: ignore[no-untyped-def]
 D_RHS_SIGNATURE = inspect.signature(_d_rhs_call)
 
 
-def result_dtype(arguments: Mapping[str, Any]) -> Any:
-    """The dtype of the result: the preferred one, or that of ``lhs``."""
+def result_dtype(arguments: Mapping[str, Any], rows: str = "lhs") -> Any:
+    """The dtype of the result: the preferred one, or that of the array with the rows."""
     preferred = arguments["preferred_element_type"]
-    return arguments["lhs"].dtype if preferred is None else preferred
+    return arguments[rows].dtype if preferred is None else preferred
 
 
 _COUNTS = ("rows", "groups", "all_groups")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from ejkernel_core import Axes, Cost, Example, Operation
 from ejkernel_ops.grouped_matmul import operation as grouped_matmul
 from ejkernel_ops.grouped_matmul.activations import ACTIVATIONS
 from ejkernel_ops.grouped_matmul.arguments import product
+from ejkernel_ops.grouped_matmul.axes import result_dtype
 from ejkernel_ops.grouped_matmul.samples import group_sizes
 from ejkernel_ops.grouped_matmul.values import check_values
 from ejkernel_ops.moe_permute import operation as moe_permute
@@ -38,12 +40,6 @@ def _call(  # type: ignore[no-untyped-def]
 ): ...
 
 
-def result_dtype(arguments: Mapping[str, Any]) -> Any:
-    """The dtype of the result: the preferred one, or that of ``x``."""
-    preferred = arguments["preferred_element_type"]
-    return arguments["x"].dtype if preferred is None else preferred
-
-
 AXES = Axes(
     {
         "x": "tokens dim",
@@ -59,7 +55,7 @@ AXES = Axes(
     counts=("tokens", "rows", "groups", "all_groups"),
     rounded="tokens rows",
     positive="groups all_groups",
-    dtypes={"out": result_dtype},
+    dtypes={"out": partial(result_dtype, rows="x")},
     when={
         ("transpose_rhs", True): {"rhs": "groups n dim"},
         **{("activation", name): {"out": "rows n/2"} for name in ACTIVATIONS},

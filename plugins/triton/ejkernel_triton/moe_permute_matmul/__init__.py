@@ -7,25 +7,34 @@ from collections.abc import Iterable
 import attrs
 import jax
 
-from ejkernel_core import Invocation, hookimpl
+from ejkernel_core import Invocation, Unsupported, hookimpl
 from ejkernel_ops.moe_permute_matmul.parts import product_arguments
-from ejkernel_triton import grouped_matmul
+from ejkernel_triton import grouped_matmul, grouped_matmul_sm90
 from ejkernel_triton.grouped_matmul import Config, _tiling
 from ejkernel_triton.grouped_matmul._launch import Tokens, forward
-from ejkernel_triton.launch._cards import capability
 
 __all__ = ["COMPILERS", "OPAQUE", "PLATFORMS", "VERSION", "Config"]
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
-#: On Hopper the product alone is faster in Gluon. With more columns than these that outweighs the writing of the rows.
+#: The product alone may have a faster kernel. With more columns than these that outweighs the writing of the rows.
 MANY_COLUMNS = 8192
 
 
 def rank(inv: Invocation) -> int:
     """Before the parts, unless the product has many columns and a faster kernel."""
     columns = inv["rhs"].shape[1 if inv["transpose_rhs"] else 2]
-    return 45 if columns > MANY_COLUMNS and capability(inv) == (9, 0) else 55
+    return 45 if columns > MANY_COLUMNS and _is_faster_alone(inv) else 55
+
+
+def _is_faster_alone(inv: Invocation) -> bool:
+    """Whether the kernel for Hopper takes the product, and comes before the portable one."""
+    try:
+        product = _product(inv)
+        grouped_matmul_sm90.heuristic_cfg(product)
+    except Unsupported:
+        return False
+    return grouped_matmul_sm90.rank(product) > grouped_matmul.PLATFORMS["gpu"]
 
 
 #: Where it runs, and how strongly it is preferred there.
