@@ -8,13 +8,15 @@ Each part is a run of its own, of a few minutes at most:
   --part context-32k   the same for 32,768 tokens
   --part context-128k  the same for 131,072 tokens
   --part heads-32k     the same for 32,768 tokens and as many key heads as query heads
+  --part experts       a layer with a mixture of experts: with all tokens on every card, and with tokens exchanged
   --part overlap       the ring of heads-32k, with and without XLA's latency hiding scheduler: times, and how much of
                        the transfers is inside the span of an attention kernel, by the profile
 
 "sharded" and "rows" measure automatic axes, explicit axes, and shard_map. The speed-up is relative to one card, and has
 the number of cards as its ideal. The efficiency of context attention is the time of one card for the whole sequence,
 over the number of cards and their time. Every result is compared with that of one card, and the collectives in the
-compiled text are counted. --small has tiny sizes, which eight devices on a CPU can run.
+compiled text are counted; weights of experts must not be gathered. --small has tiny sizes, which eight devices on a CPU
+can run.
 
 Several processes, one for each card: start the same command in each, with CUDA_VISIBLE_DEVICES, and with
 JAX_COORDINATOR_ADDRESS (such as localhost:7000), JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0). Each prints its times.
@@ -38,6 +40,7 @@ from ejkernel_ops import flash_attention, rms_norm
 
 from ._calls import describe_fault
 from ._devices import AXIS, FUNCTIONS, Program, compiled, draw, faults, placed, timed
+from ._experts import Layer
 from ._overlap import hidden_share
 from ._report import Bar, Cell, Report, joined
 from ._rows import Rows, announce
@@ -85,6 +88,8 @@ SIZES = {
 SMALL_SIZE = Size(8, 64, 16, 8, 16, "float32", calls=2)
 #: (rows, dim) of the norm.
 NORM, SMALL_NORM = (65536, 4096), (64, 32)
+#: In the small one, some cards may have many times the average of rows.
+SMALL_LAYER = Layer(tokens=64, dim=32, inner=16, experts=16, chosen=2, room=8, dtype="float32", calls=2)
 
 
 def run(part: str | None = None, rounds: int = ROUNDS, small: bool = False) -> Report:
@@ -300,9 +305,47 @@ def _overlap(part: str, small: bool, rounds: int) -> Report:
     return Report(part, [rows.table()], bars, messages)
 
 
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+def _experts(part: str, small: bool, rounds: int) -> Report:
+    layer = SMALL_LAYER if small else Layer()
+    columns = ("", "median", "range", f"speed-up of {jax.device_count()}", "collectives")
+    title = f"{layer.tokens} tokens, {layer.chosen} of {layer.experts} experts: {_title(rounds)}"
+    rows = Rows(title, columns, series=("median",))
+    bars: list[Bar] = []
+    messages: list[str] = []
+    for pass_name in FUNCTIONS:
+        programs, new_messages = _right_programs(pass_name, _expert_programs(layer, pass_name), layer.dtype)
+        messages += new_messages
+        times = timed(programs, rounds, layer.calls)
+        for name, program in programs.items():
+            speed_up = times[ONE].median / times[name].median
+            rows.add(*_row(f"{pass_name}, {name}", times[name], speed_up, program)[:-1])
+            if name != ONE:
+                gathers = program.collectives().get("all-gather", 0)
+                bars.append(Bar(f"{pass_name}, {name}", gathers, 0, "all-gathers in the text"))
+    return Report(part, [rows.table()], bars, messages)
+
+
+def _expert_programs(layer: Layer, pass_name: str) -> Iterator[tuple[str, Callable[[], Program]]]:
+    function, tokens = FUNCTIONS[pass_name], (layer.tokens, layer.dim)
+    x, *weights, cotangent = draw([tokens, *layer.parameters().values(), tokens], layer.dtype)
+    arrays = [x, *(weight / weight.shape[-2] ** 0.5 for weight in weights), cotangent]
+    yield ONE, partial(compiled, partial(function, layer.on_one), arrays)
+    mesh, whole, shard = _mesh(AxisType.Auto), P(), P(AXIS)
+    ways = {"all tokens on all": (layer.of_all_tokens, whole), "tokens exchanged": (layer.with_exchange, shard)}
+    for name, (call, spec) in ways.items():
+        specs = (spec, whole, shard, shard)
+        sharded = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=spec)
+        shards = [placed(array, mesh, spec) for array, spec in zip(arrays, (*specs, spec), strict=True)]
+        yield name, partial(compiled, partial(function, sharded), shards)
+
+
 PARTS: dict[str, Callable[[str, bool, int], Report]] = {
     "sharded": _sharded,
     "rows": _rows,
     **dict.fromkeys(("context-8k", "context-32k", "context-128k", "heads-32k"), _context),
+    "experts": _experts,
     "overlap": _overlap,
 }

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +47,25 @@ def test_context_attention_is_right_and_counted():
     collectives = {row[0]: row[4] for row in report.tables[0].rows}
     assert collectives["forward, ring"] == "7 collective-permute"
     assert collectives["forward, gather"] == "2 all-gather"
+
+
+@pytest.mark.long
+def test_experts_on_devices_are_right_and_no_weight_is_gathered():
+    report = devices.run("experts", rounds=1, small=True)
+    assert report.faults == ()
+    ways = ("one card", "all tokens on all", "tokens exchanged")
+    assert labels(report) == [f"{p}, {way}" for p in ("forward", "forward+backward") for way in ways]
+    collectives = {row[0]: row[4] for row in report.tables[0].rows}
+    assert collectives["forward, all tokens on all"] == "1 all-reduce"
+    assert collectives["forward, tokens exchanged"] == "3 all-to-all"
+    assert [bar.measured for bar in report.bars] == [0] * 4
+
+
+def test_tokens_without_room_are_dropped():
+    layer = attrs.evolve(devices.SMALL_LAYER, room=0.1)
+    programs, messages = devices._right_programs("forward", devices._expert_programs(layer, "forward"), "float32")
+    assert [*programs] == ["one card", "all tokens on all"]
+    assert messages[0].startswith("forward, tokens exchanged: the result on")
 
 
 @pytest.mark.long
