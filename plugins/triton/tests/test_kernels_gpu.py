@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -73,6 +73,77 @@ class TestGroupedMatmulGluon(KernelProofs):
 class TestGroupedMatmulDRhsGluon(TestGroupedMatmulGluon):
     kernel = "grouped_matmul_d_rhs.gluon_sm90"
     backward = None
+
+
+#: Rows, groups, k, n, and how many launches there are of each direction.
+ROWS, GROUPS, K, N, LAUNCHES = 1000, 24, 192, 328, 10_000
+
+
+def small_integers(number: int, *shape: int) -> jax.Array:
+    """So small that their products and sums are exact: whatever the order of the sums, the results are the same."""
+    with jax.ensure_compile_time_eval():
+        return jax.random.randint(jax.random.key(number), shape, -2, 3).astype("bfloat16")
+
+
+def random_sizes(key: jax.Array, number: jax.Array) -> jax.Array:
+    """In turn: of any kind with rows of no group, 1 to 15, half of all rows in one group, and all rows in one."""
+    cuts = jax.random.randint(key, (GROUPS,), 0, ROWS + 1)
+    anything = jnp.diff(jnp.sort(cuts), prepend=0)
+    few = 1 + cuts % 15
+    is_one = jnp.arange(GROUPS) == number // 4 % GROUPS
+    half = jnp.where(is_one, ROWS // 2, ROWS // 2 // GROUPS)
+    return jnp.stack([anything, few, half, jnp.where(is_one, ROWS, 0)])[number % 4].astype(jnp.int32)
+
+
+Result = Callable[[str, jax.Array, jax.Array], jax.Array]
+
+
+def forward(backend: str, sizes: jax.Array, key: jax.Array) -> jax.Array:
+    offset = jax.random.randint(key, (1,), 0, 4)
+    arrays = small_integers(0, ROWS, K), small_integers(1, GROUPS - 3, K, N)
+    result: jax.Array = call("grouped_matmul", *arrays, sizes, group_offset=offset, backend=backend)
+    return result
+
+
+def transposed(backend: str, sizes: jax.Array, key: jax.Array) -> jax.Array:
+    """As the gradient of ``lhs`` is computed."""
+    arrays = small_integers(2, ROWS, N), small_integers(1, GROUPS, K, N)
+    result: jax.Array = call("grouped_matmul", *arrays, sizes, transpose_rhs=True, backend=backend)
+    return result
+
+
+def contracted(backend: str, sizes: jax.Array, key: jax.Array) -> jax.Array:
+    boundaries = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes)])
+    arrays = small_integers(0, ROWS, K), small_integers(2, ROWS, N)
+    result: jax.Array = call("grouped_matmul_d_rhs", *arrays, boundaries, backend=backend)
+    return result
+
+
+def tokens_in_place(backend: str, sizes: jax.Array, key: jax.Array) -> jax.Array:
+    """``triton`` reads them in place; the Gluon kernel takes the rows."""
+    x, rhs, order = small_integers(0, ROWS // 4, K), small_integers(1, GROUPS, K, N), jax.random.permutation(key, ROWS)
+    result: jax.Array = (
+        call("moe_permute_matmul", x, order, rhs, sizes, 4, backend=backend)
+        if backend == "triton"
+        else call("grouped_matmul", x[order // 4], rhs, sizes, backend=backend)
+    )
+    return result
+
+
+@pytest.mark.parametrize("result", [forward, transposed, contracted, tokens_in_place])
+def test_no_launch_of_many_differs(result: Result) -> None:
+    """Each kernel twice has the same bits, and both kernels have the same values."""
+
+    def count(number: jax.Array, counts: jax.Array) -> jax.Array:
+        size_key, key = jax.random.split(jax.random.fold_in(jax.random.key(4), number))
+        sizes = random_sizes(size_key, number)
+        first, again = (result("gluon_sm90", sizes + zero, key) for zero in (0, counts[0] // LAUNCHES))
+        portable, portable_again = (result("triton", sizes + zero, key) for zero in (0, counts[0] // LAUNCHES))
+        pairs = ((first, again), (portable, portable_again), (first, portable))
+        return counts + jnp.array([1, *((a != b).any().astype(int) for a, b in pairs)])
+
+    counts = jax.jit(lambda: jax.lax.fori_loop(0, LAUNCHES, count, jnp.zeros(4, int)))()
+    assert counts.tolist() == [LAUNCHES, 0, 0, 0]
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "sliding_window": (70, 0)}, {}], ids=str)
