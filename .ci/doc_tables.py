@@ -374,7 +374,8 @@ class Column:
             if reason is not None:
                 key = without_numbers(reason)
                 first.setdefault(key, reason)
-                names.setdefault(key, {})[name if answer.forward else f"{name}, gradients"] = None
+                what = f"{name}, gradients" if reason != NO_KERNEL else "gradients"
+                names.setdefault(key, {})[name if answer.forward else what] = None
         return ((", ".join(names[key]), reason) for key, reason in first.items())
 
 

@@ -296,11 +296,14 @@ class AbstractCall:
     ) -> tuple[Request, list[Any]]:
         """The same request for these arrays, results and cotangents, and its arrays. Those may be abstract.
 
-        The cotangent of a result that the caller does not get is dropped.
+        The cotangent of a result that the caller does not get, or that has no gradient, is dropped.
         """
         jaxpr = jax.make_jaxpr(self.restore)(tuple(self.request.outputs(self.avals))).jaxpr
         used_ids = {id(variable) for eqn in jaxpr.eqns for variable in eqn.invars} | {id(v) for v in jaxpr.outvars}
-        used_cotangents = [ct if id(v) in used_ids else None for ct, v in zip(cotangents, jaxpr.invars, strict=True)]
+        used_cotangents = [
+            ct if id(v) in used_ids and _gradients.is_inexact(ct) else None
+            for ct, v in zip(cotangents, jaxpr.invars, strict=True)
+        ]
         dtypes = {name: aval.dtype for name, aval in zip(self.request.arrays, self.avals, strict=True)}
         differentiable = self.request.operation.differentiable
         wrt = tuple(n for n, dtype in dtypes.items() if n in differentiable and jnp.issubdtype(dtype, jnp.inexact))

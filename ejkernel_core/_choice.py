@@ -205,7 +205,8 @@ def select(
             policies.failures[str(tuner), "measure"] = f"measure raised {description(fault)}"
     if choice is not None:
         return choice, policy_verdicts
-    if scope.policy.mode == "error_on_miss":
+    has_alternatives = len(candidates) > 1 or best.kernel.config_type is not None
+    if scope.policy.mode == "error_on_miss" and has_alternatives:
         reasons = "".join(f"\n  {v.name}: {v.status}, {v.reason}" for v in policy_verdicts)
         raise NoConfig(
             f"no configuration is remembered for {inv}{_key_text(inv)}, and the policy is error_on_miss: tune the call "

@@ -44,7 +44,7 @@ def _call_jvp(primitive: Any, primals: Sequence[Any], tangents: Sequence[Any], *
     results = with_checkpoint_names(request, primitive.bind(*primals, request=request))
     nonzero = [tangent for tangent in tangents if not _is_zero(tangent)]
     result_tangents = iter(tangent_call.bind(*primals, *results, *nonzero, request=request, wrt=wrt))
-    return results, [next(result_tangents) if _is_inexact(result) else _no_tangent(result) for result in results]
+    return results, [next(result_tangents) if is_inexact(result) else _no_tangent(result) for result in results]
 
 
 def _check_differentiable(request: Request, wrt: Sequence[str]) -> None:
@@ -67,7 +67,7 @@ def _no_tangent(result: Any) -> Any:
     return ad.Zero(aval.to_tangent_aval())
 
 
-def _is_inexact(array: Any) -> bool:
+def is_inexact(array: Any) -> bool:
     return bool(jnp.issubdtype(array.dtype, jnp.inexact))
 
 
@@ -105,14 +105,14 @@ def _mapped_tangents(operands: Sequence[Any], request: Request, wrt: tuple[str, 
     ]
     element = partial(_tangents, request=attrs.evolve(request, mapped=tuple(inner)), wrt=wrt)
     _, results, _ = _parts(request, wrt, operands)
-    names = [name for name, result in zip(request.results, results, strict=True) if _is_inexact(result)]
+    names = [name for name, result in zip(request.results, results, strict=True) if is_inexact(result)]
     tangents = jax.vmap(element, tuple(in_axes))(*operands)
     return [t.sum(0) if name in axis.sums else t for name, t in zip(names, tangents, strict=True)]
 
 
 def _tangent_types(*avals: Any, request: Request, wrt: tuple[str, ...]) -> list[Any]:
     _, results, _ = _parts(request, wrt, avals)
-    return [result.to_tangent_aval() for result in results if _is_inexact(result)]
+    return [result.to_tangent_aval() for result in results if is_inexact(result)]
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, request: Request, wrt: tuple[str, ...]) -> Any:
@@ -132,7 +132,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, request: Request, wrt:
     """Run the backward operation, for the cotangents that are not zero and the gradients that JAX needs."""
     arrays, results, argument_tangents = _parts(request, wrt, operands)
     cotangent_iterator = iter(cotangents)
-    cts = [next(cotangent_iterator) if _is_inexact(result) else None for result in results]
+    cts = [next(cotangent_iterator) if is_inexact(result) else None for result in results]
     cts = [None if isinstance(ct, ad.Zero) else ct for ct in cts]
     needed = tuple(
         name for name, tangent in zip(wrt, argument_tangents, strict=True) if ad.is_undefined_primal(tangent)

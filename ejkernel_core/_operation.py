@@ -256,21 +256,22 @@ class Operation:
         try:
             return dict(self.signature.bind(*args, **kwargs).arguments)
         except TypeError as error:
-            raise TypeError(f"{self.name}: {error}{self._nearest(kwargs)}") from None
+            raise TypeError(f"{self.name}: {error}{self._nearest(kwargs, str(error))}") from None
 
     def complete(self, arguments: Mapping[str, Any]) -> Arguments:
         """The arguments with the defaults of all other parameters."""
         return {name: arguments.get(name, p.default) for name, p in self.signature.parameters.items()}
 
-    def _nearest(self, kwargs: Iterable[str]) -> str:
-        """The end of a sentence about the first unknown name for which there is one here; "" where there is none."""
+    def _nearest(self, kwargs: Iterable[str], error: str) -> str:
+        """The end of this error about the first unknown name for which there is one here; "" where there is none."""
         unknown = (name for name in kwargs if name not in self.signature.parameters)
-        return next(filter(None, map(self._name_here, unknown)), "")
+        return next(filter(None, (self._name_here(name, error) for name in unknown)), "")
 
-    def _name_here(self, name: str) -> str:
+    def _name_here(self, name: str, error: str) -> str:
         here = self.other_names.get(name)
         if here is None:
-            return suggestion(name, (*self.signature.parameters, *CALL_OPTIONS))
+            hint = suggestion(name, (*self.signature.parameters, *CALL_OPTIONS))
+            return hint if repr(name) in error or not hint else f"; {name!r} is unknown{hint}"
         return f"; {name!r} is called {here!r} here" if here.isidentifier() else f"; {here}"
 
 

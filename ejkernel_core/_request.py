@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
@@ -48,10 +48,11 @@ class Settings(NamedTuple):
             return stack.pop_all()
 
 
-def standard_promotion() -> contextlib.AbstractContextManager[None]:
-    """Use standard promotion of dtypes for a ``with`` block: a user's strict promotion is not meant for kernels."""
-    promotion: contextlib.AbstractContextManager[None] = jax.numpy_dtype_promotion("standard")
-    return promotion
+@contextlib.contextmanager
+def standard_promotion() -> Iterator[None]:
+    """Use standard promotion of dtypes and ranks for a ``with`` block: a user's strict one is not meant for kernels."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 class Dependencies:

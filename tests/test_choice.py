@@ -340,6 +340,15 @@ def test_without_a_record_error_on_miss_raises(registry: Registry) -> None:
     assert used_factor(registry) == 4
 
 
+def test_without_a_record_one_kernel_without_configurations_runs(registry: Registry) -> None:
+    fixed = SimpleNamespace(PLATFORMS={"cpu": 1}, run_backend=hookimpl(lambda inv, cfg: 7 * inv["x"]))
+    registry.register(fixed, "scale.fixed")
+    with policy_override(mode="error_on_miss"):
+        with pytest.raises(NoConfig):
+            registry.call("scale", X)
+        np.testing.assert_array_equal(registry.call("scale", X, backend="fixed"), 7 * X)
+
+
 # -- what is remembered ----------------------------------------------------------------------------------------------
 
 

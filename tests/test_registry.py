@@ -187,6 +187,8 @@ def test_unknown_and_unhashable_options_are_refused_by_name(registry: Registry) 
         registry.call("scale", X, lout=True)
     with pytest.raises(TypeError, match="scale: missing a required argument: 'x'"):
         registry.call("scale")
+    with pytest.raises(TypeError, match=r"missing a required argument: 'x'; 'lout' is unknown; did you mean 'loud'\?"):
+        registry.call("scale", lout=True)
     with pytest.raises(TypeError, match=r"loud is a static option.*got list \[1\] \(give a tuple\)"):
         registry.call("scale", X, loud=[1])
     for value in (X, jnp.asarray(X)):

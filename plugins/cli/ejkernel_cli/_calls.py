@@ -252,7 +252,7 @@ def _has_no_default(operation: Operation, name: str) -> bool:
 
 
 def _array(name: str, text: str, layout: Layout | None) -> tuple[Shape, str | None]:
-    """The shape and the dtype in a text. Where a layout has no axes, a number is the value of a scalar."""
+    """The shape and the dtype in a text. A number is the value of an array that is one number."""
     match = _ARRAY.fullmatch(text)
     if match is None and layout is not None and not layout.axes and not layout.has_leading:
         raise click.UsageError(f"{name} takes a number, as {_option(name)} 1, or with a dtype 1:int32; got {text!r}")
@@ -263,8 +263,9 @@ def _array(name: str, text: str, layout: Layout | None) -> tuple[Shape, str | No
         raise click.UsageError(
             f"{name} has one axis: give its length, as {_option(name)} {len(lengths)}; what it holds does not matter"
         )
-    is_value = layout is not None and not layout.axes and len(lengths) == 1
-    return () if is_value else tuple(lengths), match["dtype"]
+    ones = () if layout is None else tuple(axis.offset for axis in layout.axes if not axis.name)
+    is_value = layout is not None and len(lengths) == 1 and len(layout.axes) == len(ones) and {*ones} <= {1}
+    return ones if is_value else tuple(lengths), match["dtype"]
 
 
 def _following_shapes(
@@ -281,15 +282,20 @@ def _following_shapes(
     for name in (first, *(name for name in operation.arrays if name in shapes)):
         sizes.add(layouts[name], shapes[name])
     following: dict[str, Shape] = {}
+    unknown: list[str] = []
     for name in missing:
         shape = sizes.shape(layouts[name])
         if shape is None:
-            raise click.UsageError(
-                f"{operation.name}: the shape of {name} does not follow from the others; pass {_option(name)} with the "
-                f"lengths of {layouts[name]}"
-            )
-        following[name] = shape
-        sizes.add(layouts[name], shape)
+            unknown.append(name)
+        else:
+            following[name] = shape
+            sizes.add(layouts[name], shape)
+    if unknown:
+        what = "shape of {} does" if len(unknown) == 1 else "shapes of {} do"
+        options = ", ".join(f"{_option(name)} with the lengths of {layouts[name]}" for name in unknown)
+        raise click.UsageError(
+            f"{operation.name}: the {what.format(', '.join(unknown))} not follow from the others; pass {options}"
+        )
     return following
 
 

@@ -161,6 +161,15 @@ def test_an_array_that_does_not_follow_is_asked_for(registry):
         "grouped: the shape of table does not follow from the others; pass --table with the lengths of (groups, k, n)"
     )
     assert shapes("grouped", "--shape 5x8 --table 2x8x3")["table"] == (2, 8, 3)
+    assert complaint("moe_permute_matmul", "--shape 10x8 --rhs 4x8x6 --k 2") == (
+        "moe_permute_matmul: the shapes of token_order, group_sizes do not follow from the others; pass --token-order "
+        "with the lengths of (rows,), --group-sizes with the lengths of (all_groups,)"
+    )
+
+
+def test_a_number_is_the_value_of_an_array_of_one_number():
+    line = "--shape 10x8 --rhs 4x8x6 --group-sizes 7 --group-offset 3"
+    assert shapes("grouped_matmul", line)["group_offset"] == (1,)
 
 
 def test_the_arrays_of_an_operation_without_axes_have_one_shape(registry):

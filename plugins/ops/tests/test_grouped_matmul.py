@@ -61,6 +61,11 @@ def test_a_part_of_the_groups(backend: str) -> None:
             call(LHS, part, SIZES, group_offset=jnp.array([first]), backend=backend),
             expected(LHS, part, SIZES, first=first),
         )
+    # Matrices of groups that there are not, as of a device that has fewer experts than others.
+    beyond = call(LHS, RHS[2:], SIZES, group_offset=3, backend=backend)
+    close(beyond, expected(LHS, RHS[2:3], SIZES, first=3))
+    before = call(LHS, RHS[:2], SIZES, group_offset=-1, backend=backend)
+    close(before, expected(LHS, RHS[1:2], SIZES))
     with_scalar = call(LHS, RHS[1:3], SIZES, group_offset=1, backend=backend)
     close(with_scalar, expected(LHS, RHS[1:3], SIZES, first=1))
 
@@ -218,7 +223,8 @@ def test_refusals(changes: dict[str, Any], kind: type[Exception], text: str) -> 
     [
         ([5, -1, 2, 3], {}, "group_sizes[1] must be at least 0; got -1"),
         ([5, 10, 6, 0], {}, "group_sizes[2]: lhs has 20 rows; the sizes up to this one sum to 21"),
-        ([5, 1, 2, 3], {"group_offset": 1}, "group_offset must be from 0 to 0"),
+        ([5, 1, 2, 3], {"group_offset": 4}, "group_offset must be the number of a group, from 0 to 3; got 4"),
+        ([5, 1, 2, 3], {"group_offset": -1}, "group_offset must be the number of a group, from 0 to 3; got -1"),
     ],
 )
 def test_values_that_are_undefined(sizes: list[int], options: dict[str, Any], text: str) -> None:

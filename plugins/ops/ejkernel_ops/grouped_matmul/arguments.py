@@ -119,8 +119,8 @@ def _dtype(a: Arguments, own: Any) -> Any:
     try:
         dtype = jnp.dtype(preferred)
     except TypeError:
-        dtype = None
-    if dtype not in DTYPES:
+        dtype = preferred  # a numpy dtype is equal to None
+    if not isinstance(dtype, jnp.dtype) or dtype not in DTYPES:
         raise TypeError(f"preferred_element_type: takes {_one_of(DTYPES)}, or None; got {brief(preferred)}")
     if dtype == jnp.float64 and own != jnp.float64:
         raise TypeError(f"preferred_element_type: {own} is multiplied in float32; float64 is for float64 arrays")

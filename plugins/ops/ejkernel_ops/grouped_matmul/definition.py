@@ -24,21 +24,23 @@ def forward(arguments: Arguments) -> jax.Array:
     """The result, rounded once."""
     lhs, rhs, bias = arguments["lhs"], arguments["rhs"], arguments["rhs_bias"]
     contracted = "gnk" if arguments["transpose_rhs"] else "gkn"
-    columns = rhs.shape[contracted.index("n")]
     dtype = arithmetic_dtype(lhs)
     group_of_row = row_groups(boundaries(arguments), lhs.shape[0])
 
-    def add(total: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        number, matrix, *bias = group
+    def product(number: int | jax.Array, matrix: jax.Array, *bias: jax.Array) -> jax.Array:
         own = (group_of_row == number)[:, None]
         # Other rows are masked before the product as well, so that neither they nor their gradients matter.
-        product = jnp.einsum(f"mk,{contracted[1:]}->mn", _masked(own, lhs), matrix, **_exactly(dtype))
-        return total + _masked(own, product + bias[0].astype(dtype) if bias else product), None
+        rows = jnp.einsum(f"mk,{contracted[1:]}->mn", _masked(own, lhs), matrix, **_exactly(dtype))
+        return _masked(own, rows + bias[0].astype(dtype) if bias else rows)
 
-    numbers = jnp.arange(rhs.shape[0], dtype=jnp.int32)
-    biases = () if bias is None else (bias,)
-    zeros = jnp.zeros((lhs.shape[0], columns), dtype)
-    hidden, _ = jax.lax.scan(add, zeros, (numbers, rhs, *biases))
+    numbers = jnp.arange(1, rhs.shape[0], dtype=jnp.int32)
+    arrays = (rhs,) if bias is None else (rhs, bias)
+    # Not from zeros: in shard_map, those would not vary over the axes of the mesh that the products vary over.
+    hidden, _ = jax.lax.scan(
+        lambda total, group: (total + product(*group), None),
+        product(0, *(array[0] for array in arrays)),
+        (numbers, *(array[1:] for array in arrays)),
+    )
     return activated(hidden, arguments).astype(result_dtype(arguments))
 
 

@@ -143,6 +143,12 @@ def faults() -> Iterator[Example]:
             | {"group_sizes": np.array([31, 70, 0, 81, 9], np.int32)}
             | {"group_offset": _one(), "lhs": normal("lhs", draw, (191, 64))}
         ),
+        # The second matrix is that of a group which there is not.
+        "part-beyond-the-last-group": lambda draw: (
+            call(draw, (7, 0), 24, 40)
+            | {"group_sizes": np.array([20, 7], np.int32), "group_offset": _one()}
+            | {"lhs": normal("lhs", draw, (30, 24))}
+        ),
         "part-without-rows": lambda draw: (
             call(draw, (0, 0), 20, 36)
             | {"group_sizes": np.array([31, 0, 0, 9], np.int32), "group_offset": _one()}

@@ -18,14 +18,16 @@ def boundaries(arguments: Mapping[str, Any]) -> jax.Array:
     >>> boundaries(arguments)
     Array([3, 3, 7], dtype=int32)
 
-    They are within the rows there are, whatever the sizes: a kernel may read any row between two of them.
+    They are within the rows there are, whatever the sizes: a kernel may read any row between two of them. A group of
+    ``rhs`` that is none of ``group_sizes`` is empty.
     """
     sizes, offset = arguments["group_sizes"], arguments["group_offset"]
     ends = jnp.clip(jnp.cumsum(sizes, dtype=jnp.int32), 0, arguments["lhs"].shape[0])
     starts_and_end = jax.lax.cummax(jnp.concatenate([jnp.zeros(1, jnp.int32), ends]))
     if offset is None:
         return starts_and_end
-    return jax.lax.dynamic_slice(starts_and_end, (offset[0],), (arguments["rhs"].shape[0] + 1,))
+    groups = offset[0] + jnp.arange(arguments["rhs"].shape[0] + 1, dtype=jnp.int32)
+    return jnp.take(starts_and_end, groups, mode="clip")
 
 
 def row_groups(starts_and_end: jax.Array, rows: int) -> jax.Array:

@@ -23,9 +23,8 @@ def check_values(arguments: Mapping[str, Any], rows_of: str = "lhs") -> None:
             raise ValueError(f"group_sizes[{group}]: {rows_of} has {rows} rows; the sizes up to this one sum to {end}")
     if arguments["group_offset"] is not None:
         offset = int(np.asarray(arguments["group_offset"]).reshape(()))
-        last = len(sizes) - arguments["rhs"].shape[0]
-        if not 0 <= offset <= last:
-            raise ValueError(f"group_offset must be from 0 to {last}, where rhs has the last groups; got {offset}")
+        if not 0 <= offset < len(sizes):
+            raise ValueError(f"group_offset must be the number of a group, from 0 to {len(sizes) - 1}; got {offset}")
 
 
 def check_boundaries(arguments: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ AXES = Axes(
     independent="dim",
     whole="tokens rows k",
     counts="tokens rows",
+    positive="k",
 )
 OTHER_NAMES = {
     **dict.fromkeys(("x", "expert_out", "hidden_states"), "y"),

@@ -14,7 +14,7 @@ Results = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 def forward(arguments: Arguments) -> Results:
     """The weights, the experts, their sizes and the order of the tokens."""
-    logits = without_nan(arguments["router_logits"])
+    logits = in_range(arguments["router_logits"])
     scores = scored(logits, arguments["score"])
     experts = best(chosen_from(scores, arguments), arguments["k"])
     weights = weighted(jnp.take_along_axis(scores, experts, -1), arguments)
@@ -26,7 +26,7 @@ def gradients(arguments: Arguments) -> tuple[jax.Array, ...]:
     logits, experts = arguments["router_logits"], arguments["experts"]
 
     def weights(logits: jax.Array) -> jax.Array:
-        scores = scored(without_nan(logits), arguments["score"])
+        scores = scored(in_range(logits), arguments["score"])
         return weighted(jnp.take_along_axis(scores, experts, -1), arguments)
 
     (d_logits,) = jax.vjp(weights, logits)[1](arguments["d_weights"])
@@ -34,10 +34,15 @@ def gradients(arguments: Arguments) -> tuple[jax.Array, ...]:
     return tuple(by_name.get(name, jnp.zeros_like(arguments[name])) for name in arguments["wrt"])
 
 
-def without_nan(logits: jax.Array) -> jax.Array:
-    """The logits in the dtype of the arithmetic; a NaN counts as -inf."""
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    return jnp.where(jnp.isnan(wide), -jnp.inf, wide)
+def in_range(logits: jax.Array) -> jax.Array:
+    """The logits in the dtype of the arithmetic; inf counts as the largest number, and NaN as -inf."""
+    wide = without_nan(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+    return jnp.minimum(wide, jnp.finfo(wide.dtype).max)
+
+
+def without_nan(scores: jax.Array) -> jax.Array:
+    """The scores; a NaN counts as -inf."""
+    return jnp.where(jnp.isnan(scores), -jnp.inf, scores)
 
 
 def scored(logits: jax.Array, score: str) -> jax.Array:
@@ -78,7 +83,8 @@ def chosen_from(scores: jax.Array, arguments: Arguments) -> jax.Array:
 
 def best(scores: jax.Array, count: int) -> jax.Array:
     """The places of the largest scores, the first of equal ones."""
-    return jax.lax.top_k(scores, count)[1].astype(jnp.int32)
+    # For top_k, 0 is larger than -0.
+    return jax.lax.top_k(jnp.where(scores == 0, 0, scores), count)[1].astype(jnp.int32)
 
 
 def ordered(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

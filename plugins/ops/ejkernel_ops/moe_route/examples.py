@@ -74,6 +74,16 @@ def faults() -> Iterator[Example]:
         "all-equal": lambda draw: {"router_logits": np.ones((9, 20)), "k": 7, "score": "sigmoid"},
         "far-apart": lambda draw: {"router_logits": 40 * logits(draw, 20, 24), "k": 3},
         "without-some-experts": _without_some,
+        "zeros-of-both-signs": lambda draw: {
+            "router_logits": 0 * logits(draw, 20, 12),
+            "k": 3,
+            "score": "softmax_after",
+            "num_groups": 4,
+            "group_topk": 2,
+        },
+        "infinite": lambda draw: _infinite(draw, "softmax"),
+        "infinite-sigmoid": lambda draw: _infinite(draw, "sigmoid"),
+        "infinite-softmax-after": lambda draw: _infinite(draw, "softmax_after"),
         "one-expert-for-all": lambda draw: {"router_logits": logits(draw, 70, 12) + 50 * (np.arange(12) == 7), "k": 1},
         "all-experts": lambda draw: {"router_logits": logits(draw, 9, 16), "k": 16, "score": "softmax_after"},
     }
@@ -87,6 +97,13 @@ def _without_some(draw: int) -> Arguments:
     numbers[:, 2], numbers[:, 5] = -np.inf, np.nan
     numbers[4, :6] = -np.inf
     return {"router_logits": numbers, "k": 3}
+
+
+def _infinite(draw: int, score: str) -> Arguments:
+    """An inf counts as the largest number, so that it is chosen, and weights are numbers."""
+    numbers = logits(draw, 20, 8)
+    numbers[3:9, 2], numbers[6:12, 5], numbers[8, :] = np.inf, np.inf, np.inf
+    return {"router_logits": numbers, "k": 3, "score": score}
 
 
 def subjects() -> Iterator[Example]:

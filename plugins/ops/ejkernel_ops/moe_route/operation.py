@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel_core import Cost, Example, Operation, gradient_signature
 from ejkernel_ops.arrays import accept, check_floats
@@ -115,7 +116,7 @@ def prepare_gradients(arguments: Arguments) -> tuple[Arguments, Restore]:
 def outputs(arguments: Mapping[str, Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The shapes and dtypes of the results."""
     (tokens, experts), k = arguments["router_logits"].shape, arguments["k"]
-    dtype = jnp.promote_types(arguments["router_logits"].dtype, jnp.float32)
+    dtype = np.promote_types(arguments["router_logits"].dtype, np.float32)  # JAX's own fails under strict promotion
     shapes = ((tokens, k), (tokens, k), (experts,), (tokens * k,))
     dtypes = (dtype, jnp.int32, jnp.int32, jnp.int32)
     return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
@@ -128,6 +129,20 @@ def bucket(arguments: Mapping[str, Any]) -> Arguments:
     rounded = jax.ShapeDtypeStruct((1 << max(tokens - 1, 0).bit_length(), experts), logits.dtype)
     names = ("k", "score", "expert_bias", "num_groups", "group_topk")
     return {"router_logits": rounded, **{name: arguments[name] for name in names}}
+
+
+def gradient_samples(arguments: Mapping[str, Any], key: Any) -> Arguments:
+    """Logits and cotangents of normal numbers, with the results that the forward has for these logits."""
+    from . import definition
+
+    numbered = enumerate((name, value) for name, value in arguments.items() if hasattr(value, "dtype"))
+    concrete = dict(arguments)
+    for number, (name, value) in numbered:
+        if isinstance(value, jax.ShapeDtypeStruct) and jnp.issubdtype(value.dtype, jnp.floating):
+            normal = jax.random.normal(jax.random.fold_in(key, number), value.shape, jnp.float32)
+            concrete[name] = normal.astype(value.dtype)
+    results = dict(zip(RESULTS, definition.forward(concrete), strict=True))
+    return concrete | {name: results[name] for name in RESULTS if isinstance(arguments[name], jax.ShapeDtypeStruct)}
 
 
 def cost(arguments: Mapping[str, Any]) -> Cost:
@@ -170,5 +185,6 @@ backward = Operation(
         jax.ShapeDtypeStruct(arguments[name].shape, arguments[name].dtype) for name in arguments["wrt"]
     ),
     tuning_key=None,
+    samples=gradient_samples,
     cost=cost,
 )

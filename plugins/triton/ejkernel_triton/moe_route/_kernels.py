@@ -12,6 +12,8 @@ import triton.language as tl
 
 #: Below every number's key: what is chosen, or is no expert.
 TAKEN = tl.constexpr(-2147483648)
+#: The largest number of float32, as which inf counts.
+LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
@@ -40,7 +42,7 @@ def choose(
         # thread for a wider load, and move everything through shared memory before it is stored.
         addresses = logits + token.to(tl.int64)[:, None] * EXPERTS + expert[None, :] + tl.program_id(1)
         x = tl.load(addresses, mask=is_token[:, None] & is_expert[None, :], other=-float("inf")).to(tl.float32)
-        x = tl.where(x != x, -float("inf"), x)
+        x = tl.where(x != x, -float("inf"), tl.minimum(x, LARGEST))
         scores = x
         if SCORE == "softmax":
             scores = _exponentials(x)
