@@ -60,7 +60,9 @@ class Layer:
         firsts = jnp.cumsum(counts) - counts
         room = math.ceil(self.room * rows.shape[0] / devices)
 
-        # The row at each place of what is sent, and the place of each row. Beyond the last number is what has none.
+        # row[d, i]: the number of the row that is sent to device d at place i. slot[r]: the place at which row r comes
+        # back, all devices in one sequence. A place without a row, and a row without room, have a number that is too
+        # large, for which _taken gives 0. All numbers differ, so that the gradient of _taken needs no atomic sums.
         place, number = jnp.arange(room), jnp.arange(rows.shape[0])
         beyond = rows.shape[0] + jnp.arange(devices * room).reshape(devices, room)
         row = jnp.where(place < counts[:, None], firsts[:, None] + place, beyond)
