@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
@@ -61,7 +62,31 @@ def test_experts_on_devices_are_right_and_no_weight_is_gathered():
     assert [bar.measured for bar in report.bars] == [0] * 4
 
 
-def test_tokens_without_room_are_dropped():
+def test_rows_without_room_are_dropped_the_last_ones_first():
+    layer = attrs.evolve(devices.SMALL_LAYER, room=0.75)
+    programs = {name: make() for name, make in devices._expert_programs(layer, "forward")}
+    (result,) = programs["tokens exchanged"]()
+    x, router, up, down, _ = programs["one card"].arguments
+    devices_count, room = 8, math.ceil(0.75 * 16 / 8)
+    expected, dropped = np.zeros(x.shape), 0
+    for first in range(0, 64, 8):  # the tokens of a device
+        routes = layer._routes(x[first : first + 8], router)
+        experts = np.asarray(routes.experts).reshape(-1)[routes.token_order]
+        rows_to = np.zeros(devices_count, int)
+        for place, expert in zip(np.asarray(routes.token_order), experts, strict=True):
+            rows_to[expert // 2] += 1
+            if rows_to[expert // 2] > room:
+                dropped += 1
+                continue
+            token = place // 2
+            gate, value = np.split(x[first + token] @ up[expert], 2)
+            weight = routes.weights[token, place % 2]
+            expected[first + token] += weight * ((gate / (1 + np.exp(-gate)) * value) @ down[expert])
+    assert 0 < dropped < 100
+    np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_an_exchange_with_too_little_room_is_reported():
     layer = attrs.evolve(devices.SMALL_LAYER, room=0.1)
     programs, messages = devices._right_programs("forward", devices._expert_programs(layer, "forward"), "float32")
     assert [*programs] == ["one card", "all tokens on all"]

@@ -204,6 +204,8 @@ ARRAYS = {"lhs": np.ones((20, 6), np.float32), "rhs": np.ones((4, 6, 8), np.floa
             "precision: takes 'highest', 'high', 'default', jax.lax.Precision, or None",
         ),
         ({"preferred_element_type": "int32"}, TypeError, "preferred_element_type: takes float16"),
+        ({"preferred_element_type": "fp32"}, TypeError, "preferred_element_type: takes float16"),
+        ({"preferred_element_type": 0}, TypeError, "preferred_element_type: takes float16"),
         ({"preferred_element_type": "float64"}, TypeError, "float64 is for float64 arrays"),
         ({"offs": SIZES}, TypeError, "the sizes of the groups are group_sizes: jnp.diff of the ends"),
         ({"rhs_scale": 1.0}, TypeError, "quantized matrices are not taken yet"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core._call import abstract_call
+from ejkernel_core._scopes import ScopeChange
 from ejkernel_ops import moe_combine, moe_route
 
 RNG = np.random.default_rng(5)
@@ -100,11 +102,13 @@ def test_numbers_that_are_not_finite(score: str, weights: Any, experts: Any, bac
 
 def test_the_backward_that_is_described_is_the_one_that_runs() -> None:
     """Results that are integers have no cotangents, so that a record of the one is found for the other."""
-    logits = jax.ShapeDtypeStruct((8, 4), "float32")
-    backward, avals = abstract_call(ejkernel_core.registry, "moe_route", (logits, 2), {}).backward()
-    assert dict(zip(backward.arrays, avals, strict=True)).keys() == {
-        "router_logits", "weights", "experts", "group_sizes", "token_order", "d_weights"
-    }  # fmt: skip
+    logits, recorded = jax.ShapeDtypeStruct((8, 4), "float32"), []
+    record = lambda inv, plugins: recorded.append(inv)
+    with ScopeChange(lambda scope: attrs.evolve(scope, listeners=(record,), state="recording")):
+        jax.jit(jax.grad(lambda logits: (moe_route(logits, 2).weights ** 2).sum())).lower(logits)
+    call = abstract_call(ejkernel_core.registry, "moe_route", (logits, 2), {})
+    backward, avals = call.backward()
+    assert backward.invocation(avals, call.target).key in [inv.key for inv in recorded if inv.op == "moe_route_bwd"]
 
 
 def test_samples_of_the_gradient_have_the_results_of_their_logits() -> None:
@@ -118,7 +122,6 @@ def test_samples_of_the_gradient_have_the_results_of_their_logits() -> None:
     for name in ("weights", "experts", "group_sizes", "token_order"):
         np.testing.assert_array_equal(samples[name], getattr(routes, name))
     assert np.unique(samples["d_weights"]).size > 50
-    assert not isinstance(samples["d_weights"], jax.ShapeDtypeStruct)
 
 
 def test_weights_without_experts_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Kernels in plain JAX compute the same if ``jax_numpy_rank_promotion`` is "raise"."""
+"""Calls compute the same if ``jax_numpy_rank_promotion`` is "raise": it is not in effect where a kernel is traced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ejkernel_ops.flash_attention import examples
 #: Edge cases of the arguments, and combinations of most of them.
 EXAMPLES = [
     example
-    for example in (*examples.faults(), *examples.subjects(), *list(examples.grid())[::37])
+    for example in (*examples.faults(), *examples.subjects(), *list(examples.grid())[::111])
     if example.dtype == "float32" and not example.name.startswith(("one-", "soft-cap-of-huge"))
 ]
 
