@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import json
@@ -359,6 +360,33 @@ def test_a_second_hanging_configuration_names_the_first() -> None:
     first, second = (entry(tuned, kind).reason for kind in ("hangs while running", "hangs while running, too"))
     assert first.endswith("left behind in a thread")
     assert second.endswith("left behind in a thread, probably blocked by kinds Config(kind='hangs while running')")
+
+
+def test_a_measurement_keeps_no_arrays() -> None:
+    """Arrays can be large. Those of the next measurement, and of other programs, need their memory."""
+    registry = make_registry("fast", "wrong", "raises while compiling", heuristic="slow")
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(jax.live_arrays())
+        run_tuner(registry, inputs={"x": X + 1})
+        assert len(jax.live_arrays()) <= before
+    finally:
+        gc.enable()
+
+
+def test_the_results_of_a_configuration_are_gone_before_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    results = Measurement._results
+
+    def counting(self: Measurement, variant: Variant) -> Any:
+        counts.append(len(jax.live_arrays()))
+        return results(self, variant)
+
+    monkeypatch.setattr(Measurement, "_results", counting)
+    run_tuner(make_registry("fast", "wrong", "another shape", heuristic="slow"))
+    assert len(counts) == 6
+    assert max(counts) <= counts[0] + 1  # the expected results
 
 
 def test_times_of_the_device_and_of_the_clock_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,8 @@ class Measurement:
         finally:
             with self._lock:  # no reports after the end
                 self._is_over.set()
+            # The traceback of a kernel's exception, or a thread that was left behind, may keep this object.
+            self.inputs, self._expected = {}, None
         return self._winner()
 
     def remaining_variants(self) -> list[Variant]:
@@ -365,22 +367,26 @@ class Measurement:
 
     def _check(self) -> None:
         for variant in self.remaining_variants():
-            if variant.compiled is None or variant.samples:
-                continue
-            results = self._attempt(variant, "running", functools.partial(self._results, variant))
-            if results is None:
+            if variant.compiled is None or variant.samples or not self._is_right(variant):
                 continue
             for _ in range(1, self.num_warmup):
                 self._attempt(variant, "running", functools.partial(self._results, variant))
-            if self._expected is None:
-                self._set_expected(variant, results)
-            check = functools.partial(results_fault, results, self._expected, self.inv.platform)
-            outcome = self._attempt(variant, "checking", lambda check=check: (check(),))  # type: ignore[misc]
-            if outcome is None:
-                continue
-            variant.reason, variant.is_checked = outcome[0], not self._has_no_reference
             if variant.reason is None:
                 self._measure(variant, 1)
+
+    def _is_right(self, variant: Variant) -> bool:
+        """Whether its results are the expected ones. They can be large, and are gone before the next variant runs."""
+        results = self._attempt(variant, "running", functools.partial(self._results, variant))
+        if results is None:
+            return False
+        if self._expected is None:
+            self._set_expected(variant, results)
+        check = functools.partial(results_fault, results, self._expected, self.inv.platform)
+        outcome = self._attempt(variant, "checking", lambda: (check(),))
+        if outcome is None:
+            return False
+        variant.reason, variant.is_checked = outcome[0], not self._has_no_reference
+        return variant.reason is None
 
     def _measure_slowest_again(self) -> None:
         """Measure the slowest variants again at the end, because a thread that was left behind may have slowed them."""

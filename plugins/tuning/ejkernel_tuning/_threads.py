@@ -68,9 +68,12 @@ def run_in_thread(work: Callable[[], Any], seconds: float | None, settings: Sett
         is_result, outcome = outcomes.get(timeout=seconds)
     except queue.Empty:
         raise StillRunningError(thread) from None
-    if not is_result:
+    if is_result:
+        return outcome
+    try:
         raise outcome
-    return outcome
+    finally:
+        del outcome  # its traceback refers to this frame, and to the arrays of the work
 
 
 # -- the end of the process ------------------------------------------------------------------------------------------
