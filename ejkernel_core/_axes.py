@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -151,7 +150,7 @@ class Axes:
         if result in self.statistics:
             return np.promote_types(first, np.float32)  # JAX's own function fails under strict promotion
         dtype = self.dtypes.get(result, first)
-        return dtype(arguments) if inspect.isfunction(dtype) else dtype
+        return dtype(arguments) if callable(dtype) and not isinstance(dtype, type) else dtype
 
     def backward(self) -> Axes:
         """The axes of the backward operation. Its arrays are those of the forward, the results and their cotangents."""

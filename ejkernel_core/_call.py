@@ -304,9 +304,9 @@ class AbstractCall:
             ct if id(v) in used_ids and _gradients.is_inexact(ct) else None
             for ct, v in zip(cotangents, jaxpr.invars, strict=True)
         ]
-        dtypes = {name: aval.dtype for name, aval in zip(self.request.arrays, self.avals, strict=True)}
+        avals = dict(zip(self.request.arrays, self.avals, strict=True))
         differentiable = self.request.operation.differentiable
-        wrt = tuple(n for n, dtype in dtypes.items() if n in differentiable and jnp.issubdtype(dtype, jnp.inexact))
+        wrt = tuple(name for name, aval in avals.items() if name in differentiable and _gradients.is_inexact(aval))
         return _gradients.backward_request(self.request, arrays, results, used_cotangents, wrt)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -241,6 +242,11 @@ def shapes(results: Any) -> list[tuple[tuple[int, ...], str]]:
             ),
             {"x": struct(300), "dtype": "float16"},
             [((3,), "int32"), ((600,), "float16"), ((3,), "float32")],
+        ),
+        (
+            Axes({"x": "n"}, {"a": "n", "b": "n"}, whole="n", dtypes={"a": jnp.int8, "b": itemgetter("dtype")}),
+            {"x": struct(3), "dtype": "float16"},
+            [((3,), "int8"), ((3,), "float16")],
         ),
     ],
 )

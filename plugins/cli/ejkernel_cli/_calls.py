@@ -263,9 +263,9 @@ def _array(name: str, text: str, layout: Layout | None) -> tuple[Shape, str | No
         raise click.UsageError(
             f"{name} has one axis: give its length, as {_option(name)} {len(lengths)}; what it holds does not matter"
         )
-    ones = () if layout is None else tuple(axis.offset for axis in layout.axes if not axis.name)
-    is_value = layout is not None and len(lengths) == 1 and len(layout.axes) == len(ones) and {*ones} <= {1}
-    return ones if is_value else tuple(lengths), match["dtype"]
+    if layout is not None and len(lengths) == 1 and all(not axis.name and axis.offset == 1 for axis in layout.axes):
+        return (1,) * len(layout.axes), match["dtype"]
+    return tuple(lengths), match["dtype"]
 
 
 def _following_shapes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -54,7 +55,7 @@ AXES = Axes(
     counts=("tokens", "rows", "groups", "all_groups"),
     rounded="tokens rows",
     positive="groups all_groups",
-    dtypes={"out": lambda arguments: result_dtype(arguments, rows="x")},
+    dtypes={"out": partial(result_dtype, rows="x")},
     when={
         ("transpose_rhs", True): {"rhs": "groups n dim"},
         **{("activation", name): {"out": "rows n/2"} for name in ACTIVATIONS},

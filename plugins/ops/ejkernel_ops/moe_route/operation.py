@@ -135,9 +135,8 @@ def gradient_samples(arguments: Mapping[str, Any], key: Any) -> Arguments:
     """Logits and cotangents of normal numbers, with the results that the forward has for these logits."""
     from . import definition
 
-    numbered = enumerate((name, value) for name, value in arguments.items() if hasattr(value, "dtype"))
     concrete = dict(arguments)
-    for number, (name, value) in numbered:
+    for number, (name, value) in enumerate(arguments.items()):
         if isinstance(value, jax.ShapeDtypeStruct) and jnp.issubdtype(value.dtype, jnp.floating):
             normal = jax.random.normal(jax.random.fold_in(key, number), value.shape, jnp.float32)
             concrete[name] = normal.astype(value.dtype)
