@@ -82,7 +82,7 @@ class Layer:
         return moe_combine(_taken(returned, slot), routes.token_order, routes.weights)
 
     def _routes(self, x: Any, router: Any) -> Any:
-        # In float32, so that the experts of a token do not depend on how many tokens a device has.
+        # In float32: with the rounding of bfloat16, the experts of many tokens would depend on how many a device has.
         return moe_route(jnp.matmul(x, router, preferred_element_type=jnp.float32), self.chosen)
 
 

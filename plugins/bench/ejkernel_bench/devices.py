@@ -24,6 +24,7 @@ JAX_COORDINATOR_ADDRESS (such as localhost:7000), JAX_NUM_PROCESSES and JAX_PROC
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from typing import Any
 import attrs
 import click
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -331,7 +333,8 @@ def _experts(part: str, small: bool, rounds: int) -> Report:
 def _expert_programs(layer: Layer, pass_name: str) -> Iterator[tuple[str, Callable[[], Program]]]:
     function, tokens = FUNCTIONS[pass_name], (layer.tokens, layer.dim)
     x, *weights, cotangent = draw([tokens, *layer.parameters().values(), tokens], layer.dtype)
-    arrays = [x, *(weight / weight.shape[-2] ** 0.5 for weight in weights), cotangent]
+    router, *experts = (weight * 2.0 ** -round(math.log2(weight.shape[-2]) / 2) for weight in weights)
+    arrays = [_of_few_bits(x), _of_few_bits(router), *experts, cotangent]
     yield ONE, partial(compiled, partial(function, layer.on_one), arrays)
     mesh, whole, shard = _mesh(AxisType.Auto), P(), P(AXIS)
     ways = {"all tokens on all": (layer.of_all_tokens, whole), "tokens exchanged": (layer.with_exchange, shard)}
@@ -340,6 +343,12 @@ def _expert_programs(layer: Layer, pass_name: str) -> Iterator[tuple[str, Callab
         sharded = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=spec)
         shards = [placed(array, mesh, spec) for array, spec in zip(arrays, (*specs, spec), strict=True)]
         yield name, partial(compiled, partial(function, sharded), shards)
+
+
+def _of_few_bits(array: Any) -> Any:
+    """The array with six bits for a number: logits are exact sums then, and all programs choose the same experts."""
+    step = 2.0 ** jnp.floor(jnp.log2(jnp.abs(array).max()) - 5)
+    return (jnp.round(array / step) * step).astype(array.dtype)
 
 
 PARTS: dict[str, Callable[[str, bool, int], Report]] = {

@@ -1,6 +1,6 @@
 """A training step of layers like Qwen3-30B-A3B's: on our operations, on jax.nn and ragged_dot, and on tokamax.
 
-Each part is a run of its own, of less than ten minutes:
+Each part is a run of its own, of a few minutes, and a quarter of an hour where tokamax tunes:
 
   --part full        4 x 4096 tokens, as many layers as fit with Adam's moments, ours and tokamax; tokamax's own tuning
                      gets five minutes, and where it takes longer, tokamax runs without it
