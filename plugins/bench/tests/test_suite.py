@@ -147,6 +147,22 @@ def test_a_contender_that_fails_is_reported(registry):
     assert len(report.tables[0].rows) == 2
 
 
+def test_a_pass_that_runs_out_of_memory_leaves_the_others(registry, monkeypatch):
+    timed, runs_timed = suite._timed, []
+
+    def timed_but_the_second(runs, rounds):
+        runs_timed.append([*runs])
+        if len(runs_timed) == 2:
+            raise MemoryError("no 7 GiB")
+        return timed(runs, rounds)
+
+    monkeypatch.setattr(suite, "_timed", timed_but_the_second)
+    report = measure(registry, names=("rows 8", "no gradients"))
+    assert len(runs_timed) == 3
+    assert [row[0] for row in report.tables[0].rows] == ["rows 8, forward", "no gradients, forward"]
+    assert list(report.faults) == ["forward+backward, rows 8: MemoryError: no 7 GiB"]
+
+
 def test_minimum_ratios_are_of_the_same_run(registry):
     minima = [
         suite.Minimum("forward", suite.COPY, 0.92),
