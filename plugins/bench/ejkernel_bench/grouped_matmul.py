@@ -18,7 +18,7 @@ measured. --small has tiny sizes, which a CPU can run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from statistics import geometric_mean
@@ -219,9 +219,19 @@ class _PartOfSuite:
         """Those of all contenders but PyTorch and what tokamax tunes, compiled. Nothing runs."""
         example = DIRECTIONS[self.part.direction](layer)
         inputs = abstract_inputs(example)
+        passes, failures = self._compiled(self.contenders, example, inputs)
+        expected = jitted(by_core(example, "xla"), FORWARD, inputs.astype("float32"))
+        with suppress(Exception):  # it is reported when it runs
+            expected.compile()
+        return Programs(layer, example, expected, passes, failures)
+
+    def _compiled(
+        self, contenders: Iterable[str], example: Example, inputs: Inputs
+    ) -> tuple[dict[str, Pass], dict[str, str]]:
+        """The compiled programs, and the reasons of those that cannot be compiled."""
         passes: dict[str, Pass] = {}
         failures: dict[str, str] = {}
-        for contender in self.contenders:
+        for contender in contenders:
             try:
                 program = self._program(contender, example, inputs)
                 if program is not None:
@@ -229,10 +239,7 @@ class _PartOfSuite:
                     passes[contender] = program
             except Exception as fault:  # the other contenders are measured all the same
                 failures[contender] = _reason(fault)
-        expected = jitted(by_core(example, "xla"), FORWARD, inputs.astype("float32"))
-        with suppress(Exception):  # it is reported when it runs
-            expected.compile()
-        return Programs(layer, example, expected, passes, failures)
+        return passes, failures
 
     def _program(self, contender: str, example: Example, inputs: Inputs) -> Pass | None:
         if contender in self.peers:
@@ -270,7 +277,12 @@ class _PartOfSuite:
     # -- measuring -----------------------------------------------------------------------------------------------------
 
     def measure(self, programs: Programs) -> None:
-        """The call as a router has it, and skewed unless it is one of decoding or tuned."""
+        """The call as a router has it, and skewed unless it is one of decoding or tuned.
+
+        XLA runs programs while it compiles. What had no memory for that beside other compilations is compiled alone.
+        """
+        passes, failures = self._compiled(programs.failures, programs.example, abstract_inputs(programs.example))
+        programs = attrs.evolve(programs, passes={**programs.passes, **passes}, failures=failures)
         for contender, reason in programs.failures.items():
             self.absences.add(programs.example.name, contender, reason)
         examples = {False: programs.example}

@@ -186,8 +186,12 @@ def _route(logits: Any, k: int) -> tuple[Any, Any, Any, Any]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _permute(x: Any, order: Any, k: int) -> Any:
-    """Its gradient adds up the rows of each token, where that of a gather in JAX has atomic additions."""
-    return permutation.permuted(x, order, k)
+    """Its gradient adds up the rows of each token, where that of a gather in JAX has atomic additions.
+
+    With the barrier, XLA does not compute the gather in what reads the rows. It took 3.4 ms of a layer's backward on an
+    H100 with tokamax's products, and 0.4 of its forward.
+    """
+    return jax.lax.optimization_barrier(permutation.permuted(x, order, k))
 
 
 def _permute_fwd(x: Any, order: Any, k: int) -> tuple[Any, Any]:

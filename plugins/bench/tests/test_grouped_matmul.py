@@ -172,6 +172,23 @@ def test_a_peer_that_fails_is_a_row_and_a_wrong_one_a_fault(monkeypatch):
     assert report.text == "forward: not installed, and not measured: absent"
 
 
+def test_a_peer_that_fails_beside_others_is_compiled_alone(monkeypatch):
+    attempts = []
+
+    def fails_once(arguments):
+        attempts.append(arguments)
+        if len(attempts) == 1:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return by_ragged_dot(arguments)
+
+    monkeypatch.setattr(grouped_matmul, "peers", lambda: {"fails once": fails_once})
+    report = grouped_matmul.measure("forward", [LAYER], None, rounds=1)
+    assert report.faults == ()
+    table, absences = report.tables
+    assert isinstance(dict(zip(table.columns, table.rows[0], strict=True))["fails once"], float)
+    assert "fails once" not in {row[1] for row in absences.rows}
+
+
 def part_with(seconds, **fields):
     part = grouped_matmul._PartOfSuite(grouped_matmul.Part("forward", **fields), [], {}, None, 1, None)
     part.seconds.update(seconds)
