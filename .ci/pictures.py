@@ -1,4 +1,4 @@
-"""``python .ci/pictures.py``: draw the pictures of the README from the tables of docs/performance.md.
+"""``python .ci/pictures.py``: draw the pictures of the README and the pages from the tables of docs/performance.md.
 
 Each picture is drawn twice, for light and for dark pages, with a background of its own: a page may be dark where the
 system of the reader is light.
@@ -89,6 +89,12 @@ def memory(text: str) -> list[tuple[int, float, float]]:
     return [(int(row[0]), float(row[1]), float(row[2])) for row in table(text, "## Attention on the CPU", "tokens")]
 
 
+def step(text: str) -> list[tuple[str, float, float]]:
+    """The parts of a training step, with our milliseconds and tokamax's: forward, again and backward."""
+    rows = table(text, "### A training step with experts", "part")
+    return [(name, *(sum(float(cell or 0) for cell in cells) for cells in (row[:3], row[3:]))) for name, *row in rows]
+
+
 # -- the pictures ------------------------------------------------------------------------------------------------------
 
 
@@ -166,6 +172,30 @@ def memory_by_length(text: str, theme: Theme) -> Figure:
     return figure
 
 
+def training_step(text: str, theme: Theme) -> Figure:
+    """Two bars for each part of a step, the longest parts first."""
+    parts = sorted(step(text), key=lambda part: -max(part[1:]))
+    figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
+    axes = figure.subplots()
+    for column, name, colour, shift in ((1, "ejkernel", theme.ours, -0.2), (2, "tokamax", theme.peer, 0.2)):
+        amounts = [part[column] for part in parts]
+        places = [place + shift for place in range(len(parts))]
+        axes.barh(places, amounts, height=0.36, color=colour)
+        for place, amount in zip(places, amounts, strict=True):
+            words = f"{amount:.1f}  {name}" if place == places[0] else f"{amount:.1f}"
+            axes.annotate(
+                words, (amount, place), (4, 0), textcoords="offset points", va="center", fontsize=TEXT,
+                color=colour if place == places[0] else theme.text, weight="bold" if place == places[0] else "normal",
+            )  # fmt: skip
+    axes.set_yticks(range(len(parts)), [part[0] for part in parts])
+    axes.set_ylim(len(parts) - 0.4, -0.6)
+    axes.set_xlim(0, 1.22 * max(max(part[1:]) for part in parts))
+    axes.set_xlabel("milliseconds; less is better")
+    title = "A training step of 7 layers with experts on an NVIDIA H100, by the profile"
+    axes.set_title(title, loc="left", fontsize=TEXT + 1, color=theme.text, weight="bold")
+    return figure
+
+
 def _size(mib: float) -> str:
     return f"{mib:.0f} MiB" if mib < 1024 else f"{mib / 1024:.0f} GiB"
 
@@ -189,7 +219,7 @@ def settings(theme: Theme) -> dict[str, Any]:
     }
 
 
-PICTURES = {"attention": attention, "memory": memory_by_length}
+PICTURES = {"attention": attention, "memory": memory_by_length, "training-step": training_step}
 
 
 def draw(folder: Path, text: str) -> Iterator[Path]:

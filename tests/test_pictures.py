@@ -1,4 +1,4 @@
-"""The pictures of the README show what the tables of docs/performance.md say today."""
+"""The pictures of the README and of the pages show what the tables of docs/performance.md say today."""
 
 from __future__ import annotations
 
@@ -50,7 +50,19 @@ def test_the_memory_is_that_of_the_table(theme):
     assert [shown[end] for end in ends] == [1] * 4
 
 
-@pytest.mark.parametrize("name", ["attention", "memory"])
+@pytest.mark.parametrize("theme", ["", "-dark"])
+def test_the_parts_of_a_step_are_those_of_the_table(theme):
+    parts = rows("| products of experts | ", 10)
+    assert parts[-1][0] == "Adam"
+    shown = texts(f"training-step{theme}.svg")
+    for name, *cells in parts:
+        assert shown[name] == 1
+        for library, passes in (("ejkernel", cells[:3]), ("tokamax", cells[3:])):
+            words = f"{sum(float(cell or 0) for cell in passes):.1f}"
+            assert shown[words] + shown[f"{words}  {library}"] >= 1
+
+
+@pytest.mark.parametrize("name", ["attention", "memory", "training-step"])
 def test_each_theme_has_a_background_and_the_same_words(name):
     light, dark = (f"{name}{theme}.svg" for theme in ("", "-dark"))
     assert texts(light) == texts(dark)
