@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel_cache import PackagedRecords
+from ejkernel_cache._names import component
 from ejkernel_core import (
     Axes,
     ConfigCache,
@@ -22,6 +25,7 @@ from ejkernel_core import (
     hookimpl,
     overlay_cache,
     policy_override,
+    record_to_json,
 )
 
 AXES = Axes({"x": "rows dim", "weight": "dim"}, {"out": "rows dim"}, independent="rows", whole="dim", counts="rows")
@@ -105,6 +109,25 @@ def test_the_nearest_record_comes_before_the_heuristic(registry: Registry) -> No
     assert "by memory (the nearest bucket that is remembered: rows 16 for 32)" in explanation
     assert registry.plan("scaled", struct(16)).choice.distance == 0
     assert registry.plan("scaled", struct(15)).choice.distance == 0  # 15 and 16 have one bucket
+
+
+def test_a_package_that_has_measured_a_call_does_not_answer_with_another_one(
+    registry: Registry, tmp_path: Path
+) -> None:
+    """The best kernel of the call may be no candidate. What was the best for a fraction of the rows says less."""
+    registry.register(kernel(4, 7), "scaled.two")
+    remember(registry, 16, 4, "two")
+    remember(registry, 128, 7, "one")
+    lines = [record_to_json(key, record) for key, records in registry.memory.items() for record in records]
+    folder = tmp_path / component(registry.invocation("scaled", struct(16)).key.device)
+    folder.mkdir()
+    (folder / "scaled.jsonl").write_text("\n".join(line.replace("\n", "") for line in lines))
+    registry.memory.clear()
+    registry.register(PackagedRecords(tmp_path), "packaged")
+    packaged = f"packaged records ({tmp_path})"
+    assert used_block(registry, 100) == (7, packaged)
+    assert used_block(registry, 100, backend="two") == (1, "heuristic")
+    assert used_block(registry, 30, backend="two") == (4, packaged)  # not measured itself
 
 
 def test_without_buckets_the_nearest_record_is_that_of_a_call(registry: Registry) -> None:

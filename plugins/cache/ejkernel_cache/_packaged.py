@@ -75,7 +75,10 @@ class PackagedRecords:
             return record
 
         origin = f"packaged records ({self.where})"
-        return recall(inv, candidates, origin, find_offered, near=self.near, other_versions=True)
+        # Where the call itself was measured, and its fastest kernel is no candidate, a heuristic knows more than the
+        # record of another call.
+        near = None if self._has_measured(inv) else self.near
+        return recall(inv, candidates, origin, find_offered, near=near, other_versions=True)
 
     def find(self, key: Key, candidate: Candidate, backends: Sequence[str] = ()) -> Record | None:
         """The record for the candidate's kernel, unless one of these backends was the fastest in its measurement."""
@@ -95,6 +98,13 @@ class PackagedRecords:
     def near(self, key: Key) -> list[Key]:
         """The keys of the same ``kind``: they differ only in the sizes of axes that count things."""
         return list(dict.fromkeys(d.key for d in self._records_of(key).documents if d.key.kind == key.kind))
+
+    def _has_measured(self, inv: Invocation) -> bool:
+        try:
+            problems = {key.problem: self._records_of(key).documents for key in inv.tuning_keys}
+        except TypeError:  # an option without content, so there is no key
+            return False
+        return any(d.when and d.key.problem == problem for problem, documents in problems.items() for d in documents)
 
     def _records_of(self, key: Key) -> _Records:
         place = component(key.device), component(key.op)

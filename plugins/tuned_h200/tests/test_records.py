@@ -106,6 +106,15 @@ def test_products_of_decoding_are_tritons() -> None:
     assert {*backends} == {"triton"}
 
 
+def test_a_kernel_that_is_no_candidate_leaves_the_others_their_heuristics() -> None:
+    """Gluon is the fastest of this call, and portable Triton of 4,096 rows, with a tile that would be too small here."""
+    examples = {example.name: example for example in benchmark_examples("grouped_matmul")}
+    inv = on_h200(examples["131072 x 2048 x 768, 128 groups"])[0]
+    candidates = [candidate for candidate in select(inv)[1] if candidate.backend != "gluon_sm90"]
+    assert "triton" in [candidate.backend for candidate in candidates]
+    assert ejkernel_tuned_h200.records.select_config(inv, candidates) is None
+
+
 def test_tokens_are_multiplied_in_place_but_where_matrices_have_many_columns() -> None:
     examples = benchmark_examples("moe_permute_matmul")
     choices = {example.name: select(on_h200(example)[0])[0] for example in examples}
