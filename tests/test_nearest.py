@@ -111,23 +111,38 @@ def test_the_nearest_record_comes_before_the_heuristic(registry: Registry) -> No
     assert registry.plan("scaled", struct(15)).choice.distance == 0  # 15 and 16 have one bucket
 
 
-def test_a_package_that_has_measured_a_call_does_not_answer_with_another_one(
+def package_memory(registry: Registry, folder: Path) -> str:
+    """Move what is remembered to a package of records, and return its name as an origin."""
+    lines = [record_to_json(key, record) for key, records in registry.memory.items() for record in records]
+    folder_of_device = folder / component(registry.invocation("scaled", struct(16)).key.device)
+    folder_of_device.mkdir()
+    (folder_of_device / "scaled.jsonl").write_text("\n".join(line.replace("\n", "") for line in lines))
+    registry.memory.clear()
+    registry.register(PackagedRecords(folder), "packaged")
+    return f"packaged records ({folder})"
+
+
+def test_a_package_with_another_kernel_for_a_call_does_not_answer_with_another_call(
     registry: Registry, tmp_path: Path
 ) -> None:
     """The best kernel of the call may be no candidate. What was the best for a fraction of the rows says less."""
     registry.register(kernel(4, 7), "scaled.two")
     remember(registry, 16, 4, "two")
     remember(registry, 128, 7, "one")
-    lines = [record_to_json(key, record) for key, records in registry.memory.items() for record in records]
-    folder = tmp_path / component(registry.invocation("scaled", struct(16)).key.device)
-    folder.mkdir()
-    (folder / "scaled.jsonl").write_text("\n".join(line.replace("\n", "") for line in lines))
-    registry.memory.clear()
-    registry.register(PackagedRecords(tmp_path), "packaged")
-    packaged = f"packaged records ({tmp_path})"
+    packaged = package_memory(registry, tmp_path)
     assert used_block(registry, 100) == (7, packaged)
     assert used_block(registry, 100, backend="two") == (1, "heuristic")
     assert used_block(registry, 30, backend="two") == (4, packaged)  # not measured itself
+
+
+def test_a_package_whose_record_of_a_call_is_of_no_use_answers_with_another_call(
+    registry: Registry, tmp_path: Path
+) -> None:
+    registry.register(kernel(4, 7), "scaled.two")
+    remember(registry, 16, 4, "two")
+    remember(registry, 128, 9, "two")  # a block that the kernel does not offer any more
+    packaged = package_memory(registry, tmp_path)
+    assert used_block(registry, 100) == (4, packaged)
 
 
 def test_without_buckets_the_nearest_record_is_that_of_a_call(registry: Registry) -> None:

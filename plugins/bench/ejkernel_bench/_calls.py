@@ -234,6 +234,7 @@ def correct_runs(
             messages.append(f"{contender}, {label}: {describe_fault(fault)}")
             continue
         mismatch_messages = list(mismatches(f"{contender}, {label}", results, expected, names, tolerance))
+        del results  # it can be large, and the next contender has results of its own
         messages += mismatch_messages
         if not mismatch_messages:
             correct_ones[contender] = run

@@ -206,6 +206,7 @@ def _right_programs(
                 wrong = []
             else:
                 wrong = faults(f"{label}, {name}", results, expected, dtype)
+            del results  # it can be large, and the next program has results of its own
         except Exception as fault:  # the others are measured all the same
             if name == ONE:
                 raise
@@ -334,7 +335,7 @@ def _expert_programs(layer: Layer, pass_name: str) -> Iterator[tuple[str, Callab
     function, tokens = FUNCTIONS[pass_name], (layer.tokens, layer.dim)
     x, *weights, cotangent = draw([tokens, *layer.parameters().values(), tokens], layer.dtype)
     router, *experts = (weight * 2.0 ** -round(math.log2(weight.shape[-2]) / 2) for weight in weights)
-    arrays = [_of_few_bits(x), _of_few_bits(router), *experts, cotangent]
+    arrays = [_rounded_to_six_bits(x), _rounded_to_six_bits(router), *experts, cotangent]
     yield ONE, partial(compiled, partial(function, layer.on_one), arrays)
     mesh, whole, shard = _mesh(AxisType.Auto), P(), P(AXIS)
     ways = {"all tokens on all": (layer.of_all_tokens, whole), "tokens exchanged": (layer.with_exchange, shard)}
@@ -345,8 +346,8 @@ def _expert_programs(layer: Layer, pass_name: str) -> Iterator[tuple[str, Callab
         yield name, partial(compiled, partial(function, sharded), shards)
 
 
-def _of_few_bits(array: Any) -> Any:
-    """The array with six bits for a number: logits are exact sums then, and all programs choose the same experts."""
+def _rounded_to_six_bits(array: Any) -> Any:
+    """Logits of such numbers are exact sums, so that all programs choose the same experts."""
     step = 2.0 ** jnp.floor(jnp.log2(jnp.abs(array).max()) - 5)
     return (jnp.round(array / step) * step).astype(array.dtype)
 

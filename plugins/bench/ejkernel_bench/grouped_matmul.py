@@ -11,8 +11,8 @@ Each part is a run of its own:
                     seven minutes is listed
 
 Without a part, it measures the first four. Every result is compared with ours in float32. A contender that fails, such
-as for want of memory, is in the table of what was not measured. Of the skewed calls only torch and our own kernels are
-measured. --small has tiny sizes, which a CPU can run.
+as for want of memory, is in the table of what was not measured. Of the skewed calls, only our choice, Gluon and torch
+are measured. --small has tiny sizes, which a CPU can run.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ class _PartOfSuite:
         passes, failures = self._compiled(programs.failures, programs.example, abstract_inputs(programs.example))
         programs = attrs.evolve(programs, passes={**programs.passes, **passes}, failures=failures)
         for contender, reason in programs.failures.items():
-            self.absences.add(programs.example.name, contender, reason)
+            self._add_absence(programs.example.name, contender, reason)
         examples = {False: programs.example}
         if not self.part.is_decode and not self.part.has_tuning:
             examples[True] = skewed(programs.example)
@@ -312,12 +312,18 @@ class _PartOfSuite:
         self.seconds[programs.layer.name, is_skewed] = {name: one.median for name, one in times.items()}
         self.rows.add(*self._row(programs, example, inputs, times))
 
+    def _add_absence(self, call: str, contender: str, reason: str) -> None:
+        """List a contender that does not run. For our own choice, which every bar is about, it is a fault too."""
+        self.absences.add(call, contender, reason)
+        if contender == OURS:
+            self.faults.append(f"{OURS}, {call}: {reason}")
+
     def _is_right(self, contender: str, run: Run, expected: Any, name: str) -> bool:
-        """Whether it runs with the right result. A wrong one is a fault; one that does not run is told."""
+        """Whether it runs with the right result. A wrong one is a fault."""
         try:
             results = jax.block_until_ready(run())
         except Exception as fault:
-            self.absences.add(name, contender, _reason(fault))
+            self._add_absence(name, contender, _reason(fault))
             return False
         messages = list(mismatches(f"{contender}, {name}", results, [expected], ["out"], TOLERANCE["bfloat16"]))
         self.faults.extend(messages)

@@ -172,6 +172,20 @@ def test_a_peer_that_fails_is_a_row_and_a_wrong_one_a_fault(monkeypatch):
     assert report.text == "forward: not installed, and not measured: absent"
 
 
+def test_our_own_choice_has_to_run(monkeypatch):
+    by_core = grouped_matmul.by_core
+
+    def failing(example, backend):
+        if backend is None:
+            raise RuntimeError("no such tile")
+        return by_core(example, backend)
+
+    monkeypatch.setattr(grouped_matmul, "by_core", failing)
+    report = grouped_matmul.measure("forward", [LAYER], None, rounds=1)
+    assert report.faults == (f"{OURS}, {LAYER.name}: RuntimeError: no such tile",)
+    assert report.tables[0].rows == ()
+
+
 def test_a_peer_that_fails_beside_others_is_compiled_alone(monkeypatch):
     attempts = []
 

@@ -75,9 +75,9 @@ class PackagedRecords:
             return record
 
         origin = f"packaged records ({self.where})"
-        # Where the call itself was measured, and its fastest kernel is no candidate, a heuristic knows more than the
-        # record of another call.
-        near = None if self._has_measured(inv) else self.near
+        # Where the fastest kernel of this call is known, and is no candidate, a heuristic knows more than the record of
+        # another call.
+        near = None if self._is_won_by_others(inv, backends) else self.near
         return recall(inv, candidates, origin, find_offered, near=near, other_versions=True)
 
     def find(self, key: Key, candidate: Candidate, backends: Sequence[str] = ()) -> Record | None:
@@ -99,12 +99,19 @@ class PackagedRecords:
         """The keys of the same ``kind``: they differ only in the sizes of axes that count things."""
         return list(dict.fromkeys(d.key for d in self._records_of(key).documents if d.key.kind == key.kind))
 
-    def _has_measured(self, inv: Invocation) -> bool:
+    def _is_won_by_others(self, inv: Invocation, backends: Sequence[str]) -> bool:
+        """Whether all measured records of this call and of its bucket are of kernels of other backends."""
         try:
             problems = {key.problem: self._records_of(key).documents for key in inv.tuning_keys}
         except TypeError:  # an option without content, so there is no key
             return False
-        return any(d.when and d.key.problem == problem for problem, documents in problems.items() for d in documents)
+        kernels = {
+            d.kernel
+            for problem, documents in problems.items()
+            for d in documents
+            if d.when and d.key.problem == problem
+        }
+        return bool(kernels) and kernels.isdisjoint({None, *(f"{inv.op}.{backend}" for backend in backends)})
 
     def _records_of(self, key: Key) -> _Records:
         place = component(key.device), component(key.op)

@@ -367,26 +367,25 @@ class Measurement:
 
     def _check(self) -> None:
         for variant in self.remaining_variants():
-            if variant.compiled is None or variant.samples or not self._is_right(variant):
+            if variant.compiled is None or variant.samples:
                 continue
-            for _ in range(1, self.num_warmup):
-                self._attempt(variant, "running", functools.partial(self._results, variant))
+            self._check_results(variant)
             if variant.reason is None:
+                for _ in range(1, self.num_warmup):
+                    self._attempt(variant, "running", functools.partial(self._results, variant))
                 self._measure(variant, 1)
 
-    def _is_right(self, variant: Variant) -> bool:
-        """Whether its results are the expected ones. They can be large, and are gone before the next variant runs."""
+    def _check_results(self, variant: Variant) -> None:
+        """Compare its results with the expected ones. They can be large, and are gone before the next variant runs."""
         results = self._attempt(variant, "running", functools.partial(self._results, variant))
         if results is None:
-            return False
+            return
         if self._expected is None:
             self._set_expected(variant, results)
         check = functools.partial(results_fault, results, self._expected, self.inv.platform)
         outcome = self._attempt(variant, "checking", lambda: (check(),))
-        if outcome is None:
-            return False
-        variant.reason, variant.is_checked = outcome[0], not self._has_no_reference
-        return variant.reason is None
+        if outcome is not None:
+            variant.reason, variant.is_checked = outcome[0], not self._has_no_reference
 
     def _measure_slowest_again(self) -> None:
         """Measure the slowest variants again at the end, because a thread that was left behind may have slowed them."""
