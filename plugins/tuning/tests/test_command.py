@@ -534,8 +534,9 @@ def test_a_terminal_shows_a_bar_and_a_pipe_does_not(run_in_terminal: Any, cache_
 def test_ctrl_c_in_a_terminal_ends_cleanly_and_the_same_command_goes_on(
     run_in_terminal: Any, cache_folder: Path
 ) -> None:
-    words = ("tune", "flash_attention", "--shape", "1x700x4x64", "--no-backward")
-    code, text = run_in_terminal(*words, answers={"best": chr(3)})
+    # Large enough that a busy machine does not end it before Ctrl-C.
+    words = ("tune", "flash_attention", "--shape", "1x1000x4x64", "--no-backward")
+    code, text = run_in_terminal(*words, answers={"best": chr(3)}, timeout_s=120.0)
     assert code == 130
     assert "ejkernel: interrupted, 1 call not done; what was measured is kept: run it again to go on" in text
     assert "Traceback" not in text
@@ -543,7 +544,7 @@ def test_ctrl_c_in_a_terminal_ends_cleanly_and_the_same_command_goes_on(
     (file,) = (cache_folder / ".tuning").glob("*.json")
     results = [(d["config"], d["milliseconds"]) for d in json.loads(file.read_text()) if d["milliseconds"]]
     assert results
-    code, text = run_in_terminal(*words)
+    code, text = run_in_terminal(*words, timeout_s=120.0)
     assert code == 0
     records = [record for _, records in PersistentCache(cache_folder).items() for record in records]
     tried = [time for _, time in records[0].provenance.tried]
