@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -15,7 +16,7 @@ import ejkernel_core
 import ejkernel_tuned_h100
 from ejkernel_bench._calls import benchmark_examples
 from ejkernel_bench.records import calls_of
-from ejkernel_core import Example, Invocation
+from ejkernel_core import Choice, Example, Invocation
 from ejkernel_core._choice import candidates_for
 from ejkernel_ops.flash_attention.sizes import TRAINED, self_attention
 
@@ -31,15 +32,25 @@ NORMALIZATIONS = [
     if example.name.startswith(("16384 x 4096", "65536 x 4096", "16384 x 8192", "8192 x 8192", "1024 x 65536"))
 ]
 
+#: The operations of experts that have records, with the calls that have none.
+RECORDED: dict[str, set[str]] = {
+    "grouped_matmul": {"DeepSeek-V3, 2048 tokens, up", "DeepSeek-V3, 64 tokens, up"},
+    "grouped_matmul_d_rhs": set(),
+    "moe_permute_matmul": {"DeepSeek-V3, 2048 tokens", "DeepSeek-V3, 64 tokens"},
+    "moe_route": set(),
+}
+
 
 def backends(example: Example, card: str = CARD) -> list[str | None]:
     """What the records choose for the passes of an example."""
-    choices = []
-    for inv in calls_of(example):
-        on_card: Invocation = attrs.evolve(inv, platform="gpu", device_kind=card, compute_capability=(9, 0))
-        candidates, _ = candidates_for(on_card, ejkernel_core.registry.kernels(inv.op)[0], None, None)
-        choices.append(ejkernel_tuned_h100.records.select_config(on_card, candidates))
+    choices = [select(inv, card) for inv in calls_of(example)]
     return [choice and choice.backend for choice in choices]
+
+
+def select(inv: Invocation, card: str = CARD) -> Choice | None:
+    on_card = attrs.evolve(inv, platform="gpu", device_kind=card, compute_capability=(9, 0))
+    candidates, _ = candidates_for(on_card, ejkernel_core.registry.kernels(inv.op)[0], None, None)
+    return ejkernel_tuned_h100.records.select_config(on_card, candidates)
 
 
 def test_the_records_are_an_installed_policy() -> None:
@@ -49,7 +60,7 @@ def test_the_records_are_an_installed_policy() -> None:
 
 def test_every_record_was_measured_on_the_device() -> None:
     assert {file.parent.name for file in FILES} == {"NVIDIA%20H100%2080GB%20HBM3"}
-    assert len(RECORDS) >= 420
+    assert len(RECORDS) >= 450
     for record in RECORDS:
         provenance = record["provenance"]
         assert record["problem"]["device"] == ["gpu", CARD]
@@ -105,6 +116,22 @@ def test_grouped_heads_have_the_fastest_kernel_of_each_pass(example: Example) ->
 def test_every_call_that_benchmarks_measure_has_records() -> None:
     for example in benchmark_examples("flash_attention"):
         assert None not in backends(example), example.name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("op", RECORDED)
+def test_layers_of_well_known_models_have_records_of_their_own(op: str) -> None:
+    """With gradients in training, and without for fewer tokens."""
+    missing = set()
+    for example in benchmark_examples(op):
+        is_training = re.search(r"\b(64|2048) tokens|^512 x", example.name) is None
+        if is_training or (op != "grouped_matmul_d_rhs" and "transposed" not in example.name):
+            for inv in calls_of(example if is_training else attrs.evolve(example, wrt=())):
+                if inv.op in RECORDED:
+                    choice = select(inv)
+                    if choice is None or choice.distance:
+                        missing.add(example.name)
+    assert missing == RECORDED[op]
 
 
 def test_a_forward_that_is_left_to_xla_has_no_record() -> None:

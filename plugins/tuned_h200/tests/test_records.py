@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.usefixtures("all_compilers")
 FILES = sorted(Path(ejkernel_tuned_h200.__file__).parent.rglob("*.jsonl"))
 RECORDS: list[dict[str, Any]] = [json.loads(line) for file in FILES for line in file.read_text().splitlines()]
 EXAMPLES = benchmark_examples("flash_attention")
+#: The operations of experts that have records.
+RECORDED = ("grouped_matmul", "grouped_matmul_d_rhs", "moe_permute_matmul", "moe_route")
 #: The heuristic's configuration stays unless another one is faster by this factor.
 HEURISTIC_MARGIN = 1.02
 
@@ -96,6 +99,20 @@ def test_products_of_training_are_gluons(name: str) -> None:
     (example,) = (example for example in benchmark_examples("grouped_matmul") if example.name == name)
     choices = [select(inv)[0] for inv in on_h200(example) if not inv.op.endswith("_bwd")]
     assert [choice and (choice.backend, choice.distance) for choice in choices] == [("gluon_sm90", 0)] * 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("op", RECORDED)
+def test_layers_of_well_known_models_have_records_of_their_own(op: str) -> None:
+    """With gradients in training, and without for fewer tokens."""
+    for example in benchmark_examples(op):
+        is_training = re.search(r"\b(64|2048) tokens|^512 x", example.name) is None
+        if is_training or (op != "grouped_matmul_d_rhs" and "transposed" not in example.name):
+            for inv in on_h200(example if is_training else attrs.evolve(example, wrt=())):
+                if inv.op in RECORDED:
+                    choice, _ = select(inv)
+                    assert choice is not None, (example.name, inv.op)
+                    assert choice.distance == 0, (example.name, inv.op)
 
 
 def test_products_of_decoding_are_tritons() -> None:
