@@ -13,8 +13,9 @@ bfloat16, moments float32.
 
 The loss and all gradients of two layers are compared with ours. Routing is discrete, so that the rounding of one arm
 sends some tokens to other experts than that of another: in bfloat16, gradients may differ by a fifth, where a wrong
-kernel makes them differ by their size. The time of the layers is that of the step less that of a step without layers.
-Only useful operations count. The product rate is measured in the run. Memory is what the compiler plans.
+kernel makes them differ by their size. The steps of a round do not wait for each other, as in training. The time of the
+layers is that of the step less that of a step without layers. Only useful operations count. The product rate is
+measured in the run. Memory is what the compiler plans.
 
 On a GPU, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.93. --quick has at most four layers, and tries no batch of more than
 1 x 4096 tokens for ragged_dot. --small has tiny sizes, which a CPU can run.
@@ -64,7 +65,7 @@ from ._peers import is_installed
 from ._profile import FORWARD, part, profile_of, seconds_by_part
 from ._report import ABSENT, Bar, Cell, Report, Table, joined
 from ._rows import Rows, announce
-from ._timing import Times, interleaved, on_the_device
+from ._timing import Times, in_bursts, on_the_device
 from .moe_route import by_definition
 from .suite import OURS
 
@@ -83,6 +84,8 @@ MINIMA = {JAX: 3.0, TOKAMAX: 1.2}
 SHARE_MINIMUM = 0.35
 #: How far gradients of the same parameters may be apart, relative to their norm; and how far losses, relative to it.
 GRADIENT_LIMITS, LOSS_LIMITS = {"bfloat16": 0.2, "float32": 1e-3}, {"bfloat16": 2e-3, "float32": 1e-5}
+#: The least time of the steps of a round, which do not wait for each other, as in training.
+BURST_S = 0.5
 #: How long tokamax may tune.
 TUNING_S = 300.0
 #: The profiler does not know to which instruction a kernel in a CUDA graph belongs. A layer took 25 ms on an H100 with
@@ -416,10 +419,10 @@ class Run:
         training = Training(size, steps)
         for name in list(steps):
             announce(f"running {name}")
-            if self._try(name, partial(training.run, name)) is None:
+            if self._try(name, partial(training.run_to_end, name)) is None:
                 del steps[name]
                 training.restart()
-        times = interleaved({name: partial(training.run, name) for name in steps}, self.rounds)
+        times = in_bursts({name: partial(training.run, name) for name in steps}, self.rounds, BURST_S)
         profiles = {name: _by_part(partial(training.run, name), steps[name]) for name in steps}
         training.state = None  # so that the next one fits
         rest = self._rest(size)
@@ -444,7 +447,7 @@ class Run:
         """The time of a step without layers."""
         nothing = attrs.evolve(size, layers=0)
         training = Training(nothing, {OURS: self.compiled(OURS, nothing)})
-        return interleaved({OURS: partial(training.run, OURS)}, self.rounds)[OURS]
+        return in_bursts({OURS: partial(training.run, OURS)}, self.rounds, BURST_S)[OURS]
 
     def report(self, tables: Sequence[Table], bars: Sequence[Bar] = ()) -> Report:
         absences = [self.absences.table()] if len(self.absences) else []
@@ -473,9 +476,13 @@ class Training:
         self.state, self.tokens = _start(self.size)
 
     def run(self, name: str) -> Any:
-        """A step of an arm; the loss, when the whole step is done."""
+        """A step of an arm, which need not be done: its loss, and the state after it."""
         self.state, value = self.steps[name](self.state, self.tokens)
-        return jax.block_until_ready((value, self.state))[0]
+        return value, self.state
+
+    def run_to_end(self, name: str) -> Any:
+        """The same, when the step is done: a fault of the device is raised here."""
+        return jax.block_until_ready(self.run(name))
 
 
 def dense_rate(size: int, dtype: str) -> float:
