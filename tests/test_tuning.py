@@ -70,6 +70,9 @@ def run_kind(x: Any, kind: str) -> Any:
     def hanging_later(value: Any) -> Any:
         return value if next(CALLS) < 5 else hanging(value)
 
+    def raising_later(value: Any) -> Any:
+        return value if next(CALLS) < 1 else raising(value)
+
     def sleeping(value: Any) -> Any:
         time.sleep(0.2)
         return value
@@ -100,13 +103,15 @@ def run_kind(x: Any, kind: str) -> Any:
         return jax.pure_callback(sleeping, x, x, vmap_method="sequential") * 3
     if kind == "hangs later":
         return jax.pure_callback(hanging_later, x, x, vmap_method="sequential") * 3
+    if kind == "raises from the second run on":
+        return jax.pure_callback(raising_later, x, x) * 3
     if kind == "too large":
         return x * 3 + 0 * jnp.sort(jnp.sin(jnp.arange(2.0**38) + x[0, 0]))[5]
     return x * 3
 
 
 RELEASE = threading.Event()
-#: Counts the runs of "hangs later".
+#: Counts the runs of what fails later.
 CALLS = itertools.count()
 
 
@@ -337,6 +342,13 @@ def test_a_faulty_configuration_is_never_selected_and_is_reported(kind: str) -> 
     assert kind in str(tuned)
     assert Config(kind) not in [record.cfg for record in tuned.records]
     assert any(outcome == entry(tuned, kind).reason for _, outcome in tuned.records[0].provenance.tried)
+
+
+def test_a_configuration_that_fails_in_a_later_run_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.CALLS", itertools.count())
+    tuned = run_tuner(make_registry("raises from the second run on", heuristic="slow"), calls=(3, 5))
+    assert entry(tuned, "raises from the second run on").reason.startswith("running raised JaxRuntimeError")
+    assert next(CALLS) == 2
 
 
 @pytest.mark.parametrize("kind", [pytest.param("hangs while compiling", marks=pytest.mark.long), "hangs while running"])

@@ -102,15 +102,11 @@ class PackagedRecords:
     def _is_won_by_others(self, inv: Invocation, backends: Sequence[str]) -> bool:
         """Whether all measured records of this call and of its bucket are of kernels of other backends."""
         try:
-            problems = {key.problem: self._records_of(key).documents for key in inv.tuning_keys}
+            keys = inv.tuning_keys
         except TypeError:  # an option without content, so there is no key
             return False
-        kernels = {
-            d.kernel
-            for problem, documents in problems.items()
-            for d in documents
-            if d.when and d.key.problem == problem
-        }
+        problems, documents = {key.problem for key in keys}, self._records_of(keys[0]).documents
+        kernels = {d.kernel for d in documents if d.when and d.key.problem in problems}
         return bool(kernels) and kernels.isdisjoint({None, *(f"{inv.op}.{backend}" for backend in backends)})
 
     def _records_of(self, key: Key) -> _Records:

@@ -370,9 +370,10 @@ class Measurement:
             if variant.compiled is None or variant.samples:
                 continue
             self._check_results(variant)
-            if variant.reason is None:
-                for _ in range(1, self.num_warmup):
+            for _ in range(1, self.num_warmup):
+                if variant.reason is None:
                     self._attempt(variant, "running", functools.partial(self._results, variant))
+            if variant.reason is None:
                 self._measure(variant, 1)
 
     def _check_results(self, variant: Variant) -> None:
