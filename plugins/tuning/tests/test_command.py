@@ -537,7 +537,7 @@ def test_ctrl_c_in_a_terminal_ends_cleanly_and_the_same_command_goes_on(
     # Large enough that a busy machine does not end it before Ctrl-C.
     words = ("tune", "flash_attention", "--shape", "1x1000x4x64", "--no-backward")
     code, text = run_in_terminal(*words, answers={"best": chr(3)}, timeout_s=120.0)
-    assert code == 130
+    assert code == 130, text
     assert "ejkernel: interrupted, 1 call not done; what was measured is kept: run it again to go on" in text
     assert "Traceback" not in text
     assert "\x1b[?25h" in text
