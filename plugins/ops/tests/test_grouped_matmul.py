@@ -182,6 +182,11 @@ ARRAYS = {"lhs": np.ones((20, 6), np.float32), "rhs": np.ones((4, 6, 8), np.floa
     [
         ({"lhs": np.ones((2, 20, 6), np.float32)}, ValueError, "lhs: takes (rows, k); got shape (2, 20, 6)"),
         ({"rhs": np.ones((6, 8), np.float32)}, ValueError, "rhs: takes (groups, k, n); got shape (6, 8)"),
+        (
+            {"rhs": np.ones((8, 6), np.float32), "transpose_rhs": True},
+            ValueError,
+            "rhs: takes (groups, n, k); got shape (8, 6)",
+        ),
         ({"rhs": np.ones((4, 7, 8), np.float32)}, ValueError, "k"),
         ({"rhs": np.ones((4, 6, 8), np.float16)}, TypeError, "rhs: takes the dtype of lhs, float32; got float16"),
         ({"rhs": np.ones((4, 6, 8), np.int8)}, TypeError, "rhs: quantized matrices are not taken yet; got int8"),
@@ -191,6 +196,7 @@ ARRAYS = {"lhs": np.ones((20, 6), np.float32), "rhs": np.ones((4, 6, 8), np.floa
         ({"group_sizes": SIZES[:3]}, ValueError, "group_sizes: takes one size for each of the 4 groups of rhs; got 3"),
         ({"group_sizes": SIZES[None]}, ValueError, "group_sizes: takes (groups,); got shape (1, 4)"),
         ({"group_offset": np.array([1, 2])}, ValueError, "group_offset: takes one integer, of shape (1,) or ()"),
+        ({"group_offset": np.array([[1]])}, ValueError, "of shape (1,) or (); got shape (1, 1)"),
         ({"group_offset": np.array([1.0])}, TypeError, "group_offset: takes integers; got float"),
         ({"rhs": np.ones((5, 6, 8), np.float32), "group_offset": np.array([0])}, ValueError, "at least the 5 of rhs"),
         ({"rhs": np.ones((4, 6, 7), np.float32), "activation": "silu_gated"}, ValueError, "an even n; rhs has n = 7"),

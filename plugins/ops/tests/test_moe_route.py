@@ -19,6 +19,8 @@ from ejkernel_ops import moe_combine, moe_route
 RNG = np.random.default_rng(5)
 TOKENS, EXPERTS, K = 17, 12, 3
 BACKENDS = ("reference", "xla")
+#: In place of -inf, where a group's scores are added up.
+LOWEST = -1e200
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -34,13 +36,15 @@ def expected(
     for token, row in enumerate(logits):
         scores = {"softmax": softmax(row), "sigmoid": 1 / (1 + np.exp(-row)), "softmax_after": row}[score]
         compared = scores if bias is None else scores + bias
+        is_outside = np.zeros(EXPERTS, bool)
         if groups is not None:
             count, chosen = groups
-            parts = compared.reshape(count, -1)
-            of_groups = np.sort(parts, -1)[:, -(1 if bias is None else 2) :].sum(-1)
-            best = sorted(range(count), key=lambda group: (-of_groups[group], group))[:chosen]
-            compared = np.where(np.isin(np.arange(count), best)[:, None], parts, -np.inf).reshape(-1)
-        order = sorted(range(EXPERTS), key=lambda expert: (-compared[expert], expert))[:K]
+            parts = np.sort(compared.reshape(count, -1), -1)[:, -(1 if bias is None else 2) :]
+            # One number that is finite is more than none.
+            of_groups = [(part.max() == -np.inf, -np.maximum(part, LOWEST).sum()) for part in parts]
+            best = sorted(range(count), key=lambda group: (*of_groups[group], group))[:chosen]
+            is_outside = ~np.isin(np.arange(EXPERTS) // (EXPERTS // count), best)
+        order = sorted(range(EXPERTS), key=lambda expert: (is_outside[expert], -compared[expert], expert))[:K]
         own = softmax(scores[order]) if score == "softmax_after" else scores[order]
         is_divided = renormalize and score != "softmax_after"
         weights[token], experts[token] = own / own.sum() if is_divided else own, order
@@ -64,6 +68,37 @@ def test_values(score: str, backend: str) -> None:
         np.testing.assert_allclose(routes.weights, 2.5 * weights, rtol=1e-12)
         np.testing.assert_array_equal(routes.group_sizes, np.bincount(experts.reshape(-1), minlength=EXPERTS))
         np.testing.assert_array_equal(routes.token_order, np.argsort(experts.reshape(-1), kind="stable"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_after"])
+def test_no_expert_of_another_group_is_chosen(score: str, backend: str) -> None:
+    """Not even where the best groups have too few experts with a finite score: a bias of -inf disables one."""
+    logits = RNG.standard_normal((40, EXPERTS))
+    if score == "softmax_after":
+        logits[RNG.random(logits.shape) < 0.4] = -np.inf
+        logits[:, 0] = 1.0
+    for share in (0.3, 0.7):
+        bias = np.where(RNG.random(EXPERTS) < share, -np.inf, RNG.standard_normal(EXPERTS))
+        bias[0] = 0.0
+        with jax.enable_x64(True):
+            routes = moe_route(
+                jnp.asarray(logits), K, score=score, expert_bias=jnp.asarray(bias), num_groups=4, group_topk=1,
+                backend=backend,
+            )  # fmt: skip
+        weights, experts = expected(logits, score, bias, (4, 1), renormalize=True)
+        np.testing.assert_array_equal(routes.experts, experts)
+        np.testing.assert_allclose(routes.weights, weights, rtol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_lowest_scores_of_a_group_are_more_than_none(backend: str) -> None:
+    lowest = np.finfo(np.float32).min
+    options: dict[str, Any] = {"score": "softmax_after", "num_groups": 2, "group_topk": 1, "backend": backend}
+    for logits in ([-np.inf, -np.inf, lowest, lowest], [-np.inf, -np.inf, lowest, -np.inf]):
+        routes = moe_route(jnp.array([logits]), 1, expert_bias=jnp.zeros(4), **options)
+        assert routes.experts.tolist() == [[2]]
+        assert routes.weights.tolist() == [[1]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -77,6 +77,20 @@ def test_equal_logits_of_one_token_change_no_other(registry: Any) -> None:
         check(registry, equal, Config(16, 8), k=6)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_after"])
+def test_no_expert_of_another_group_is_chosen(registry: Any, score: str) -> None:
+    """Not even where the best groups have too few experts with a finite score, or the lowest ones."""
+    bias = jnp.array([0, -jnp.inf, 1, -jnp.inf, -jnp.inf, -jnp.inf, -2, -jnp.inf, jnp.inf, -jnp.inf, 0, 0])
+    groups = {"score": score, "num_groups": 3, "group_topk": 1}
+    numbers = logits(40, 12).at[:9, 8:].set(-jnp.inf).at[3, :6].set(-3e38)
+    expected = ejkernel_core.call("moe_route", numbers, 4, expert_bias=bias, **groups, backend="reference")
+    actual = registry.call(
+        "moe_route", numbers, 4, expert_bias=bias, **groups, backend="triton", cfg=Config(16, 4)
+    )
+    np.testing.assert_array_equal(actual[1], expected[1])
+    assert (np.ptp(actual[1] // 4, axis=1) == 0).all()
+
+
 def configurations(tokens: int, experts: int, **arguments: Any) -> list[Config]:
     """Those that are offered; the first is the heuristic's."""
     router_logits = jax.ShapeDtypeStruct((tokens, experts), jnp.float32)

@@ -32,8 +32,9 @@ def product(arguments: Arguments, rows: dict[str, str]) -> Arguments:
     """The checked arguments of a product of groups. ``rows``: the name and the axes of the array that has the rows."""
     (lhs,) = rows
     _check_matrices(arguments, lhs, "rhs")
-    _check_ranks(arguments, {**rows, "rhs": "(groups, k, n)", "group_sizes": "(groups,)"})
     canonical = {**arguments, **_options(arguments, arguments[lhs].dtype)}
+    matrices = "(groups, n, k)" if canonical["transpose_rhs"] else "(groups, k, n)"
+    _check_ranks(arguments, {**rows, "rhs": matrices, "group_sizes": "(groups,)"})
     for name in ("group_sizes", "group_offset"):
         if arguments[name] is not None:
             check_integers(name, arguments[name])
@@ -76,7 +77,7 @@ def _check_ranks(a: Arguments, shapes: dict[str, str]) -> None:
 
 
 def _scalar(name: str, array: Any) -> Any:
-    if array.size != 1:
+    if array.shape not in ((1,), ()):
         raise ValueError(f"{name}: takes one integer, of shape (1,) or (); got shape {array.shape}")
     return array.reshape(1)
 

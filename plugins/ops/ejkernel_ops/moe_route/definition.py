@@ -66,7 +66,9 @@ def weighted(scores: jax.Array, arguments: Arguments) -> jax.Array:
 
 
 def chosen_from(scores: jax.Array, arguments: Arguments) -> jax.Array:
-    """The scores by which experts are chosen: with their bias, and -inf outside of the chosen groups."""
+    """Numbers by which experts are chosen: the scores with their bias; with groups, integers in the same order, and
+    less than all of them outside of the best groups, where a score may be -inf too.
+    """
     scores, bias = jax.lax.stop_gradient(scores), arguments["expert_bias"]
     if bias is not None:
         scores = without_nan(scores + jax.lax.stop_gradient(bias).astype(scores.dtype))
@@ -74,11 +76,29 @@ def chosen_from(scores: jax.Array, arguments: Arguments) -> jax.Array:
         return scores
     tokens, experts = scores.shape
     groups = scores.reshape(tokens, arguments["num_groups"], experts // arguments["num_groups"])
-    count = 1 if bias is None else min(2, groups.shape[-1])
-    group_scores = jax.lax.top_k(groups, count)[0].sum(-1)
-    group = best(group_scores, arguments["group_topk"])
+    group = best(_scores_of_groups(groups, is_sum=bias is not None), arguments["group_topk"])
     is_chosen = (group[..., None] == jnp.arange(arguments["num_groups"])).any(-2)
-    return jnp.where(is_chosen[..., None], groups, -jnp.inf).reshape(scores.shape)
+    keys = _in_order(groups)
+    return jnp.where(is_chosen[..., None], keys, jnp.iinfo(keys.dtype).min).reshape(scores.shape)
+
+
+def _scores_of_groups(groups: jax.Array, *, is_sum: bool) -> jax.Array:
+    """The best score of each group, or the sum of its two best ones.
+
+    The sum is -inf only if all scores are: one expert whose score is finite is enough to be chosen.
+    """
+    if not is_sum or groups.shape[-1] == 1:
+        return groups.max(-1)
+    first, second = jnp.moveaxis(jax.lax.top_k(groups, 2)[0], -1, 0)
+    lowest = jnp.finfo(groups.dtype).min
+    return jnp.where(first == -jnp.inf, first, jnp.maximum(first + jnp.maximum(second, lowest), lowest))
+
+
+def _in_order(scores: jax.Array) -> jax.Array:
+    """Integers that compare as the scores do, of which none is the least integer."""
+    integer = jnp.dtype(f"int{8 * scores.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0, scores), integer)
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(integer).max, bits)
 
 
 def best(scores: jax.Array, count: int) -> jax.Array:

@@ -84,6 +84,8 @@ def faults() -> Iterator[Example]:
         "infinite": lambda draw: _infinite(draw, "softmax"),
         "infinite-sigmoid": lambda draw: _infinite(draw, "sigmoid"),
         "infinite-softmax-after": lambda draw: _infinite(draw, "softmax_after"),
+        "disabled-in-groups": lambda draw: _disabled(draw, "sigmoid"),
+        "disabled-in-groups-softmax-after": lambda draw: _disabled(draw, "softmax_after"),
         "one-expert-for-all": lambda draw: {"router_logits": logits(draw, 70, 12) + 50 * (np.arange(12) == 7), "k": 1},
         "all-experts": lambda draw: {"router_logits": logits(draw, 9, 16), "k": 16, "score": "softmax_after"},
     }
@@ -97,6 +99,16 @@ def _without_some(draw: int) -> Arguments:
     numbers[:, 2], numbers[:, 5] = -np.inf, np.nan
     numbers[4, :6] = -np.inf
     return {"router_logits": numbers, "k": 3}
+
+
+def _disabled(draw: int, score: str) -> Arguments:
+    """No expert of another group is chosen, where those of the best group are disabled."""
+    bias = biases(draw, 16)
+    bias[[1, 2, 3, 4, 8, 10, 11]] = -np.inf
+    numbers = logits(draw, 30, 16)
+    numbers[:9, 12:] = -np.inf
+    groups = {"num_groups": 4, "group_topk": 1}
+    return {"router_logits": numbers, "k": 3, "score": score, "expert_bias": bias, **groups}
 
 
 def _infinite(draw: int, score: str) -> Arguments:

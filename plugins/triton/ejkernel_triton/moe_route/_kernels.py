@@ -54,10 +54,13 @@ def choose(
         if BIAS:
             compared += tl.load(bias + expert, mask=is_expert, other=0).to(tl.float32)[None, :]
             compared = tl.where(compared != compared, -float("inf"), compared)
+        keys = _keys(compared)
         if GROUPS > 1:
             compared = tl.where(is_expert[None, :], compared, -float("inf"))
-            compared = _of_best_groups(compared, GROUPS, GROUP_K, BIAS, ROWS, WIDTH, HEIGHT)
-        keys = tl.where(is_expert[None, :], _keys(compared), TAKEN)
+            is_in = _is_in_best_groups(compared, GROUPS, GROUP_K, BIAS, ROWS, WIDTH, HEIGHT)
+            # Below -inf, which an expert of these groups may have.
+            keys = tl.where(is_in, keys, TAKEN + K)
+        keys = tl.where(is_expert[None, :], keys, TAKEN)
         for i in tl.static_range(K):
             best = _best(keys, column, HEIGHT * WIDTH)
             keys = tl.where(column[None, :] == best[:, None], TAKEN + i, keys)
@@ -116,24 +119,24 @@ def _nonzero(total):
 
 
 @triton.jit
-def _of_best_groups(
+def _is_in_best_groups(
     scores, GROUPS: tl.constexpr, GROUP_K: tl.constexpr, SUM_OF_TWO: tl.constexpr, TOKENS: tl.constexpr,
     WIDTH: tl.constexpr, HEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """The scores, with -inf outside of the best groups."""
+    """Whether an expert is in one of the best groups. The sum of two scores is -inf only if both are."""
     place = tl.arange(0, WIDTH)
-    by_group = tl.reshape(scores, (TOKENS * HEIGHT, WIDTH))
-    keys = _keys(by_group)
+    keys = _keys(tl.reshape(scores, (TOKENS * HEIGHT, WIDTH)))
     group_scores = _number(tl.max(keys, 1))
     if SUM_OF_TWO and WIDTH > 1:
         rest = tl.where(place[None, :] == _best(keys, place, WIDTH)[:, None], TAKEN, keys)
-        group_scores += _number(tl.max(rest, 1))
+        both = group_scores + tl.maximum(_number(tl.max(rest, 1)), -LARGEST)
+        group_scores = tl.where(group_scores == -float("inf"), group_scores, tl.maximum(both, -LARGEST))
     group = tl.arange(0, HEIGHT)
     keys = tl.where((group < GROUPS)[None, :], _keys(tl.reshape(group_scores, (TOKENS, HEIGHT))), TAKEN)
     for _ in tl.static_range(GROUP_K):
         keys = tl.where(group[None, :] == _best(keys, group, HEIGHT)[:, None], TAKEN, keys)
-    is_chosen = tl.reshape((keys == TAKEN).to(tl.int32), (TOKENS * HEIGHT, 1)) != 0
-    return tl.reshape(tl.where(is_chosen, by_group, -float("inf")), (TOKENS, HEIGHT * WIDTH))
+    is_chosen = tl.reshape((keys == TAKEN).to(tl.int32), (TOKENS * HEIGHT, 1))
+    return tl.reshape(tl.broadcast_to(is_chosen, (TOKENS * HEIGHT, WIDTH)), (TOKENS, HEIGHT * WIDTH)) != 0
 
 
 @triton.jit
