@@ -27,7 +27,7 @@ from ._lowering import apply, apply_inline, has_opaque_kernel
 from ._operation import NUMBERS, Operation, Restore
 from ._plan import Explanation, Plan
 from ._plugins import Plugins
-from ._request import CallContext, Dependencies, Request, make_request, standard_promotion
+from ._request import CallContext, Dependencies, Request, make_request, requests_in, standard_promotion
 from ._validation import check_values, clearer_error, not_static, on_other_mesh, unhashable
 
 if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
@@ -399,4 +399,21 @@ def _explain(request: Request, avals: Sequence[Any], call_target: Target) -> Exp
         plan = with_space_faults(request.plan(avals, call_target), request.registry.kernels(op)[0])
     except EjkernelError as error:
         return Explanation(op, None, str(error), verdicts=getattr(error, "verdicts", ()))
-    return Explanation(op, plan, None, verdicts=plan.verdicts)
+    parts = tuple(_explain(part, values, call_target) for part, values in _parts(request, plan, avals))
+    return Explanation(op, plan, None, verdicts=plan.verdicts, parts=parts)
+
+
+def _parts(request: Request, plan: Plan, avals: Sequence[Any]) -> list[tuple[Request, list[Any]]]:
+    """The calls that the kernel makes, each once, and their arrays. None of a kernel that cannot be traced here."""
+    if not plan.kernel.parts:
+        return []
+    try:
+        with request.settings.in_effect():
+            program = jax.make_jaxpr(lambda *arrays: request.run(plan, arrays))(*avals)
+    except Exception:  # of any type, and about a call that runs later, if at all
+        return []
+    parts: dict[Any, tuple[Request, list[Any]]] = {}
+    for part, values in requests_in(program.jaxpr):
+        elements = part.elements(values)
+        parts.setdefault((part.operation.name, part.content, str(elements)), (part, elements))
+    return list(parts.values())

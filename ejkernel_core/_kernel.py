@@ -80,14 +80,19 @@ class Invocation(Mapping[str, Any]):
         return len(self.arguments)
 
     def __str__(self) -> str:
-        arguments = ", ".join(f"{name}={text}" for name, text in _argument_texts(self.arguments))
-        return f"{self.op}({arguments}) on {self._location}"
+        return f"{self.call_text} on {self._location}"
 
     def __repr__(self) -> str:
         return f"Invocation({one_line(self)})"
 
     def _repr_html_(self) -> str:
         return html_table(f"{self.op} on {self._location}", _argument_texts(self.arguments))
+
+    @property
+    def call_text(self) -> str:
+        """The operation and its arguments, without the device."""
+        arguments = ", ".join(f"{name}={text}" for name, text in _argument_texts(self.arguments))
+        return f"{self.op}({arguments})"
 
     @property
     def _location(self) -> str:
@@ -188,6 +193,8 @@ class LoadedKernel:
     software: Mapping[str, str] = attrs.field(repr=False)
     #: The platforms on which its code is opaque to XLA: a custom call, which XLA cannot partition.
     opaque: tuple[str, ...]
+    #: The operations that it calls.
+    parts: tuple[str, ...]
     _hooks: pluggy.HookRelay = attrs.field(repr=False)
     name: str = attrs.field(init=False)
 

@@ -71,6 +71,7 @@ def load_kernel(entry: Entry, plugin: Any) -> LoadedKernel:
         _config_name(plugin, config_type),
         _software(entry, plugin),
         getattr(plugin, "OPAQUE", ()),
+        getattr(plugin, "PARTS", ()),
         manager.hook,
     )
 
@@ -126,14 +127,12 @@ def _wrong_attributes(plugin: Any) -> Iterator[str]:
     are_ranks = all(isinstance(k, str) and (isinstance(r, int) or callable(r)) for k, r in ranks.items())
     if platforms is not None and not are_ranks:
         yield f"PLATFORMS takes {{platform: rank}} with whole numbers, or functions that give them; got {platforms!r}"
-    compilers = getattr(plugin, "COMPILERS", ())
-    if not (isinstance(compilers, tuple) and all(isinstance(name, str) for name in compilers)):
-        yield f"COMPILERS takes a tuple of the names of distributions; got {compilers!r}"
-    opaque = getattr(plugin, "OPAQUE", ())
-    if not (isinstance(opaque, tuple) and all(isinstance(name, str) for name in opaque)):
-        yield f"OPAQUE takes a tuple of the names of platforms; got {opaque!r}"
-    elif isinstance(platforms, Mapping) and not {*opaque} <= {*platforms}:
-        yield f"OPAQUE names platforms that PLATFORMS has; got {opaque!r}"
+    for name, meaning in (("COMPILERS", "distributions"), ("OPAQUE", "platforms"), ("PARTS", "operations")):
+        names = getattr(plugin, name, ())
+        if not (isinstance(names, tuple) and all(isinstance(one, str) for one in names)):
+            yield f"{name} takes a tuple of the names of {meaning}; got {names!r}"
+        elif name == "OPAQUE" and isinstance(platforms, Mapping) and not {*names} <= {*platforms}:
+            yield f"OPAQUE names platforms that PLATFORMS has; got {names!r}"
     if type(version := getattr(plugin, "VERSION", 0)) is not int:
         yield f"VERSION takes a whole number; got {version!r}"
     if not isinstance(getattr(plugin, "RANK", 0), int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -113,6 +114,8 @@ class Explanation:
     backward: Explanation | None = None
     #: The verdicts on all installed kernels and policies, also where there is no plan.
     verdicts: tuple[Verdict, ...] = ()
+    #: Those of the calls that the kernel makes.
+    parts: tuple[Explanation, ...] = ()
     #: None for a call on one device.
     division: Division | None = None
     note: str = "a function that JAX has already compiled keeps its choice until it is traced again"
@@ -121,8 +124,16 @@ class Explanation:
 
     def __str__(self) -> str:
         text = (str(self.plan) if self.plan else self.error or "") + (f"\n  {self.division}" if self.division else "")
+        text += "".join(f"\n  {line}" for line in self._part_lines())
         text += f"\n{self.backward}" if self.backward else f"\n  ({self.note})"
         return "\n  ".join([text, *self.remarks])
+
+    def _part_lines(self) -> Iterator[str]:
+        """The parts, each with what runs it below, and with its own parts further to the right."""
+        for part in self.parts:
+            yield f"part: {part.plan.invocation.call_text}" if part.plan else f"part: {part.op}"
+            yield f"  {part.summary}"
+            yield from (f"  {line}" for line in part._part_lines())
 
     @property
     def summary(self) -> str:
@@ -135,7 +146,8 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         html = self.plan._repr_html_() if self.plan else html_text(self.error)
-        html += "".join(map(html_text, filter(None, (self.division, *self.remarks))))
+        parts = "\n".join(self._part_lines())
+        html += "".join(map(html_text, filter(None, (parts, self.division, *self.remarks))))
         if self.backward:
             return html + self.backward._repr_html_()
         return html + (html_text(self.note) if self.plan else "")

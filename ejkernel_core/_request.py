@@ -242,3 +242,14 @@ def bind(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """The results of the best kernel for the request, by the primitive."""
     primitive = kernel_call if absent_target() is None else absent_device_call
     return tuple(primitive.bind(*vary_alike(arrays), request=request))
+
+
+def requests_in(program: Any) -> Iterator[tuple[Request, list[Any]]]:
+    """The requests of the calls in a jaxpr, and in those that it has inside, with the shapes of their arrays."""
+    for equation in program.eqns:
+        if equation.primitive in CALLS:
+            yield equation.params["request"], [variable.aval for variable in equation.invars]
+        for value in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from requests_in(inner)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import ejkernel_core
 from ejkernel_core import (
     Axes,
     NoKernel,
@@ -86,6 +87,42 @@ def test_an_explanation_without_a_plan_has_the_verdicts(registry):
     assert [(v.name, v.status, v.reason) for v in explanation.verdicts] == [("scale.two", "refused", "it is Tuesday")]
     registry.register(kernel(), "scale.two")
     assert [v.status for v in registry.explain("scale", X).verdicts] == ["chosen"]
+
+
+def test_the_calls_that_a_kernel_makes_are_explained_each_once(registry):
+    @hookimpl
+    def by_scale(inv, cfg):
+        x = inv["x"]
+        twice = registry.call("scale", registry.call("scale", x))
+        return jax.lax.cond(x[0] > 0, lambda: registry.call("scale", x, shift=1.0), lambda: twice)
+
+    @hookimpl
+    def by_twice(inv, cfg):
+        return registry.call("twice", inv["x"], shift=inv["shift"])
+
+    for name, run, parts in (("twice", by_scale, ("scale",)), ("nested", by_twice, ("twice",))):
+        registry.register(Operation(name=name, signature=scale, axes=AXES))
+        registry.register(SimpleNamespace(run_backend=run, PARTS=parts), f"{name}.by_another")
+    explanation = registry.explain("nested", X)
+    (twice,) = explanation.parts
+    assert [part.plan.invocation["shift"] for part in twice.parts] == [0.0, 1.0]
+    assert [part.parts for part in twice.parts] == [(), ()]
+    lines = str(explanation).splitlines()
+    first = lines.index(f"  part: {twice.plan.invocation.call_text}")
+    assert lines[first + 1] == "    twice.by_another, by heuristic"
+    assert lines[first + 2] == f"    part: {twice.parts[0].plan.invocation.call_text}"
+    assert lines[first + 3] == "      scale.two with Config(factor=2), by heuristic"
+    assert f"part: {twice.parts[1].plan.invocation.call_text}" in explanation._repr_html_()
+
+
+def test_a_kernel_that_cannot_be_traced_here_is_explained_without_parts(registry):
+    @hookimpl
+    def run_backend(inv, cfg):
+        raise RuntimeError("only on Mondays")
+
+    registry.register(SimpleNamespace(run_backend=run_backend, PLATFORMS={"cpu": 99}, PARTS=("other",)), "scale.three")
+    explanation = registry.explain("scale", X)
+    assert (explanation.plan.kernel.name, explanation.parts) == ("scale.three", ())
 
 
 def test_a_missing_backward_operation_is_reported_with_its_forward(registry):
@@ -315,3 +352,21 @@ def test_a_scale_that_float32_cannot_hold_is_refused(scale):
     query = jnp.ones((1, 4, 2, 8))
     with pytest.raises(ValueError, match="softmax_scale: takes a number that float32 holds"):
         Registry().call("flash_attention", query, query, query, softmax_scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("op", "backend"),
+    [
+        ("grouped_matmul", "xla"),
+        ("moe_permute_matmul", "by_parts"),
+        ("moe_permute_matmul", "xla"),
+    ],
+)
+def test_a_kernel_names_the_operations_that_it_calls(op: str, backend: str) -> None:
+    example = next(
+        example for example in ejkernel_core.registry.operation(op).examples() if "float32" in example.features
+    )
+    explanation = ejkernel_core.explain(op, backend=backend, **example.arguments(0))
+    for one in (explanation, explanation.backward):
+        assert {part.op for part in one.parts} == {*one.plan.kernel.parts}
+    assert explanation.backward.parts

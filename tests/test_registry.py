@@ -317,6 +317,7 @@ def test_the_number_of_compiled_calls_is_bounded(monkeypatch: pytest.MonkeyPatch
             "PLATFORMS takes {platform: rank} with whole numbers, or functions that give them; got {1: 2}",
         ),
         ("PLATFORMS", {"cpu": "high"}, "PLATFORMS takes {platform: rank} with whole numbers"),
+        ("PARTS", "other", "PARTS takes a tuple of the names of operations; got 'other'"),
         ("Config", Config(3), "Config is the type of the configurations; got Config(times=3)"),
     ],
 )

@@ -112,7 +112,7 @@ def _check_options(operation: Operation, options: Collection[str]) -> None:
     names = [name for name in operation.signature.parameters if name not in operation.arrays]
     missing = [_option(name) for name in names if name not in options and _has_no_default(operation, name)]
     if missing:
-        raise click.UsageError(f"{operation.name} needs {' and '.join(missing)} with a value")
+        raise click.UsageError(f"{operation.name} needs {' and '.join(missing)} with a value{_all_options(operation)}")
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -186,7 +186,12 @@ def _hint(name: str, operation: Operation) -> str:
     similar = [*(n for n in names if name in n.split("_")), *difflib.get_close_matches(name, names, 1)]
     if similar:
         return f"; did you mean {_option(similar[0])}?"
-    return f"; it has {', '.join(map(_option, names))}"
+    return _all_options(operation)
+
+
+def _all_options(operation: Operation) -> str:
+    """The end of a sentence about a call that cannot be read."""
+    return f"; it has {', '.join(map(_option, ('shape', 'dtype', *operation.signature.parameters)))}"
 
 
 def _option(name: str) -> str:

@@ -5,6 +5,7 @@ Nothing runs: the choice is made from shapes, as a call on this machine would ma
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -74,6 +75,9 @@ def _print(explanation: Explanation) -> None:
     print_table(("backend", "verdict", "configuration", "reason"), rows)
     if plan and plan.choice.record and plan.choice.record.provenance:
         _print_times(plan.choice.record.provenance, f"{plan.kernel.name.rpartition('.')[2]} {plan.cfg}")
+    if explanation.parts:
+        print_line()
+        print_table(("part", "backend", "configuration", "chosen by"), map(_part_row, _all_parts(explanation)))
     if explanation.division:
         print_line(str(explanation.division))
     if explanation.backward:
@@ -81,6 +85,20 @@ def _print(explanation: Explanation) -> None:
         _print(explanation.backward)
     for remark in explanation.remarks:
         print_line(f"\n{remark}")
+
+
+def _all_parts(explanation: Explanation) -> Iterator[Explanation]:
+    """The parts, each followed by its own."""
+    for part in explanation.parts:
+        yield part
+        yield from _all_parts(part)
+
+
+def _part_row(part: Explanation) -> tuple[str, str, str, str]:
+    plan = part.plan
+    if plan is None:
+        return part.op, "", "", str(part.error).partition("\n")[0]
+    return plan.invocation.call_text, plan.kernel.name.rpartition(".")[2], config_text(plan.cfg), origin_of(plan)
 
 
 def origin_of(plan: Plan) -> str:
@@ -185,6 +203,7 @@ def as_dict(explanation: Explanation) -> dict[str, Any]:
             }
             for v in explanation.verdicts
         ],
+        "parts": [as_dict(part) for part in explanation.parts],
         "backward": as_dict(explanation.backward) if explanation.backward else None,
         "remarks": list(explanation.remarks),
     }

@@ -94,6 +94,23 @@ def test_json_has_the_record_and_both_directions(run, registry, record):
     assert explanation["backward"]["measured"] is None
 
 
+def test_the_calls_that_a_kernel_makes_are_listed(run, registry):
+    words = ("explain", "moe_permute_matmul", "--shape", "16x8", "--token-order", "32", "--rhs", "4x8x6")
+    words = (*words, "--group-sizes", "4", "--k", "2")
+    output = run(*words).stdout
+    forward, backward = output.split("moe_permute_matmul_bwd(", 1)
+    parts = forward.partition("part ")[2]
+    assert parts.index("moe_permute(x=float32[16,8]") < parts.index("grouped_matmul(lhs=float32[32,8]")
+    assert " on cpu" not in parts
+    assert backward.index("grouped_matmul_bwd(lhs=") < backward.index("grouped_matmul_d_rhs(lhs=")
+    explanation = json.loads(run(*words, "--json").stdout)
+    assert [part["kernel"] for part in explanation["parts"]] == ["moe_permute.xla", "grouped_matmul.xla"]
+    assert [part["operation"] for part in explanation["backward"]["parts"][1]["parts"]] == [
+        "grouped_matmul",
+        "grouped_matmul_d_rhs",
+    ]
+
+
 def test_times_are_sorted_and_failures_left_out(record):
     times = [ms for _, ms in measured_times(record.provenance)]
     assert times == sorted(times)

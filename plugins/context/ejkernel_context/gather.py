@@ -25,6 +25,7 @@ from .rule import gather_rank
 VERSION = 1
 #: By the rule of this package.
 PLATFORMS = {"cpu": gather_rank, "gpu": gather_rank, "tpu": gather_rank}
+PARTS = ("flash_attention",)
 
 
 @hookimpl

@@ -31,6 +31,7 @@ __all__ = ["VERSION"]
 
 #: By the rule of this package.
 PLATFORMS = {"cpu": gather_rank, "gpu": gather_rank, "tpu": gather_rank}
+PARTS = ("flash_attention_bwd",)
 #: The gradients that are summed over the devices.
 OF_KEYS = ("key", "value")
 

@@ -26,6 +26,7 @@ from .rule import RING
 VERSION = 1
 #: By the rule of this package.
 PLATFORMS = {"cpu": RING, "gpu": RING, "tpu": RING}
+PARTS = ("flash_attention",)
 
 
 #: The most bytes of the keys that travel as one array with the values. Copying 16 MiB takes some 10 microseconds.

@@ -35,6 +35,8 @@ from .ring import (
 
 __all__ = ["PLATFORMS", "VERSION"]
 
+PARTS = ("flash_attention_bwd",)
+
 Gradients = dict[str, jax.Array]
 RESULTS = ("out", "lse", "d_out", "d_lse")
 

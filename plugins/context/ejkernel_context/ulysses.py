@@ -21,6 +21,7 @@ from .rule import ULYSSES, indivisible_heads
 VERSION = 1
 #: By the rule of this package.
 PLATFORMS = {"cpu": ULYSSES, "gpu": ULYSSES, "tpu": ULYSSES}
+PARTS = ("flash_attention",)
 
 
 @hookimpl

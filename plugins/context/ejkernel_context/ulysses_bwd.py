@@ -14,6 +14,8 @@ from .ulysses import PLATFORMS, VERSION, refuse_indivisible, to_heads, to_sequen
 
 __all__ = ["PLATFORMS", "VERSION"]
 
+PARTS = ("flash_attention_bwd",)
+
 
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> None:

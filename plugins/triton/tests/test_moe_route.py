@@ -84,9 +84,7 @@ def test_no_expert_of_another_group_is_chosen(registry: Any, score: str) -> None
     groups = {"score": score, "num_groups": 3, "group_topk": 1}
     numbers = logits(40, 12).at[:9, 8:].set(-jnp.inf).at[3, :6].set(-3e38)
     expected = ejkernel_core.call("moe_route", numbers, 4, expert_bias=bias, **groups, backend="reference")
-    actual = registry.call(
-        "moe_route", numbers, 4, expert_bias=bias, **groups, backend="triton", cfg=Config(16, 4)
-    )
+    actual = registry.call("moe_route", numbers, 4, expert_bias=bias, **groups, backend="triton", cfg=Config(16, 4))
     np.testing.assert_array_equal(actual[1], expected[1])
     assert (np.ptp(actual[1] // 4, axis=1) == 0).all()
 

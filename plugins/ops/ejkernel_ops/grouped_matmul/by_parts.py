@@ -10,6 +10,7 @@ from .gradients import gradients
 
 VERSION = 1
 PLATFORMS = {"cpu": 50, "gpu": 50, "tpu": 50}
+PARTS = ("grouped_matmul", "grouped_matmul_d_rhs")
 
 
 @hookimpl

@@ -10,6 +10,7 @@ from . import parts
 
 VERSION = 1
 PLATFORMS = {"cpu": 50, "gpu": 50, "tpu": 50}
+PARTS = ("moe_permute", "grouped_matmul")
 
 
 @hookimpl

@@ -15,6 +15,7 @@ PLATFORMS = {"tpu": 50}
 #: XLA sees a custom call, which it cannot partition.
 OPAQUE = ("tpu",)
 COMPILERS = ("jaxlib",)
+PARTS = ("grouped_matmul", "grouped_matmul_d_rhs")
 
 
 @hookimpl

@@ -12,6 +12,7 @@ VERSION = 1
 PLATFORMS = {"gpu": 45}
 OPAQUE = ("gpu",)
 COMPILERS = ("triton", "jax-triton")
+PARTS = ("grouped_matmul", "grouped_matmul_d_rhs")
 
 
 @hookimpl

@@ -9,6 +9,7 @@ from ejkernel_ops.grouped_matmul.gradients import gradients
 
 VERSION = 1
 PLATFORMS = {"cpu": 10, "gpu": 10, "tpu": 10}
+PARTS = ("grouped_matmul", "grouped_matmul_d_rhs")
 
 
 @hookimpl

@@ -10,6 +10,7 @@ from ejkernel_ops.symbolic import refuse_symbolic
 
 VERSION = 1
 PLATFORMS = {"cpu": 10, "gpu": 10, "tpu": 10}
+PARTS = ("moe_permute", "grouped_matmul")
 
 
 @hookimpl

@@ -9,6 +9,7 @@ from ejkernel_ops.moe_permute_matmul import parts
 
 VERSION = 1
 PLATFORMS = {"cpu": 10, "gpu": 10, "tpu": 10}
+PARTS = ("moe_permute", "grouped_matmul_bwd", "moe_combine")
 
 
 @hookimpl
