@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -35,9 +36,10 @@ OPERATION = """
 
 
 @pytest.fixture
-def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeDistribution:
+def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeDistribution]:
     """``distribution(name, modules, kernels=..., operations=..., policies=...)`` installs one; returns its folder."""
     count = 0
+    all_modules: set[str] = set()
 
     def make(name: str, modules: Mapping[str, str], version: str = "1.0", **groups: Mapping[str, str]) -> Path:
         nonlocal count
@@ -53,10 +55,14 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeDistrib
         (info / "entry_points.txt").write_text("\n".join(sections))
         for module, source in modules.items():
             (folder / f"{module}.py").write_text(textwrap.dedent(source))
+        all_modules.update(modules)
         monkeypatch.syspath_prepend(str(folder))
         return folder
 
-    return make
+    yield make
+    # The next test may have other modules of these names, or find that none is installed.
+    for module in all_modules:
+        sys.modules.pop(module, None)
 
 
 @pytest.fixture
