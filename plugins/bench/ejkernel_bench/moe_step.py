@@ -476,7 +476,7 @@ class Training:
         self.state, self.tokens = _start(self.size)
 
     def run(self, name: str) -> Any:
-        """A step of an arm, which need not be done: its loss, and the state after it."""
+        """A step of an arm, which may still be running: its loss, and the state after it."""
         self.state, value = self.steps[name](self.state, self.tokens)
         return value, self.state
 
