@@ -18,21 +18,24 @@ run: $(STAMP)
 	@mkdir -p $(dir $(PICTURE))
 	$(BIN)/ejkernel run --picture $(PICTURE)
 
-# Cheap cases first: a broken core is told within seconds. One process for each of two processors, and one more for the
-# core, whose tests often wait for other processes; with worksteal most files are run by one of them, so that fixtures
-# and programs are made once.
+# As many seconds of the processor as the tests may cost together, and what draws them: tests/selection.py. TESTS may be
+# the tests of one package.
+BUDGET := 200
+TESTS  := tests plugins
+
+# With worksteal most files are run by one process, so that fixtures and programs are made once.
 test: export EJKERNEL_TESTS = quick
 test: $(VENV)/.installed-integration
-	$(BIN)/python -m pytest -q tests -m "not long and not gpu" -n 3 --dist worksteal -x
-	$(BIN)/python -m pytest -q plugins -m "not long and not gpu" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q $(TESTS) -m "not long and not gpu" --budget $(BUDGET) $(SEED:%=--seed %) -n 2 --dist worksteal
 
-# The sweeps on which something has changed since they last passed, as tests/long-sweeps.json has it. With TENTH=commit,
-# of the others a tenth each, drawn by the commit; then nothing is recorded.
+# The sweeps, which are all tests of a package, on which something has changed since they last passed, as
+# tests/long-sweeps.json has it. With TENTH=commit, of the others a tenth each, drawn by the commit; then nothing is
+# recorded.
 test-long: $(VENV)/.installed-integration
 	$(BIN)/python .ci/long_sweeps.py $(TENTH:%=--tenth %)
 
 # Everything, whatever is recorded: before each release.
-test-all: test
+test-all: $(VENV)/.installed-integration
 	$(BIN)/python .ci/long_sweeps.py --all
 
 # By the real compiler of TPUs, in an environment of its own: it is large, and comes under terms of its own.

@@ -10,6 +10,7 @@ import platform
 import pty
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import termios
@@ -32,6 +33,12 @@ settings.load_profile("ejkernel")
 # NumPy's products by one thread, because there is a process for each processor. OpenBLAS's threads wait for each other:
 # on two busy processors a product of (64, 64) and (64, 256) took 30 ms instead of 0.1.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+pytest_plugins = ("tests.selection",)
+
+# A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 JAXLIB = tuple(map(int, version("jaxlib").split(".")[:2]))
 
@@ -225,48 +232,3 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or JAX reports leaks at the end
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("share", "a part of the tests, drawn by a text: the same in every process")
-    group.addoption("--share", type=float, default=1.0, metavar="FRACTION", help="run this share of the tests")
-    group.addoption("--seed", default="", metavar="TEXT", help="what draws them, as the hash of a commit")
-    group.addoption(
-        "--share-of", action="append", default=[], metavar="FOLDER", help="those of this folder alone; all others run"
-    )
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in left_to_the_long_sweep(items):
-        item.add_marker("long")
-    share, folders = config.getoption("--share"), config.getoption("--share-of")
-    left = [item for item in items if not is_drawn(item.nodeid, share, config.getoption("--seed"), folders)]
-    if left:
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in left]
-
-
-def left_to_the_long_sweep(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of the cases of each test with ``@pytest.mark.sample(3)``, all but three, drawn by their names.
-
-    Cases that are long anyway, or that need a GPU, are not counted. Where only some parameters have the marker, their
-    cases are.
-    """
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sample") and not any(map(item.get_closest_marker, ("long", "gpu"))):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left = []
-    for cases in tests.values():
-        cases.sort(key=lambda case: hashlib.sha256(case.nodeid.encode()).digest())
-        left += cases[cases[0].get_closest_marker("sample").args[0] :]
-    return left
-
-
-def is_drawn(test: str, share: float, seed: str, folders: list[str]) -> bool:
-    """By the test's own name: what else there is has no say in it."""
-    if folders and not any(test.startswith(f"{folder.rstrip('/')}/") for folder in folders):
-        return True
-    draw = hashlib.sha256(f"{seed} {test}".encode()).digest()
-    return int.from_bytes(draw[:8], "big") < share * 2**64

@@ -1,8 +1,9 @@
 """The long sweeps, run where something has changed that they depend on.
 
-A sweep is the long tests of one package. When it passes, a hash of all that it depends on is written into
+A sweep is all tests of one package. When it passes, a hash of all that it depends on is written into
 tests/long-sweeps.json: of the package and its tests, of our packages that it uses, and of the versions of Python, JAX
-and the others. Where the hash is still the same, the tests have nothing new to show.
+and the others. Where the hash is still the same, the tests have nothing new to show. What each test costs is written
+beside the tests, for the budget of `make test`.
 
     long_sweeps.py                   runs the sweeps that are not recorded, and records those that pass
     long_sweeps.py --all             runs all of them, and records anew
@@ -35,7 +36,7 @@ DISTRIBUTIONS = ("jax", "jaxlib", "numpy", "triton", "jax-triton", "attrs", "cat
 #: What every sweep depends on: how tests are run.
 COMMON = ("conftest.py", "pyproject.toml", ".ci/long_sweeps.py")
 #: Made by running something.
-LEFTOVERS = ("__pycache__", "build", ".pytest_cache", ".hypothesis", RECORDS.name)
+LEFTOVERS = ("__pycache__", "build", ".pytest_cache", ".hypothesis", RECORDS.name, "costs.json")
 #: XLA's own kernels are compiled as users do. The others run in interpreters here, where optimising shows nothing more.
 OPTIMIZED = frozenset({"plugins/xla"})
 WORKERS = ("-n", "2")
@@ -172,7 +173,10 @@ def record(root: Path, name: str, passed: Mapping[str, str]) -> None:
 
 
 def run(root: Path, whole: Collection[Package], tenth: Collection[Package], seed: str) -> tuple[bool, set[str]]:
-    """Whether all passed, and the tests that did: of the packages to be run whole, and of those to be run in part."""
+    """Whether all passed, and the tests that did: of the packages to be run whole, and of those to be run in part.
+
+    Without a seed, costs are recorded.
+    """
     groups = [
         {one for one in (*whole, *tenth) if (one.folder in OPTIMIZED) is optimized} for optimized in (False, True)
     ]
@@ -180,6 +184,7 @@ def run(root: Path, whole: Collection[Package], tenth: Collection[Package], seed
     for group in filter(None, groups):
         in_part = [f"--share-of={one.tests}" for one in group if one in tenth]
         options = [*(["--share=0.1", f"--seed={seed}", *sorted(in_part)] if in_part else [])]
+        options += [] if seed else ["--record-costs"]
         quick = not any(one.folder in OPTIMIZED for one in group)
         failed = pytest(root, sorted(one.tests for one in group), options, quick)
         passed |= {one.tests for one in group} - failed
@@ -188,11 +193,13 @@ def run(root: Path, whole: Collection[Package], tenth: Collection[Package], seed
 
 
 def pytest(root: Path, tests: list[str], options: list[str], quick: bool) -> set[str]:
-    """Run long tests. Returns those of the folders that have failed: all, unless it is certain which."""
-    settings = {**os.environ, "EJKERNEL_TESTS": "quick" if quick else ""}
+    """Run all tests. Returns those of the folders that have failed: all, unless it is certain which."""
+    # Programs that an earlier run has compiled would make costs too low.
+    cold = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    settings = {**os.environ, **cold, "EJKERNEL_TESTS": "quick" if quick else ""}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "long and not gpu", *WORKERS, f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", *WORKERS, f"--junitxml={report}"]
         code = subprocess.run([*command, *options, *tests], cwd=root, env=settings, check=False).returncode
         if code in (0, NO_TESTS):
             return set()

@@ -622,7 +622,6 @@ MAPPED_AXES = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MAPPED_AXES)
 def test_a_mapped_call_with_a_batch(score_registry: Any, name: str) -> None:
     registry, shapes, shapes_bwd = score_registry

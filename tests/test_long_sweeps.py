@@ -14,9 +14,13 @@ from types import ModuleType
 
 import pytest
 
+from tests.selection import is_in_share
+
 #: A repository of a core, an operation, a kernel for CPUs, one for GPUs, and packages that the latter depends on.
 FILES = {
-    "pyproject.toml": "[tool.pytest.ini_options]\naddopts = ['--import-mode=importlib']\nmarkers = ['long', 'gpu']\n",
+    "pyproject.toml": (
+        "[tool.pytest.ini_options]\naddopts = ['--import-mode=importlib']\nmarkers = ['long', 'gpu']\npythonpath = ['.']\n"
+    ),
     "ejkernel_core/__init__.py": "",
     "tests/test_core.py": "def test_quick(): ...",
     "plugins/ops/pyproject.toml": '[project.entry-points."ejkernel.operations"]\n"square" = "ejkernel_ops:square"',
@@ -59,9 +63,8 @@ def root(tmp_path: Path, pytestconfig: pytest.Config) -> Path:
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    # Only the options of pytest, because the rest of the file imports the real packages.
-    _, start, options = (pytestconfig.rootpath / "conftest.py").read_text().partition("def pytest_addoption")
-    (tmp_path / "conftest.py").write_text(f"import hashlib\n\nimport pytest\n\n\n{start}{options}")
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ("tests.selection",)\n')
+    shutil.copy(pytestconfig.rootpath / "tests/selection.py", tmp_path / "tests/selection.py")
     (tmp_path / ".ci").mkdir()
     shutil.copy(pytestconfig.rootpath / ".ci/long_sweeps.py", tmp_path / ".ci/long_sweeps.py")
     return tmp_path
@@ -119,7 +122,12 @@ def test_another_version_changes_all_hashes(sweeps: ModuleType, root: Path) -> N
 
 def test_files_left_by_a_run_change_no_hash(sweeps: ModuleType, root: Path) -> None:
     before = hashes(sweeps, root)
-    for name in ("ejkernel_core/__pycache__/a.pyc", "tests/long-sweeps.json", "plugins/card/tests/.hypothesis/b"):
+    for name in (
+        "ejkernel_core/__pycache__/a.pyc",
+        "tests/long-sweeps.json",
+        "plugins/card/tests/costs.json",
+        "plugins/card/tests/.hypothesis/b",
+    ):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text("{}")
     assert hashes(sweeps, root) == before
@@ -162,7 +170,7 @@ def break_test(root: Path, number: int) -> None:
 def test_a_sweep_that_passed_is_recorded_and_not_run_again(sweeps: ModuleType, root: Path, sweep: Sweep) -> None:
     status, output = sweep()
     assert status == 0, output
-    assert "60 passed" in output
+    assert "61 passed" in output
     records = json.loads((root / "tests/long-sweeps.json").read_text())
     versions = sweeps.versions()
     assert records == {sweeps.environment(versions): hashes(sweeps, root, versions)}
@@ -172,7 +180,7 @@ def test_a_sweep_that_passed_is_recorded_and_not_run_again(sweeps: ModuleType, r
     assert "passed" not in output
     (root / "plugins/words/ejkernel_words/words.json").write_text("[1]")
     assert "60 passed" in sweep()[1]
-    assert "60 passed" in sweep("--all")[1]
+    assert "61 passed" in sweep("--all")[1]
 
 
 @pytest.mark.long
@@ -190,15 +198,10 @@ def test_a_sweep_that_failed_is_not_recorded(root: Path, sweep: Sweep) -> None:
 
 
 @pytest.mark.long
-def test_a_wrong_record_is_found_by_the_tenth(
-    sweeps: ModuleType, root: Path, sweep: Sweep, pytestconfig: pytest.Config
-) -> None:
+def test_a_wrong_record_is_found_by_the_tenth(sweeps: ModuleType, root: Path, sweep: Sweep) -> None:
     """For a wrong record, the tenth of some commits has the test that fails. Workers run it, as in ``.ci/run``."""
-    conftest = pytestconfig.pluginmanager.get_plugin(str(pytestconfig.rootpath / "conftest.py"))
     tests = [f"{CARD}/test_card.py::test_right[{number}]" for number in range(60)]
-    samples = {
-        seed: [test for test in tests if conftest.is_drawn(test, 0.1, seed, [CARD])] for seed in map(str, range(99))
-    }
+    samples = {seed: [test for test in tests if is_in_share(test, 0.1, seed, [CARD])] for seed in map(str, range(99))}
     assert max(map(len, samples.values())) < 20
     assert set().union(*samples.values()) == set(tests)
     failing_seed = next(seed for seed, sample in samples.items() if tests[7] in sample)

@@ -119,7 +119,6 @@ def loss(function: Callable[..., Any]) -> Callable[..., Any]:
     return total
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("backward", [False, True])
 def test_derivatives_of_every_order(backward: bool) -> None:
     registry = make_registry(backward=backward, scaled__fast=kernel(compute, {"cpu": 50}))
@@ -210,7 +209,6 @@ FORWARD_MODE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("derivative", FORWARD_MODE)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("backend", [None, pytest.param("reference", marks=pytest.mark.long)])  # JAX's own derivative
@@ -244,7 +242,6 @@ def test_forward_mode_without_a_reference_is_refused() -> None:
             forward_mode()
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("folds", [False, True])
 @pytest.mark.parametrize(
     "axes",
@@ -295,7 +292,6 @@ def test_a_vmapped_call_makes_one_choice() -> None:
     assert len(fast.invocations) == 1
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_has_local_shapes_and_sums_gradients_of_replicated_arrays(check_vma: bool) -> None:
     def compute_in_loop(a: Mapping[str, Any]) -> Any:  # the carry starts as replicated zeros

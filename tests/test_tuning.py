@@ -212,7 +212,6 @@ CALLERS = {
 }
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("caller", CALLERS)
 def test_a_configuration_that_is_slow_to_trace_and_fast_to_run_is_selected(caller: str) -> None:
     """Tracing and compiling are not part of the measured time."""
@@ -743,7 +742,6 @@ BACKWARD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", BACKWARD)
 def test_a_backward_is_measured_with_residuals_of_a_forward(name: str) -> None:
     """With residuals of another forward, correct kernels would differ from the reference."""

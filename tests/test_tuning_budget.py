@@ -160,7 +160,6 @@ def hanging(inv: Any) -> Iterator[Config]:
     RELEASE.wait(60)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("space", [endless, slow, hanging])
 def test_an_endless_space_is_measured_within_the_budget(space: Callable[[Any], Any]) -> None:
     RELEASE.clear()

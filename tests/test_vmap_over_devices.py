@@ -54,7 +54,6 @@ QUICK = {("xla", "alone", "folded"), ("xla", "over-two", "looped"), ("reference"
 QUICK |= {("reference", "of-batch", "folded")}
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("backend", "spec", "options"),
     [
@@ -93,7 +92,6 @@ def test_an_array_that_is_not_mapped_may_be_sharded_over_the_same_devices(arrays
     assert_close(actual, np.stack(expected))
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
 def test_an_array_that_is_not_mapped_may_have_no_sharding(arrays: list[jax.Array], axis_type: Any) -> None:
     """The mapped array may come second. Gradients of both arrays are compared."""
@@ -114,7 +112,6 @@ def test_an_array_that_is_not_mapped_may_have_no_sharding(arrays: list[jax.Array
         assert_close(sums(shard(mapped), shared), (expected[0], expected[1].sum(0)))
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_mesh_axis_of_vmap_around_shard_map(arrays: list[jax.Array], options: str) -> None:
     """The mapped array varies over one more mesh axis than the shared one, whose gradient is a sum over that axis."""

@@ -104,7 +104,6 @@ def dense(example, query, key, value):
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("example", KINDS, ids=name_of)
 def test_a_call_computes_attention_and_its_gradients(example):
     inputs = draw(example)

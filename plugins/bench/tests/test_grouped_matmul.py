@@ -90,7 +90,6 @@ def tokamax(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", module)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("is_skewed", [False, True], ids=["routed", "skewed"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_peers_compute_all_directions(torch, tokamax, direction, is_skewed):

@@ -342,7 +342,6 @@ def test_nothing_is_removed_without_an_answer(run: Run, cache: PersistentCache) 
     assert len(stored(cache)) == 4
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("answer", "code", "left"), [("n\n", 1, 4), ("y\n", 0, 0), ("\x03", 130, 4)])
 def test_clear_asks_in_a_terminal(
     run_in_terminal: Any, cache: PersistentCache, answer: str, code: int, left: int

@@ -121,7 +121,6 @@ def run_until_success(folder: Path, dies: str) -> tuple[list[int], list[str]]:
     raise AssertionError("no process succeeds")
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("step", ["compiling", "running"])
 def test_only_the_configuration_that_kills_the_process_is_excluded(tmp_path: Path, folder: Path, step: str) -> None:
     codes, lines = run_until_success(tmp_path, f"{step} dies")

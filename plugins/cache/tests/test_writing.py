@@ -27,7 +27,6 @@ def make_fail(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, name, fail)
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("name", ["open", "replace", "mkdir", "fsync"])
 def test_a_folder_that_cannot_be_written_to_causes_one_warning(scale_op, folder, monkeypatch, name, number):

@@ -703,7 +703,6 @@ def losses(call: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     yield lambda *a, **k: sum(leaf.sum() * (i + 2) for i, leaf in enumerate(jax.tree.leaves(call(*a, **k))))
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("count", [2, 2.0, jnp.asarray(2), jnp.asarray(2.0)])
 @pytest.mark.parametrize("kwargs", [{}, {"mode": "sin"}, {"w": 2.0}, {"w": jnp.asarray(2.0), "mode": "sin"}], ids=str)
 def test_gradients_equal_those_of_the_plain_code(count: Any, kwargs: Any) -> None:
@@ -938,7 +937,6 @@ def test_without_custom_vjp_jax_differentiates_run() -> None:
 ROWS, OTHER_ROWS = jnp.arange(12.0).reshape(4, 3) / 7 + 0.1, jnp.cos(jnp.arange(12.0)).reshape(4, 3)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("axes", "args"),
     [

@@ -127,7 +127,6 @@ print(json.dumps([name for name in mine if name in sys.modules]))
 """
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("line", "packages"),
     [

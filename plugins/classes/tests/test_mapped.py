@@ -69,7 +69,6 @@ def expected(in_axes: Any, args: Any, **keywords: Any) -> np.ndarray:
     return np.stack(rows)
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize("keywords", KEYWORDS)
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize("mapped", [vmap_with_config, pmap_with_config])
@@ -79,7 +78,6 @@ def test_every_element_has_the_result_of_a_call(mapped: Any, axes: str, keywords
     np.testing.assert_allclose(result, expected(in_axes, args, **KEYWORDS[keywords]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("mapped", [vmap_with_config, pmap_with_config])
 def test_out_axes(mapped: Any) -> None:
     for axis in (1, 2, -1, -2):

@@ -172,7 +172,6 @@ def run_unread(words: str, folder, **options) -> subprocess.CompletedProcess[str
         os.close(writer)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("words", ["list", "--help", "list --json", "", "cache --help", "new my-own --kind store"])
 def test_a_closed_pipe_is_silent(words, tmp_path):
     process = run_unread(words, tmp_path)
@@ -259,7 +258,6 @@ def test_a_broken_pipe_to_another_process_is_an_error(run, install):
     assert one_line(run("pipes", path=path), 1) == "[Errno 32] the worker has ended (--debug shows where)"
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("words", [["list"], ["list", "--json"], ["completion", "fish"]], ids=" ".join)
 def test_a_full_disk_is_told_in_one_line(words):
     with open("/dev/full", "w") as full:
@@ -358,7 +356,6 @@ print(json.dumps(sorted(sys.modules)), file=sys.stderr)
 """
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("words", "variables"),
     [

@@ -192,7 +192,6 @@ def target(tmp_path):
     return tmp_path / "target"
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["my-store", "my-policy"])
 def test_the_tests_of_a_policy_pass_whatever_the_folder_above_has(new, target, name):
     folder = new(name, *KINDS[name])

@@ -87,7 +87,6 @@ def join(rule: Any, name: str, halves: Any, factor: str) -> Any:
     return whole.reshape([int(np.prod([rule.sizes[axis] for axis in axes])) for axes in dimensions])
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("kv_heads", GROUPS)
 def test_halves_along_every_factor_that_may_be_sharded_give_the_whole(kv_heads: int) -> None:
     shapes = {name: shape for name, shape in arguments(kv_heads).items() if name not in ("out", "lse", "wrt")}

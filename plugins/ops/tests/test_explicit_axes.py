@@ -67,7 +67,6 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kv_heads", "where", "bias"), COMBINATIONS)
 def test_values_and_gradients(call: Any, kv_heads: int, where: str, bias: str) -> None:
     arrays = inputs(kv_heads, bias)
@@ -107,7 +106,6 @@ def test_sharded_arrays_without_set_mesh(call: Any) -> None:
     close(gradient(sharded), gradient(arrays))
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("over", ["a", "b"])
 def test_shard_map_over_some_axes_of_a_mesh(call: Any, over: str) -> None:
     arrays = {name: array for name, array in inputs(2, "none").items() if name != "softmax_aux"}

@@ -128,7 +128,6 @@ def assert_close(actual: Any, expected: Any) -> None:
     assert max(np.abs(y).max() for y in jax.tree.leaves(expected)) > 0.1  # that of a key's bias is 0
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("wrt", [(0,), (1, 2), (0, 3), (2, 3), (0, 1, 2, 3)])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_two_calls_of_one_program_that_are_differentiated_in_different_arguments(wrt: Any, transform: str) -> None:
@@ -149,7 +148,6 @@ def test_two_calls_of_one_program_that_are_differentiated_in_different_arguments
     assert_close(gradients(dot_product_attention), gradients(linen.dot_product_attention))
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("wrt", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_two_modules_of_one_program(wrt: Any, transform: str) -> None:

@@ -105,7 +105,6 @@ def close(results: Any, expected: Any) -> None:
     jax.tree.map(lambda r, e: np.testing.assert_allclose(r, e, rtol=2e-5, atol=2e-5), results, expected)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("position", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_vmap_against_a_loop(name: str, position: int) -> None:

@@ -85,7 +85,6 @@ def runs(flags: np.ndarray) -> list[tuple[int, int]]:
     return [(place[0], place[-1] + 1) if len(place) else (0, 0) for place in places]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_intervals_are_the_runs_of_the_mask(name: str) -> None:
     sees = mask(CALLS[name])
@@ -122,7 +121,6 @@ def test_blocks_of_queries_and_keys_by_intervals(name: str) -> None:
     np.testing.assert_array_equal(block_map.full[0], full)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_ranges_of_spans(name: str, is_transposed: bool) -> None:
@@ -169,7 +167,6 @@ def segments(length: int, seed: int, is_sorted: bool) -> jax.Array:
     return jnp.asarray(np.sort(ids, axis=1) if is_sorted else ids, jnp.int32)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_sorted", [False, True])
 @pytest.mark.parametrize(("q_length", "k_length"), [(40, 50), (32, 64), (3, 100)])
 def test_blocks_by_segments(q_length: int, k_length: int, is_sorted: bool) -> None:
@@ -195,7 +192,6 @@ def test_blocks_of_padding_see_nothing(padding: int) -> None:
         assert part.tolist() == [[[True, False], [False, False]]]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(2, 3, 40, 50), (1, 1, 32, 64), (2, 1, 1, 50), (1, 3, 40, 1), (1, 1, 1, 1)])
 def test_blocks_by_masks(shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)

@@ -95,14 +95,12 @@ BIASES = {
 }
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SIDES)
 @pytest.mark.parametrize("sizes", LENGTHS, ids=str)
 def test_causality_and_windows_start_at_the_first_token(sizes: Any, name: str) -> None:
     assert_same(inputs(*sizes), return_residual=True, **SIDES[name])
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", lengths_cases())
 @pytest.mark.parametrize("sizes", LENGTHS, ids=str)
 def test_lengths(sizes: Any, name: str) -> None:
@@ -110,7 +108,6 @@ def test_lengths(sizes: Any, name: str) -> None:
     assert_same(inputs(*sizes), return_residual=True, **lengths_cases()[name](*sizes))
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("side", ["nothing", "causal", "window"])
 @pytest.mark.parametrize("name", BIASES)
 @pytest.mark.parametrize("sizes", [(5, 5), (5, 9), (9, 5)], ids=str)
@@ -208,7 +205,6 @@ def test_vmap_and_scan() -> None:
         np.testing.assert_allclose(actual, expected, atol=5e-5, rtol=1e-4)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("wrt", [(0,), (1, 2), (0, 3), (2, 3), (0, 1, 2, 3)])
 @pytest.mark.parametrize("transform", ["jit", "vmap of grad", "grad of vmap", "checkpoint"])
 def test_two_calls_of_one_program_that_are_differentiated_in_different_arguments(wrt: Any, transform: str) -> None:

@@ -50,7 +50,6 @@ def close(result, expected, dtype):
     )
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("axis", AXES, ids=str)
 @pytest.mark.parametrize("keepdims", [False, True])
 def test_log_sum_exp(axis, keepdims):
@@ -115,7 +114,6 @@ def test_the_example_of_the_document():
     assert abs(float(result) - 1002.4076) < 1e-3
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint32, bool])
 @pytest.mark.parametrize("x64", [False, True])
 def test_integers_become_floats(dtype, x64):

@@ -35,7 +35,6 @@ def program(example: Example, backend: str) -> str:
     return gradients.lower({name: arguments[name] for name in example.wrt}).as_text()
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_no_rank_is_promoted(example: Example, backend: str) -> None:

@@ -139,7 +139,6 @@ def few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(examples.K_LENGTH, "more", lambda n: n + 3)
 
 
-@pytest.mark.sample(10)
 @pytest.mark.parametrize("row", ROWS, ids=label)
 def test_values(row: Mapping[str, Any]) -> None:
     arguments = {**examples.grid_arguments(row, 0), "return_lse": True}

@@ -63,7 +63,6 @@ def test_a_sum_is_rounded_as_by_a_conversion(dtype: str, is_jitted: bool) -> Non
     np.testing.assert_array_equal(rounded(array, jnp.dtype(dtype)), expected)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_cotangents_of_a_rounded_sum_are_not_rounded(name: str, dtype: str, backend: str) -> None:

@@ -58,7 +58,6 @@ def loss(primals: Any, bias: Any = None, sinks: bool = False, **options: Any) ->
     return weighted(out, jnp.where(lse == -jnp.inf, 0, lse))
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CALLS)
 def test_second_derivatives_are_those_of_the_gradients(name: str) -> None:
     point, unravel = ravel_pytree(arrays())

@@ -40,7 +40,6 @@ def close(actual: Any, expected: Any) -> None:
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_vmap_of_sharded_arrays(call: Any, arrays: list[jax.Array], kind: AxisType) -> None:
     mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(kind, kind))
@@ -52,7 +51,6 @@ def test_vmap_of_sharded_arrays(call: Any, arrays: list[jax.Array], kind: AxisTy
         close([result[i] for result in results], call(*(array[i] for array in batches)))
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_batch_and_heads_sharded(call: Any, arrays: list[jax.Array], kind: AxisType, jit: bool) -> None:

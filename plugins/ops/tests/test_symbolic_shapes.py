@@ -45,7 +45,6 @@ def gradients(options: Any, backend: str | None) -> Any:
     return jax.grad(loss, (0, 1), has_aux=True)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", ["reference", None])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("sizes", ["b, 6, 4, 8", "2, t, 4, 8", "b, t, 4, 8"])

@@ -68,7 +68,6 @@ def test_messages_name_the_index_of_a_wrong_boundary(name: str) -> None:
     attend(**boundaries(*bounds))  # without it, values are not checked
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int32, np.uint32, np.int64])
 @pytest.mark.parametrize(
     ("of_q", "of_k"),

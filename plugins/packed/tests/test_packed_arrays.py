@@ -38,7 +38,6 @@ def test_every_public_function_has_an_example():
 SHAPES = [(7,), (0,), (4,), (8, 3), (2, 0, 5), (2, 3, 2, 5)]
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize(("shape", "axis"), [(s, a) for s in SHAPES for a in range(-len(s), len(s))])
 def test_chunks_of_every_axis(shape, axis):
     size, dtype = (4, np.float32) if axis < 0 else (1, np.int32)
@@ -132,7 +131,6 @@ def test_invalid_arguments_are_refused(case):
 FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64]
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("primal", FLOATS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_gradient_is_rounded(primal, dtype):
@@ -207,7 +205,6 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("primal", [jnp.float16, jnp.float32])
 def test_a_gradient_is_rounded_under_transformations(name, primal):

@@ -48,7 +48,6 @@ def random_mask(generator, shape, patterns):
     return rows[generator.integers(0, patterns, shape[:-1])]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_ids_of_a_mask(shape):
     @SETTINGS

@@ -77,14 +77,12 @@ def remove_part(monkeypatch, pass_name: str, part: int, parts: int) -> None:
     monkeypatch.setattr(PASSES[pass_name][0], "pl", SimpleNamespace(when=when, ds=pl.ds, multiple_of=pl.multiple_of))
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("pass_name", PASSES)
 @pytest.mark.parametrize("races", [False, True])
 def test_without_a_fault_nothing_is_reported(pass_name, races):
     assert failure(pass_name, races) == "nothing"
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("pass_name", PASSES)
 def test_a_wrong_index_map(monkeypatch, pass_name):
     """Every tile reads the first keys, or the first queries."""
@@ -102,7 +100,6 @@ def test_a_wrong_index_map(monkeypatch, pass_name):
     assert "is off by" in report
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("pass_name", ["forward", "queries", "keys", "fused"])
 def test_an_index_map_beyond_the_end(monkeypatch, pass_name):
     def change(launch):
@@ -130,7 +127,6 @@ INITIALIZATIONS += [("fused", 0, "gradient of key"), ("fused", 1, "gradient of q
 WRITES += [("fused", 2, "gradient of query"), ("fused", 3, "gradient of key")]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("races", RACES)
 @pytest.mark.parametrize(("pass_name", "part", "result"), INITIALIZATIONS)
 def test_a_missing_initialisation(monkeypatch, pass_name, part, result, races):
@@ -141,7 +137,6 @@ def test_a_missing_initialisation(monkeypatch, pass_name, part, result, races):
     assert "NaN" in report
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("pass_name", PASSES)
 def test_a_parallel_axis_that_is_summed_over(monkeypatch, pass_name):
     change_launch(
@@ -151,7 +146,6 @@ def test_a_parallel_axis_that_is_summed_over(monkeypatch, pass_name):
     assert "Revisited block" in report or f"flash_attention.pallas_tpu on {PASSES[pass_name][2].name}" in report
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("races", RACES)
 @pytest.mark.parametrize(("pass_name", "part", "result"), WRITES)
 def test_an_output_that_is_not_written(monkeypatch, pass_name, part, result, races):

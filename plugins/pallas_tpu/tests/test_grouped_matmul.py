@@ -87,7 +87,6 @@ def _table(visits: _visits.Visits) -> list[dict[str, int]]:
 SIZES = (3, 300, 0, 128, 70, 0, 1)
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("activation", [None, "silu_gated", "gelu_gated", "swiglu_oai"])
@@ -208,7 +207,6 @@ def test_an_estimate_of_memory_is_at_least_what_the_compiler_reports(op, reporte
     assert reported < MODULES[op].vmem(inv, cfg) / 2**20 < 1.2 * reported
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("device_kind", ["TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x"])
 @pytest.mark.parametrize("sizes", [(1000, 300, 512, 3), (5, 1, 2, 2), (300, 2048, 300, 40)])
 @pytest.mark.parametrize("options", [{}, {"transpose_rhs": True}])

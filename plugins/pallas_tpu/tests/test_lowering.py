@@ -101,7 +101,6 @@ def config_space(op: str, device_kind: str, call: Any) -> list[Any]:
     return list(REGISTRY.kernel(op, "pallas_tpu").config_space(inv))
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_kind_of_call_lowers(name):
     forward = CALLS[name]
@@ -114,7 +113,6 @@ def test_every_kind_of_call_lowers(name):
     assert lower(BACKWARD, "TPU v5e", gradients, two_passes).count("tpu_custom_call") == 2 + has_bias
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("device_kind", DEVICES)
 @pytest.mark.parametrize("op", [FORWARD, BACKWARD])
 def test_every_configuration_of_every_generation_lowers(op, device_kind):

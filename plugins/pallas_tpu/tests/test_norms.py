@@ -111,7 +111,6 @@ def invocation(op: str, *sizes: Any, device_kind: str = "TPU v5e", **changes: An
     return attrs.evolve(inv, platform="tpu", device_kind=device_kind)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("op", MODULES)
 @pytest.mark.parametrize("device_kind", ["TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x"])
 def test_every_configuration_lowers(op, device_kind):

@@ -70,7 +70,6 @@ def words(steps, batch):
     return steps.table.reshape(steps.rows, steps.count)[batch if steps.rows > 1 else 0]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("blocks", [(128, 128), (256, 128), (512, 512)])
 @pytest.mark.parametrize("has_keys_outside", [False, True])
@@ -98,7 +97,6 @@ def test_all_visible_blocks_are_fetched_and_few_others(name, blocks, has_keys_ou
                 assert is_full[batch, block, fetched].all()
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_every_outer_block_has_a_first_and_a_last_step(name):
     a = CASES[name]
@@ -111,7 +109,6 @@ def test_every_outer_block_has_a_first_and_a_last_step(name):
     assert [*np.asarray(is_set(word, LAST))] == [*changes[1:], True]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_table_of_pairs(name):
     """Along a row, the block to fetch changes only where a pair is visible."""

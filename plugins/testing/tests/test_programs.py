@@ -118,18 +118,13 @@ def prove(call: Callable[..., Any], transform: str, pairs: str) -> None:
     check(program, lambda arrays: mixed(**arrays), transform, wrt_pairs(EXAMPLE, transform, pairs), check_equal)
 
 
-#: The others are differentiated by the same code.
-SAMPLED = [pytest.param(call, marks=pytest.mark.sample(3)) for call in CALLS if call != "operation"]
-
-
 @pytest.mark.parametrize("pairs", ["one", pytest.param("all", marks=pytest.mark.long)])
 @pytest.mark.parametrize("transform", PROGRAMS)
-@pytest.mark.parametrize("call", ["operation", *SAMPLED])
+@pytest.mark.parametrize("call", CALLS)
 def test_two_calls_differentiated_with_respect_to_different_arrays(call: str, transform: str, pairs: str) -> None:
     prove(CALLS[call](), transform, pairs)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("transform", PROGRAMS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_the_check_takes_examples_of_every_dtype(dtype: str, transform: str) -> None:
@@ -172,7 +167,6 @@ def residuals_outside_of_the_program() -> Callable[..., Any]:
 
 
 # JAX 0.12 traces separate programs separately, so this fault does not show in "turns".
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("transform", [name for name in PROGRAMS if name != "turns"])
 def test_the_check_finds_residuals_outside_of_the_program(transform: str) -> None:
     with pytest.raises((AssertionError, ValueError)):  # JAX sometimes finds that the residuals do not match

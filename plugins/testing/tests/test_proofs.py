@@ -291,7 +291,6 @@ def check(kernel: str, name: str, example: str, dtype: str | None = None) -> Non
         getattr(testing, check_name)(*arguments)
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize(("kernel", "name", "example"), FAULTS, ids=None)
 def test_the_check_of_a_fault_finds_it(kernel: str, name: str, example: str) -> None:
     prefix = name if name.startswith("transforms") else name.split()[0]
@@ -299,13 +298,11 @@ def test_the_check_of_a_fault_finds_it(kernel: str, name: str, example: str) -> 
         check(kernel, name, example)
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kernel", "name", "example"), PASSES, ids=None)
 def test_a_kernel_passes_where_its_fault_has_no_effect(kernel: str, name: str, example: str) -> None:
     check(kernel, name, example)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("kernel", "name", "example"), FAULTS_IN_16_BITS, ids=None)
 def test_the_check_of_a_fault_finds_it_in_16_bits(kernel: str, name: str, example: str, dtype: str) -> None:

@@ -97,7 +97,6 @@ def example(name: str = "some", dtype: str = "float32", **options: Any) -> Examp
 CHECKS = ("values", "gradients", "accumulation", "rows")
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("check", CHECKS)

@@ -58,7 +58,6 @@ def test_sinks_have_a_gradient_without_keys() -> None:
     assert max(errors(qkv(9, 0) | {"softmax_aux": normal(3, 4, 2)})) < 1e-5
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("cap", [30.0, 1e3, 1e4, 1e6])
 def test_a_large_soft_cap_is_as_precise(cap: float) -> None:
     given = qkv(40, 50)
@@ -91,7 +90,6 @@ def test_a_scale_may_be_anything(scale: float) -> None:
         assert max(found) < 2e-5
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(("q_length", "k_length"), [(1, 1), (1, 16), (16, 16), (5, 1)])
 @pytest.mark.parametrize("queries", ["each", "one"])
 def test_lengths_and_strides_of_1(q_length: int, k_length: int, queries: str) -> None:
@@ -112,7 +110,6 @@ def far_among_near(number: float, hidden: Any = np.False_) -> dict[str, Any]:
     return qkv(70, 90) | {"bias": jnp.where(far, numbers, normal(3, 2, 4, 70, 90))}
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [-1030.0, -5e3, -1e9, -1e30, 1e6])
 def test_rows_far_from_0(number: float) -> None:
     given = far_among_near(number)
@@ -120,7 +117,6 @@ def test_rows_far_from_0(number: float) -> None:
     assert max(errors(given | {"query": given["query"].at[:, FAR].set(0)})) < 2e-5
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_logits_far_from_0_are_as_precise_as_float32(sign: int) -> None:
     given = far_among_near(sign * 1100.0)
@@ -150,7 +146,6 @@ HIDING: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", HIDING)
 def test_rows_far_from_0_see_the_same_keys_as_in_the_forward(name: str) -> None:
     options, hidden = HIDING[name]
@@ -160,7 +155,6 @@ def test_rows_far_from_0_see_the_same_keys_as_in_the_forward(name: str) -> None:
     assert max(errors(given | options)) < 2e-5
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [(1, 1, 1, 1), (1, 4, 70, 1), (2, 1, 1, 90)])
 def test_all_rows_may_be_far(axes: tuple[int, ...]) -> None:
     given = qkv(70, 90) | {"bias": jnp.full(axes, -1e9)}

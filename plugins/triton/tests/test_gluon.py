@@ -90,7 +90,6 @@ def check_ranges(ranges: Any, pairs: np.ndarray, block: int, other_block: int, i
             assert full == full_end or len(own_rows) == block
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["band", "packed", "segments"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 30))])
 def test_tiles_see_all_that_their_tokens_see(kind: str, seed: int) -> None:
@@ -185,7 +184,6 @@ def kernel_masks(
         yield np.concatenate(rows)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("of_queries", "ends"),
     [(True, True), (False, False), (False, True)],

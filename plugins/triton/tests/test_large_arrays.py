@@ -86,7 +86,6 @@ RESULTS: dict[str, tuple[tuple[int, ...], Callable[[int], list[float]]]] = {
 }
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(launches: list[Any], name: str) -> None:
     shape, bias = ATTENTION[name]

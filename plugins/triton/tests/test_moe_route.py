@@ -57,7 +57,6 @@ def check(registry: Any, router_logits: jax.Array, cfg: Config | None, **argumen
         np.testing.assert_array_equal(own, reference)
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize("cfg", CONFIGS, ids=str)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("step", [0.0, 0.5], ids=["different", "often equal"])

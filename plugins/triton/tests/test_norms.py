@@ -75,7 +75,6 @@ def close(actual: Any, expected: Any) -> None:
         np.testing.assert_allclose(own, reference, rtol=3e-5, atol=3e-5)
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize(("dim", "cfg"), [(dim, cfg) for dim, configs in FORWARD.items() for cfg in configs], ids=str)
 def test_every_kind_of_configuration_normalizes(registry: Any, op: str, dim: int, cfg: Any) -> None:
@@ -84,7 +83,6 @@ def test_every_kind_of_configuration_normalizes(registry: Any, op: str, dim: int
     close(registry.call(op, **arguments, backend="triton", cfg=cfg), expected)
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize(("dim", "cfg"), [(dim, cfg) for dim, configs in BACKWARD.items() for cfg in configs], ids=str)
 def test_every_kind_of_configuration_differentiates(registry: Any, op: str, dim: int, cfg: Any) -> None:
@@ -97,7 +95,6 @@ def test_every_kind_of_configuration_differentiates(registry: Any, op: str, dim:
         np.testing.assert_array_equal(own, second)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("op", NORMS)
 def test_programs_take_one_tile_after_the_other(registry: Any, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_launch, "multiprocessors", lambda inv: 1)
@@ -123,7 +120,6 @@ def backward_arguments(op: str, dim: int, rows: int = 13, **options: Any) -> dic
     return {**arguments, "out": total, "sum": total, **statistics, **cotangents, "wrt": wrt, **options}
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize("wrt", [("bias",), ("weight",), ("x",), ("residual", "weight")])
 def test_only_the_requested_gradients_are_computed(registry: Any, op: str, wrt: tuple[str, ...]) -> None:
@@ -132,7 +128,6 @@ def test_only_the_requested_gradients_are_computed(registry: Any, op: str, wrt: 
     close(registry.call(f"{op}_bwd", **arguments, backend="triton"), expected)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize(("dim", "is_held"), [(9001, True), (20000, False)])
 def test_gradients_of_long_rows_alone(registry: Any, op: str, dim: int, is_held: bool) -> None:
@@ -154,7 +149,6 @@ def test_cotangents_that_are_absent_are_zeros(registry: Any, op: str, absent: tu
     close(registry.call(f"{op}_bwd", **arguments, backend="triton"), expected)
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize("quantize", FORMATS)
 @pytest.mark.parametrize(("dim", "cfg"), [(dim, cfg) for dim, configs in FORWARD.items() for cfg in configs], ids=str)
@@ -239,7 +233,6 @@ def check(op: str, card: str, arguments: Mapping[str, Any], cfg: Any) -> None:
             assert cfg.programs * registers <= 65536, f"{case}: its programs do not run at the same time"
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize("dim", QUICK)
 def test_the_heuristics_configurations_spill_nothing(op: str, dim: int) -> None:

@@ -367,7 +367,6 @@ def close(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
         np.testing.assert_allclose(result, right, rtol=0, atol=atol)
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("wrt", [*((name,) for name in ALL), ("value", "query"), ALL[::-1], ()], ids="-".join)
 def test_gradients_are_those_of_wrt_in_its_order(registry: Any, solved: dict[str, Any], wrt: tuple[str, ...]) -> None:
     with interpreted():
@@ -423,7 +422,6 @@ SHAPES = [
 ]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(("which", "dim", "blocks"), SHAPES)
 def test_every_shape_has_the_same_results(registry: Any, which: str, dim: int, blocks: tuple[int, int]) -> None:
     """The interpreter ignores warps and stages. Both lengths are two blocks and a part of one."""

@@ -294,7 +294,6 @@ def test_wrong_options_are_refused_in_one_line(
 # -- loads -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["bias", "attention_mask"])
 def test_rows_of_an_odd_length_are_loaded_as_those_of_an_even_one(name: str) -> None:
     def loads(length: int) -> tuple[int, ...]:

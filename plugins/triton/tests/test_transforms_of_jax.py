@@ -63,7 +63,6 @@ def close(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(result, right, rtol=0, atol=1e-5 * float(jnp.abs(right).max()))
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("check", [True, False])
 def test_batch_and_heads_may_be_sharded(attention: Any, check: bool) -> None:
     assert len(jax.devices()) == 8
@@ -138,7 +137,6 @@ def trained(*qkv: Any, argnums: Any = (0, 1, 2), **more: Any) -> Any:
     return jax.grad(lambda *qkv: called(*qkv, **more).astype(jnp.float32).sum(), argnums=argnums)(*qkv)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("card", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
 def test_a_function_with_the_kernels_is_lowered_for_an_absent_card(card: str) -> None:
     with on(card):

@@ -72,7 +72,6 @@ def test_no_two_records_apply_to_the_same_call() -> None:
     assert [call for call, count in calls.items() if count > 1] == []
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("example", NORMALIZATIONS, ids=lambda example: f"{example.op}, {example.name}")
 def test_large_normalizations_are_tritons(example: Example) -> None:
     assert backends(example) == ["triton", "triton"]
@@ -95,7 +94,6 @@ ATTENTION = {
 }
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("sizes", ATTENTION)
 def test_attention_has_the_fastest_kernel_of_each_pass(sizes: tuple[int, int, int, int]) -> None:
     assert backends(self_attention(*sizes, "bfloat16")) == ATTENTION[sizes]

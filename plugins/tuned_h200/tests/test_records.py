@@ -83,7 +83,6 @@ def test_no_two_records_apply_to_the_same_call() -> None:
     assert [call for call, count in calls.items() if count > 1] == []
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_a_measured_call_has_a_choice(example: Example) -> None:
     for inv in on_h200(example):
@@ -140,7 +139,6 @@ def test_tokens_are_multiplied_in_place_but_where_matrices_have_many_columns() -
     assert by_parts == ["Mixtral 8x7B, 16384 tokens", "Mixtral 8x7B, 2048 tokens", "gpt-oss-20b, 2048 tokens"]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(("version", "backend"), [("3.6.0", "cudnn"), ("3.9.0", "gluon_sm90")])
 @pytest.mark.parametrize("length", [4096, 8192, 16384])
 def test_cudnn_is_chosen_for_the_backward_of_wide_heads_with_an_old_triton(

@@ -39,7 +39,6 @@ def loss(attention: Any) -> Any:
     return total
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 def test_gradients_of_rows_without_visible_keys(backend: str, number: str) -> None:

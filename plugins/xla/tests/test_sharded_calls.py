@@ -221,7 +221,6 @@ def shapes_of_runs(registry: Any) -> dict[str, dict[str, Any]]:
     return shapes
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("name", CASES)
 def test_values_gradients_and_collectives(registry: Any, name: str, kind: AxisType) -> None:
@@ -307,7 +306,6 @@ def sharded_vmap(registry: Any, options: dict[str, Any]) -> Any:
     return jax.vmap(attend, (0, 0, None))
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("x", "y"), P("y", None, None, "x")], ids=str)
 def test_vmap_over_sharded_axes(registry: Any, kind: AxisType, spec: P) -> None:
@@ -345,7 +343,6 @@ def test_the_gradient_of_what_no_outer_vmap_maps(levels: int) -> None:
     assert_close(jax.grad(lambda w: (function(x, w) ** 3).sum())(weight) / 100, expected / 100)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_two_calls_in_scan_and_remat_and_jit(registry: Any, kind: AxisType) -> None:
     """Two calls in a layer, differentiated in different arrays, in a scan of checkpoints."""
@@ -374,7 +371,6 @@ def test_two_calls_in_scan_and_remat_and_jit(registry: Any, kind: AxisType) -> N
         assert collectives(compiled(jax.grad(loss), x, placed)).keys() <= {"all-reduce"}
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("kinds", [(AxisType.Auto, AxisType.Explicit), KINDS[:1] * 2, KINDS[1:] * 2], ids=str)
 @pytest.mark.parametrize("over", [{"x"}, {"x", "y"}], ids=["partly manual", "manual"])
 def test_inside_shard_map(registry: Any, kinds: Any, over: set[str]) -> None:
@@ -431,7 +427,6 @@ def test_arrays_on_different_meshes_are_named(registry: Any, kind: AxisType) -> 
         call(registry, case, arrays | {"key": jax.device_put(arrays["key"], NamedSharding(mesh, P("z")))})
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("kinds", [KINDS[:1] * 2, KINDS[1:] * 2], ids=str)
 def test_without_jit(registry: Any, kinds: Any) -> None:
     case = CASES["batch and heads"]
