@@ -353,13 +353,13 @@ def _division(request: Request, avals: Sequence[Any], call_target: Target, is_ex
     from ._partitioning import Division
     from ._sharding import shards_of_types, specs_of_types
 
-    devices, rule = mesh.size, request.partitioning(avals)
-    if rule is None:
+    devices = mesh.size
+    if not request.may_be_sharded:
         note = f"{request.operation.name} does not say how it may be sharded, so the plan is for the whole arrays"
         return Division(devices, note=note)
     if not (is_explicit or has_opaque_kernel(request, avals, call_target)):
         return Division(devices, note="the compiler partitions the kernel; the plan is for the whole arrays")
-    shards = shards_of_types(rule, avals, mesh)
+    shards = shards_of_types(request.partitioning(avals), avals, mesh)
     return Division(devices, None if shards.is_whole else shards, shards.gathers(specs_of_types(avals)))
 
 

@@ -87,27 +87,11 @@ def _tangents(*operands: Any, request: Request, wrt: tuple[str, ...]) -> list[An
             f"{request.operation.name!r}: forward-mode differentiation (jvp, jacfwd, hessian) goes through the "
             "reference kernel, and it has none"
         )
-    if request.mapped:
-        return _mapped_tangents(operands, request, wrt)
     arrays, _, argument_tangents = _parts(request, wrt, operands)
     with request.settings.in_effect():
         function, primals = _by_reference(request, arrays, wrt)
         _, tangents = jax.jvp(function, (primals,), (dict(zip(wrt, argument_tangents, strict=True)),))
     return [tangent for tangent in tangents if not _is_zero(tangent)]
-
-
-def _mapped_tangents(operands: Sequence[Any], request: Request, wrt: tuple[str, ...]) -> list[Any]:
-    axis, *inner = request.mapped
-    in_axes = [
-        *(0 if name in axis.arrays else None for name in request.arrays),
-        *(None if name in axis.sums else 0 for name in request.results),
-        *(0 if name in axis.arrays else None for name in wrt),
-    ]
-    element = partial(_tangents, request=attrs.evolve(request, mapped=tuple(inner)), wrt=wrt)
-    _, results, _ = _parts(request, wrt, operands)
-    names = [name for name, result in zip(request.results, results, strict=True) if is_inexact(result)]
-    tangents = jax.vmap(element, tuple(in_axes))(*operands)
-    return [t.sum(0) if name in axis.sums else t for name, t in zip(names, tangents, strict=True)]
 
 
 def _tangent_types(*avals: Any, request: Request, wrt: tuple[str, ...]) -> list[Any]:

@@ -22,6 +22,7 @@ __all__ = [
     "is_partitioned",
     "lower_with_devices",
     "lowering_processes",
+    "mapped_mesh_axes",
     "partitioner_spec",
     "reshard_like",
     "short_locations",
@@ -71,6 +72,17 @@ def avals_like(avals: Sequence[Any], results: Sequence[jax.ShapeDtypeStruct], sp
         )
         for result, spec in zip(results, specs, strict=True)
     ]
+
+
+def mapped_mesh_axes() -> frozenset[str]:
+    """The explicit mesh axes that the axes of the surrounding ``jax.vmap`` are sharded over. The types of one element
+    do not show them, and JAX refuses a ``shard_map`` over them (the axis environment of ``jax._src.core``, in 0.10.2,
+    0.11.2 and 0.12.0.1).
+    """
+    from jax._src.core import get_axis_env
+
+    axes: frozenset[str] = get_axis_env().explicit_mesh_axis_names
+    return axes
 
 
 def reshard_like(array: Any, other: Any) -> Any:

@@ -43,13 +43,6 @@ def apply(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
 
 def apply_inline(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """The results of a kernel in plain JAX, such as the reference, without the primitive: JAX can differentiate it."""
-    if request.mapped:
-        axis, *inner = request.mapped
-        element = attrs.evolve(request, mapped=tuple(inner))
-        in_axes = tuple(0 if name in axis.arrays else None for name in request.arrays)
-        results = jax.vmap(lambda *values: apply_inline(element, values), in_axes)(*arrays)
-        return tuple(r.sum(0) if n in axis.sums else r for n, r in zip(request.results, results, strict=True))
-    plan = request.plan(arrays, target_of(arrays))
     operation = request.operation
     arrays = [
         array
@@ -57,8 +50,31 @@ def apply_inline(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
         else _without_gradient(operation.name, name, array)
         for name, array in zip(request.arrays, arrays, strict=True)
     ]
+    return tuple(with_checkpoint_names(request, _run_inline(request, arrays)))
+
+
+def _run_inline(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    avals = [*map(jax.typeof, arrays)]
+    if explicit_mesh(avals) is None:
+        return _run_plain(request, *arrays)
+    outputs = request.outputs(avals)
+    if any(out.sharding is not None and any(out.sharding.spec) for out in outputs):  # the operation says how itself
+        return _run_plain(request, *arrays)
+    from ._divided import Divided
+
+    return Divided(partial(_run_plain, request), request.partitioning(avals), outputs, request.settings)(*arrays)
+
+
+def _run_plain(request: Request, *arrays: Any) -> tuple[Any, ...]:
+    if request.mapped:
+        axis, *inner = request.mapped
+        element = partial(_run_plain, attrs.evolve(request, mapped=tuple(inner)))
+        in_axes = tuple(0 if name in axis.arrays else None for name in request.arrays)
+        results = jax.vmap(element, in_axes)(*arrays)
+        return tuple(r.sum(0) if n in axis.sums else r for n, r in zip(request.results, results, strict=True))
+    plan = request.plan(arrays, target_of(arrays))
     with standard_promotion():
-        return tuple(with_checkpoint_names(request, request.run(plan, arrays)))
+        return request.run(plan, arrays)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -110,25 +126,18 @@ def _abstract_eval(*avals: Any, request: Request) -> list[Any]:
     if not avals:
         return [ShapedArray(result.shape, result.dtype) for result in results]
     mesh = explicit_mesh(avals)
-    rule = None if mesh is None else request.partitioning(avals)
-    if rule is not None:
-        from ._sharding import partition_spec, shards_of_types
+    if mesh is None or not request.may_be_sharded:
+        return avals_like(avals, results, [PartitionSpec() if r.sharding is None else r.sharding.spec for r in results])
+    from ._sharding import partition_spec, shards_of_types
 
-        specs = [*map(partition_spec, shards_of_types(rule, avals, mesh).specs_of_results)]
-    else:
-        specs = [PartitionSpec() if r.sharding is None else r.sharding.spec for r in results]
-    return avals_like(avals, results, specs)
+    shards = shards_of_types(request.partitioning(avals), avals, mesh)
+    return avals_like(avals, results, [*map(partition_spec, shards.specs_of_results)])
 
 
 def _run_eagerly(*arrays: Any, request: Request) -> tuple[Any, ...]:  # only under jax.disable_jit
-    avals = [*map(jax.typeof, arrays)]
-    mesh = explicit_mesh(avals)
-    rule = None if mesh is None else request.partitioning(avals)
-    if rule is not None:
-        from ._sharding import by_shard_map, shards_of_types
-
-        run = by_shard_map(shards_of_types(rule, avals, mesh), mesh, mesh.explicit_axes, partial(bind, request))
-        return tuple(run(*arrays))
+    on_shards = _on_explicit_shards(request, [*map(jax.typeof, arrays)], partial(bind, request))
+    if on_shards is not None:
+        return tuple(on_shards(*arrays))
     if request.mapped:
         return run_mapped(request, arrays)
     plan = request.plan(arrays, target_of(arrays))
@@ -181,21 +190,34 @@ def _run_mapped(request: Request, *arrays: Any) -> tuple[Any, ...]:
 
 def _on_shards(request: Request, ctx: Any, call_target: Target) -> Callable[..., Any] | None:
     """The function that binds the call on every shard; None where it is lowered as it is."""
-    explicit, partly_manual = explicit_mesh(ctx.avals_in), partly_manual_mesh(ctx.avals_in)
-    if explicit is None and partly_manual is None and not is_partitioned(ctx.module_context):
+    bind_shard = partial(bind, request)
+    on_explicit_shards = _on_explicit_shards(request, ctx.avals_in, bind_shard)
+    if on_explicit_shards is not None:
+        return on_explicit_shards
+    partly_manual = partly_manual_mesh(ctx.avals_in)
+    if not request.may_be_sharded or (partly_manual is None and not is_partitioned(ctx.module_context)):
         return None
-    rule, bind_shard = request.partitioning(ctx.avals_in), partial(bind, request)
-    if rule is None:
-        return None
-    from ._sharding import by_partitioner, by_shard_map, shards_of_types
-
-    if explicit is not None:
-        return by_shard_map(shards_of_types(rule, ctx.avals_in, explicit), explicit, explicit.explicit_axes, bind_shard)
     if not has_opaque_kernel(request, ctx.avals_in, call_target):
         return None  # the compiler partitions a kernel in plain JAX by itself, and can cache the program on disk
+    from ._sharding import by_partitioner, by_shard_map
+
+    rule = request.partitioning(ctx.avals_in)
     if partly_manual is not None:  # the partitioner would end the process, so each device computes the whole call
         return by_shard_map(rule.shards({}, ()), partly_manual, partly_manual.auto_axes, bind_shard)
     return by_partitioner(rule, bind_shard)
+
+
+def _on_explicit_shards(
+    request: Request, avals: Sequence[Any], run_shard: Callable[[Sequence[Any]], Sequence[Any]]
+) -> Callable[..., Any] | None:
+    """The function that divides a call on arrays of these types over explicit axes; None where there are none."""
+    mesh = explicit_mesh(avals)
+    if mesh is None or not request.may_be_sharded:
+        return None
+    from ._sharding import by_shard_map, shards_of_types
+
+    shards = shards_of_types(request.partitioning(avals), avals, mesh)
+    return by_shard_map(shards, mesh, mesh.explicit_axes, run_shard)
 
 
 def has_opaque_kernel(request: Request, avals: Sequence[Any], target: Target) -> bool:

@@ -172,11 +172,14 @@ class Request:
             return tuple(self.operation.outputs(self.arguments(values)))
         return _outputs_of_reference(self, [abstract(value) for value in values])
 
-    def partitioning(self, values: Sequence[Any]) -> Partitioning | None:
-        """The rule by which this call may be sharded; None where its operation has none, and nothing is mapped."""
+    @property
+    def may_be_sharded(self) -> bool:
+        """Whether an axis of the call may be sharded: its operation says how, or it is an axis of ``jax.vmap``."""
+        return self.operation.partitioning is not None or bool(self.mapped)
+
+    def partitioning(self, values: Sequence[Any]) -> Partitioning:
+        """The rule by which this call may be sharded. Where its operation has none, mapped axes alone may be."""
         partition = self.operation.partitioning
-        if partition is None and not self.mapped:
-            return None
         from ._partitioning import whole_partitioning
 
         elements, reason = self.elements(values), f"{self.operation.name} does not say how it may be sharded"

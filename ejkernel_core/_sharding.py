@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ._jax_versions import by_custom_partitioning, partitioner_spec, short_locations
+from ._jax_versions import by_custom_partitioning, mapped_mesh_axes, partitioner_spec, short_locations
 from ._partitioning import Partitioning, Shards, Spec, spec_of
 
 Bind = Callable[[Sequence[Any]], Sequence[Any]]
@@ -57,8 +57,10 @@ def shards_of_types(rule: Partitioning, avals: Sequence[Any], mesh: Any) -> Shar
 
 
 def specs_of_types(avals: Sequence[Any]) -> list[Spec]:
-    """The shardings of the types of these arrays."""
-    return [spec_of(() if aval.sharding is None else aval.sharding.spec, len(aval.shape)) for aval in avals]
+    """The shardings of the types of these arrays, without the mesh axes that a surrounding ``jax.vmap`` maps over."""
+    specs = [spec_of(() if aval.sharding is None else aval.sharding.spec, len(aval.shape)) for aval in avals]
+    mapped = mapped_mesh_axes()
+    return [tuple(tuple(name for name in names if name not in mapped) for names in spec) for spec in specs]
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:

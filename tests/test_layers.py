@@ -20,6 +20,7 @@ LAYERS = """
     _call
     _gradients
     _lowering
+    _divided
     _vmap
     _request
     _fallback _labels

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from .dropout import keep_mask
 from .statistics import statistics_dtype
@@ -18,28 +17,8 @@ Arguments = Mapping[str, Any]
 
 def dense_attention(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """(out, lse) from prepared arguments, through the whole (batch, heads, length, length) matrix of scores."""
-    arrays = {name: value for name, value in arguments.items() if isinstance(value, jax.Array)}
-
-    def all_rows(arrays: Arguments) -> tuple[jax.Array, jax.Array]:
-        call = {**arguments, **arrays}
-        return attend(call, tokens(call), jnp.arange(call["query"].shape[1], dtype=jnp.uint32))
-
-    mesh = _explicit_mesh(arrays.values())
-    if mesh is None:
-        return all_rows(arrays)
-    # With explicit mesh axes, every step needs a sharding of its result, but scores have none if their queries and keys
-    # are sharded over the same axis. So only the results have one, and XLA chooses those of the steps.
-    batch, length, heads, _ = (*jax.typeof(arrays["query"]).sharding.spec, *(None,) * 4)[:4]
-    specs = PartitionSpec(batch, length, heads, None), PartitionSpec(batch, heads, length)
-    shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
-    results = jax.sharding.auto_axes(all_rows, axes=mesh.explicit_axes, out_sharding=shardings)(arrays)
-    return results[0], results[1]
-
-
-def _explicit_mesh(arrays: Iterable[jax.Array]) -> Any:
-    """The mesh of the arrays' types, if it has explicit axes."""
-    meshes = (jax.typeof(array).sharding.mesh for array in arrays)
-    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    q_index = jnp.arange(arguments["query"].shape[1], dtype=jnp.uint32)
+    return attend(arguments, tokens(arguments), q_index)
 
 
 def attend(arguments: Arguments, coordinates: Tokens, q_index: Any) -> tuple[jax.Array, jax.Array]:
