@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ejkernel_core
+from ejkernel_core._jax_versions import mapped_mesh_axes
 
 from .arguments import check_layout
 from .mesh import Names, axis_names, check_names, in_words, num_shards
@@ -31,6 +32,8 @@ class Division:
     batch: Names
     heads: Names
     kv_heads: Names
+    #: The explicit axes over which a surrounding ``jax.vmap`` maps the call.
+    mapped: frozenset[str] = frozenset()
 
     def spec(self, name: str) -> PartitionSpec:
         """That of an array or a result."""
@@ -44,10 +47,10 @@ class Division:
 
     @property
     def manual_axes(self) -> set[str]:
-        """Those of the ``shard_map``. Automatic axes that divide nothing here are left to XLA."""
+        """Those of the ``shard_map``. Automatic axes that divide nothing here are left to XLA, mapped ones to JAX."""
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         explicit = {name for name, kind in types.items() if kind == AxisType.Explicit}
-        return {*self.sequence, *self.batch, *self.heads, *explicit}
+        return {*self.sequence, *self.batch, *self.heads, *explicit} - self.mapped
 
     def placed(self, array: Any, name: str) -> Any:
         """An array, where types have shardings: ``shard_map`` takes it as its spec says."""
@@ -129,10 +132,16 @@ def _division(mesh: Any, names: Names, arrays: Mapping[str, Any], spec: Any) -> 
     entries = _entries(spec, sharding.spec if sharding is not None else ())
     if spec is not None and entries[1] not in ((), names):
         raise ValueError(f"spec: its second entry is the sequence, which axis={in_words(names)} divides; got {spec}")
-    batch, heads = (tuple(axis for axis in entries[place] if axis not in names) for place in (0, 2))
+    mapped = mapped_mesh_axes()
+    if shared := tuple(name for name in names if name in mapped):
+        raise ValueError(
+            f"axis: {in_words(shared)} cannot divide the sequence, because a jax.vmap around this call maps over an "
+            "axis that is sharded over it: shard that axis over another one, or over none, with jax.sharding.reshard"
+        )
+    batch, heads = (tuple(a for a in entries[place] if a not in names and a not in mapped) for place in (0, 2))
     check_names((*batch, *heads), mesh)
     has_one_head = arrays["key"].ndim == 4 and arrays["key"].shape[2] == 1
-    return Division(mesh, names, batch, heads, () if has_one_head else heads)
+    return Division(mesh, names, batch, heads, () if has_one_head else heads, mapped)
 
 
 def _entries(spec: Any, default: Any) -> list[Names]:

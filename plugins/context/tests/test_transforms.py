@@ -254,6 +254,18 @@ def test_arrays_on_a_mesh(kind: AxisType, jit: bool) -> None:
     close(ordered, whole(*qkv(), return_lse=True))
 
 
+def test_vmap_over_another_axis_of_an_explicit_mesh() -> None:
+    mesh = mesh_of(EXPLICIT, data=2, seq=2)
+    arrays = [jnp.stack([array, array / 2]) for array in qkv(length=8)]
+    call = jax.vmap(partial(context_attention, axis="seq", layout="contiguous", causal=True))
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(array, NamedSharding(mesh, P("data", None, "seq"))) for array in arrays]
+        actual = jax.jit(jax.value_and_grad(loss(call), (0, 1, 2)))(*placed)
+        with pytest.raises(ValueError, match="'seq' cannot divide the sequence, because a jax.vmap around this call"):
+            call(*(jax.device_put(array, NamedSharding(mesh, P("seq"))) for array in arrays))
+    close(actual, jax.value_and_grad(loss(jax.vmap(whole)), (0, 1, 2))(*arrays))
+
+
 def test_arrays_on_a_mesh_of_both_kinds() -> None:
     mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(EXPLICIT, AUTO), devices=jax.devices()[:4])
     spec = P("data", "seq")
