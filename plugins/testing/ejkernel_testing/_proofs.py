@@ -142,7 +142,7 @@ class KernelProofs:
 
     def test_transforms(self, example: Example, transform: str, request: pytest.FixtureRequest) -> None:
         self._skip_if_refused(example)
-        if transform == "sharding" and has_one_accelerator():
+        if transform in ("sharding", "sharded_derivatives") and has_one_accelerator():
             _skip("there is one device, and this shards over two")
         # A number of devices that the user has set stays: the check fails, and its message says what to set.
         if transform in SEVERAL_DEVICES and has_one_cpu() and VARIABLE not in os.environ:

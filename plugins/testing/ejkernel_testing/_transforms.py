@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from ._outcome import (
     weights,
 )
 from ._processes import DEVICES, VARIABLE, has_one_cpu
+from ._programs import weighted_sum, without_optimization
 
 DRAWS = 3
 
@@ -236,6 +238,54 @@ def check_sharding(subject: Subject) -> None:
             subject.check_equal(run(sharded, ct), expected, f"axis {axis} of {name} sharded: ")
 
 
+def check_sharded_derivatives(subject: Subject) -> None:
+    """Second derivatives and tangents, where all arrays are sharded along two axes: along their first and second one,
+    along their third and fourth one, and so on. Some of these every device needs whole.
+    """
+    prefix = f"{subject.check}: {subject.kernel} on {subject.example.name}"
+    assert not has_one_cpu(), (
+        f"{prefix}: there is one device, so nothing can be sharded: set {VARIABLE}={DEVICES} before JAX starts"
+    )
+    (arrays, *_) = subject.draws()
+    shape = (2, 2 if len(jax.devices()) > 3 else 1)
+    devices = jax.devices()[: math.prod(shape)]
+    mesh = jax.make_mesh(shape, ("rows", "columns"), axis_types=(AxisType.Explicit,) * 2, devices=devices)
+    run = jax.jit(partial(_sharded_derivatives, subject, subject.weights(subject.call, arrays)))
+    with without_optimization():  # each program runs once
+        expected = run(arrays)
+        for axis in range(0, max(map(np.ndim, arrays.values())), 2):
+            sharded = {name: _sharded(array, axis, mesh) for name, array in arrays.items()}
+            subject.check_equal(run(sharded), expected, f"axes {axis} and {axis + 1} of all arrays sharded: ")
+
+
+def _sharded(array: Any, axis: int, mesh: Any) -> Any:
+    """The array, sharded along this axis and the next one, where two devices can share it."""
+    sizes = zip(mesh.axis_names, np.shape(array)[axis:], strict=False)
+    names = [name if size % 2 == 0 else None for name, size in sizes]
+    spec = PartitionSpec(*(None,) * axis, *names) if names else PartitionSpec()
+    return jax.device_put(array, NamedSharding(mesh, spec))
+
+
+def _sharded_derivatives(subject: Subject, weights: Results, arrays: Arrays) -> Any:
+    primals = {name: arrays[name] for name in subject.example.wrt}
+    direction = jax.tree.map(jnp.cos, primals)
+
+    def call(primals: Arrays) -> Results:
+        return tuple(r for r in subject.call({**arrays, **primals}) if jnp.issubdtype(r.dtype, jnp.inexact))
+
+    def gradients(primals: Arrays) -> Any:
+        return jax.grad(lambda primals: weighted_sum(subject.call({**arrays, **primals}), weights))(primals)
+
+    def along(primals: Arrays) -> Any:
+        return sum((gradient * direction[name]).sum() for name, gradient in gradients(primals).items())
+
+    return {
+        "second reverse": jax.grad(along)(primals),
+        "forward of reverse": jax.jvp(gradients, (primals,), (direction,))[1],
+        "tangents": jax.jvp(call, (primals,), (direction,))[1],
+    }
+
+
 def check_second_reverse(subject: Subject) -> None:
     """jacrev(jacrev) of all results equals the reference's in float64."""
     actual = _second_derivatives(subject, jax.jacrev, subject.backend, is_float64=False)
@@ -299,12 +349,13 @@ TRANSFORMS: dict[str, Callable[[Subject], None]] = {
     "scan": check_scan,
     "shard_map": check_shard_map,
     "sharding": check_sharding,
+    "sharded_derivatives": check_sharded_derivatives,
     "jacrev_of_jacrev": check_second_reverse,
     "forward_mode": check_forward_mode,
 }
 
 #: Those that need several devices.
-SEVERAL_DEVICES = ("shard_map", "sharding")
+SEVERAL_DEVICES = ("shard_map", "sharding", "sharded_derivatives")
 
 
 def transforms(registry: Registry, kernel: str, example: Example, name: str) -> None:

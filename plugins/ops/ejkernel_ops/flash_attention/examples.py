@@ -300,6 +300,8 @@ def subjects() -> Iterator[Example]:
     yield example("with-packing", _with_packing, checks={"values", "vmap_of_grad"})
     yield example("with-packing-and-shared-arrays", _with_packing, checks={"vmap_with_shared"}, long=True)
     yield example("sharded", _sharded, checks={"values", "shard_map", "sharding"})
+    twice = lambda draw: qkv(draw, 2, 4, 6, 4, 2, 2) | {"causal": True}
+    yield example("sharded-twice", twice, checks={"sharded_derivatives"}, long=True)
     yield example("tiny", _tiny, checks={"values", "forward_mode"})
     yield example("two-calls", _two_calls, checks={"values", "programs"}, wrt_sets=WRT_SETS)
     yield example("tiny-of-second-order", _tiny, checks={"jacrev_of_jacrev"}, long=True)

@@ -215,6 +215,7 @@ def subjects() -> Iterator[Example]:
         lambda draw: call(draw, (9, 0, 14), 24, 32),
         checks={"values", "sharding"},
     )
+    yield example("sharded-twice", lambda draw: call(draw, (5, 3), 4, 6), checks={"sharded_derivatives"}, long=True)
     yield example(
         "tiny",
         lambda draw: call(draw, (2, 1), 3, 4) | {"activation": "gelu_gated"},

@@ -18,6 +18,7 @@ Arguments = dict[str, Any]
 #: (tokens, k, dim): none is a multiple of a block.
 SHAPES = ((33, 2, 70), (1, 8, 130), (200, 4, 24), (7, 1, 257), (0, 2, 16), (5, 3, 1))
 TRANSFORMS = frozenset({"jit", "vmap", "vmap_of_grad", "grad_of_vmap", "checkpoint", "scan", "sharding"})
+SHARDED_TWICE = frozenset({"sharded_derivatives"})
 #: (tokens, k, dim) of well-known models.
 LAYERS = ((16384, 8, 2048), (16384, 8, 4096), (16384, 4, 2880), (16384, 2, 4096), (64, 8, 2048))
 
@@ -33,6 +34,8 @@ def permute_examples() -> Iterator[Example]:
     tiny = partial(permute_arguments, 3, 2, 2)
     derivatives = frozenset({"values", "forward_mode", "jacrev_of_jacrev"})
     yield _example("tiny", "moe_permute", tiny, wrt=("x",), checks=derivatives)
+    twice = partial(permute_arguments, 4, 2, 6)
+    yield _example("sharded-twice", "moe_permute", twice, wrt=("x",), checks=SHARDED_TWICE)
     for tokens, k, dim in LAYERS:
         yield _large("moe_permute", tokens, k, dim, ("x",))
 
@@ -51,6 +54,8 @@ def combine_examples() -> Iterator[Example]:
     tiny = partial(combine_arguments, 3, 2, 2)
     derivatives = frozenset({"values", "forward_mode", "jacrev_of_jacrev"})
     yield _example("tiny", "moe_combine", tiny, wrt=("y", "weights"), checks=derivatives)
+    twice = partial(combine_arguments, 4, 2, 6)
+    yield _example("sharded-twice", "moe_combine", twice, wrt=("y", "weights"), checks=SHARDED_TWICE)
     for tokens, k, dim in LAYERS:
         yield _large("moe_combine", tokens, k, dim, ("y", "weights"))
 

@@ -128,6 +128,8 @@ def subjects() -> Iterator[Example]:
         lambda draw: {"router_logits": logits(draw, 2, 4), "k": 2, "score": "sigmoid"},
         checks={"values", "forward_mode", "jacrev_of_jacrev"},
     )
+    twice = lambda draw: {"router_logits": logits(draw, 4, 8), "k": 2}
+    yield example("sharded-twice", twice, checks={"sharded_derivatives"})
     base = {"num_groups": 4, "group_topk": 2, "expert_bias": biases(0, 16)}
 
     def everything(draw: int) -> Arguments:

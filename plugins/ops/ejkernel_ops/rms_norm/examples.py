@@ -168,6 +168,8 @@ def subjects(op: str) -> Iterator[Example]:
     yield example(op, "everything-shared", all_arguments, checks={"vmap_with_shared"}, long=True)
     yield example(op, "without-a-residual", small, checks={"values", "vmap", "vmap_of_grad"})
     yield example(op, "sharded", partial(everything, shape=(8, 3), dim=24), checks={"values", "shard_map", "sharding"})
+    twice = lambda draw: {"x": normal("x", draw, (4, 2, 6)), "weight": normal("weight", draw, (6,))}
+    yield example(op, "sharded-twice", twice, checks={"sharded_derivatives"})
     checks_of_derivatives = {"values", "forward_mode", "jacrev_of_jacrev"}
     yield example(op, "tiny", partial(everything, shape=(2,), dim=5), checks=checks_of_derivatives)
     yield example(op, "two-calls", partial(everything, shape=(3,), dim=24), checks={"values", "programs"})
