@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._display import most_similar, suggestion
-from ._keys import abstract
+from ._keys import abstract, read_only
 from ._layout import (
     LEADING,
     Layout,
@@ -29,18 +29,13 @@ if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do no
     from ._partitioning import Partitioning
 
 Arguments = dict[str, Any]
-Layouts = dict[str, Layout]
+Layouts = Mapping[str, Layout]
 Texts = Mapping[str, str]
 Folded = tuple[Arguments, Callable[[tuple[Any, ...]], tuple[Any, ...]]]
 
 
-# Typed, because mypy does not infer from ``dict`` what a field takes.
-def _texts(texts: Texts) -> dict[str, str]:
-    return dict(texts)
-
-
-def _copy(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
-    return dict(mapping)
+def _cases(cases: Mapping[tuple[str, Any], Mapping[str, Any]]) -> Mapping[tuple[str, Any], Mapping[str, Any]]:
+    return read_only({case: read_only(texts) for case, texts in cases.items()})
 
 
 def _names(names: str | Iterable[str]) -> tuple[str, ...]:
@@ -61,8 +56,8 @@ class Axes:
     (ShapeDtypeStruct(shape=(3, 4, 8), dtype=float32),)
     """
 
-    arrays: Texts = attrs.field(converter=_texts)
-    results: Texts = attrs.field(converter=_texts)
+    arrays: Texts = attrs.field(converter=read_only)
+    results: Texts = attrs.field(converter=read_only)
     #: The axes whose entries are computed independently, in one kernel or on several devices.
     independent: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
     #: All other axes.
@@ -77,13 +72,13 @@ class Axes:
     #: The axes whose size must be at least 1.
     positive: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
     #: ``{"heads": "kv_heads"}``: the first is a multiple of the second, and they are sharded together.
-    multiples: Texts = attrs.field(factory=dict, converter=_texts, kw_only=True)
+    multiples: Texts = attrs.field(factory=dict, converter=read_only, kw_only=True)
     #: The results of dtype float32, or float64 where the first array has it.
     statistics: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
     #: The dtypes of other results: a name, or a function of the arguments. By default that of the first array.
-    dtypes: Mapping[str, Any] = attrs.field(factory=dict, converter=_copy, kw_only=True)
+    dtypes: Mapping[str, Any] = attrs.field(factory=dict, converter=read_only, kw_only=True)
     #: ``{("transpose", True): {"weight": "out_dim dim"}}``: other words for arrays where an option has this value.
-    when: Mapping[tuple[str, Any], Texts] = attrs.field(factory=dict, converter=_copy, kw_only=True)
+    when: Mapping[tuple[str, Any], Texts] = attrs.field(factory=dict, converter=_cases, kw_only=True)
     #: True for a backward operation: its results have the axes of the arrays that ``wrt`` names.
     of_gradients: bool = attrs.field(default=False, kw_only=True)
     _layouts: Layouts = attrs.field(init=False, repr=False)
@@ -95,11 +90,13 @@ class Axes:
 
     @_layouts.default
     def _read_layouts(self) -> Layouts:
-        return {name: layout(name, text) for name, text in {**self.arrays, **self.results}.items()}
+        return read_only({name: layout(name, text) for name, text in {**self.arrays, **self.results}.items()})
 
     @_layouts_by_option.default
     def _read_layouts_by_option(self) -> Mapping[tuple[str, Any], Layouts]:
-        return {case: {name: layout(name, text) for name, text in texts.items()} for case, texts in self.when.items()}
+        return _cases(
+            {case: {name: layout(name, text) for name, text in texts.items()} for case, texts in self.when.items()}
+        )
 
     def __attrs_post_init__(self) -> None:
         _check_declaration(self, [self._layouts, *self._layouts_by_option.values()])

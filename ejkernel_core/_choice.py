@@ -17,7 +17,7 @@ from ._discovery import Broken
 from ._errors import NEVER_CAUGHT, NoConfig, NoKernel, PluginError, Unsupported, description, message
 from ._kernel import Candidate, Invocation, LoadedKernel, why_mutable, with_versions
 from ._plan import Choice, Plan, Verdict
-from ._policies import Policies, ask_policies, is_incomplete, remember, tuner_name
+from ._policies import Policies, ask_policies, is_incomplete, kernel_of, remember, tuner_name
 from ._processes import settled_choice
 from ._scopes import Scope
 
@@ -45,8 +45,8 @@ def choose(
     with. ``check`` raises where the scope has what cannot be used. Raises ``NoKernel``, with the reason of every
     kernel, where none can run the invocation.
     """
-    candidates, verdicts = candidates_for(inv, kernels, backend, cfg)
-    verdicts = [*broken, *verdicts]
+    candidates, verdicts_on_loaded = candidates_for(inv, kernels, backend, cfg)
+    verdicts = (*broken, *verdicts_on_loaded)
 
     def select_for(inv: Invocation) -> tuple[Choice, list[Verdict]]:
         check()
@@ -58,7 +58,7 @@ def choose(
         choice, policy_verdicts = settled_choice(inv, candidates, verdicts, backend, policies, scope, select_for)
     else:
         choice, policy_verdicts = select_for(inv)
-    chosen = next(c.kernel for c in candidates if c.backend == choice.backend)
+    chosen = kernel_of(choice, candidates)
     with_choice = (attrs.evolve(v, status="chosen") if v.name == chosen.name else v for v in verdicts)
     return Plan(inv, chosen, choice, (*with_choice, *policies.verdicts, *policy_verdicts))
 
@@ -68,7 +68,7 @@ def choose(
 
 def candidates_for(
     inv: Invocation, kernels: Sequence[LoadedKernel], backend: str | None, cfg: Any
-) -> tuple[list[Candidate], list[Verdict]]:
+) -> tuple[tuple[Candidate, ...], list[Verdict]]:
     """The kernels that can run the invocation, the highest rank first, and a verdict on every kernel."""
     reason = None if cfg is None else why_mutable(cfg)
     if reason is not None:
@@ -82,7 +82,7 @@ def candidates_for(
         if verdict.status == "able"
     ]
     software = {name: version for candidate in candidates for name, version in candidate.kernel.software.items()}
-    return [attrs.evolve(candidate, software=software) for candidate in candidates], verdicts
+    return tuple(attrs.evolve(candidate, software=software) for candidate in candidates), verdicts
 
 
 def _ask_kernel(kernel: LoadedKernel, inv: Invocation, backend: str | None, cfg: Any) -> tuple[int, Any, Verdict]:

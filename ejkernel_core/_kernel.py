@@ -14,7 +14,7 @@ import pluggy
 
 from ._display import html_table, one_line
 from ._errors import NEVER_CAUGHT, RecordError, description
-from ._keys import Key, key_of
+from ._keys import Key, key_of, read_only
 from ._operation import Operation, as_tuple
 from ._records import Record
 
@@ -33,7 +33,7 @@ class Invocation(Mapping[str, Any]):
     """
 
     op: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any] = attrs.field(converter=read_only)
     #: JAX's name: "cpu", "gpu", "tpu".
     platform: str
     #: The device's name: "NVIDIA H200", "AMD EPYC 9654 25-17, 16 cores" (JAX calls every processor "cpu"); None where
@@ -185,12 +185,14 @@ class LoadedKernel:
     provider: str
     #: The platforms that it runs on, with its rank there, or a function that gives the rank for an invocation: the
     #: highest is preferred. None for all platforms.
-    platforms: Mapping[str, int | Callable[[Invocation], int]] | None
+    platforms: Mapping[str, int | Callable[[Invocation], int]] | None = attrs.field(
+        converter=attrs.converters.optional(read_only)
+    )
     config_type: type | None
     #: Where that type is imported from, as in ``ejkernel_xla.flash_attention.Config``.
     config_name: str | None
     #: The versions of the kernel, by its name, of JAX and of the compilers it names.
-    software: Mapping[str, str] = attrs.field(repr=False)
+    software: Mapping[str, str] = attrs.field(repr=False, converter=read_only)
     #: The platforms on which its code is opaque to XLA: a custom call, which XLA cannot partition.
     opaque: tuple[str, ...]
     #: The operations that it calls.
@@ -291,7 +293,7 @@ class Candidate:
     cfg: Any
     explicit: bool = False
     #: The versions on which the best candidate and its best configuration may depend.
-    software: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+    software: Mapping[str, str] = attrs.field(factory=dict, repr=False, converter=read_only)
     #: The kernel's backend.
     backend: str = attrs.field(init=False, repr=False)
     #: The type of its configurations: the kernel's ``Config``, or else the type of ``cfg``.

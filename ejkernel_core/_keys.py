@@ -91,6 +91,11 @@ def _fields(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
 
 
+def read_only(mapping: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """A copy that cannot be changed: a value that hooks get is the same for all of them."""
+    return types.MappingProxyType(dict(mapping))
+
+
 def abstract(value: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of an array."""
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
@@ -300,10 +305,12 @@ class Key:
         return _key_digest(canonical_json({name: content[name] for name in content if name != "sizes"}))
 
     @functools.cached_property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> Mapping[str, int]:
         """The sizes of the axes that only count things, by name."""
         sizes = self._content.get("sizes")
-        return sizes if isinstance(sizes, dict) and all(type(size) is int for size in sizes.values()) else {}
+        if not isinstance(sizes, dict) or any(type(size) is not int for size in sizes.values()):
+            sizes = {}
+        return read_only(sizes)
 
     @property
     def _content(self) -> dict[str, Any]:
@@ -335,7 +342,7 @@ def key_of(
     """
     # Arguments that the call does not have are left out, so old keys stay valid when an operation gets a new parameter.
     if isinstance(arguments, Mapping):
-        arguments = {name: value for name, value in abstractify(arguments).items() if value is not None}
+        arguments = {name: value for name, value in abstractify(dict(arguments)).items() if value is not None}
     content, sizes = json.loads(stable_json({**problem, field: arguments})), dict[str, int]()
     shapes = content[field] if isinstance(content[field], dict) else {}
     for name, axes in counters.items():

@@ -15,6 +15,7 @@ from ._axes import Axes
 from ._display import brief, suggestion
 from ._errors import PluginError
 from ._example import Example
+from ._keys import read_only
 
 if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
     from ._partitioning import Partitioning
@@ -94,7 +95,7 @@ class Operation:
     examples: Callable[[], Iterable[Example]] | None = None
     #: By the names that other libraries use: the name of the parameter here, or a sentence that says what to do. The
     #: error for an unknown argument has them.
-    other_names: Mapping[str, str] = attrs.field(factory=dict)
+    other_names: Mapping[str, str] = attrs.field(factory=dict, converter=read_only)
 
     @arrays.default
     def _arrays(self) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def ask_policies(
         except BaseException as fault:
             reason = f"select_config raised {description(fault)}"
         if reason is None and choice is not None:
-            status, reason = _check_choice(inv, choice, _kernel_of(choice, candidates))
+            status, reason = _check_choice(inv, choice, kernel_of(choice, candidates))
         if reason is not None:
             verdicts.append(Verdict(name, policies.provider(name), status, reason))
         elif choice is not None and choice.distance > 0:
@@ -140,8 +140,16 @@ def _refuse_to_differ(*arguments: Any) -> None:
     raise Unsupported("its answers may differ between the processes of the program")
 
 
-def _kernel_of(choice: Choice, candidates: Sequence[Candidate]) -> LoadedKernel:
-    return next(candidate.kernel for candidate in candidates if candidate.backend == choice.backend)
+def kernel_of(choice: Choice, candidates: Sequence[Candidate]) -> LoadedKernel:
+    """The kernel of a choice."""
+    for candidate in candidates:
+        if candidate.backend == choice.backend:
+            return candidate.kernel
+    raise PluginError(_unknown_backend(choice))
+
+
+def _unknown_backend(choice: Choice) -> str:
+    return f"{choice.origin} chose backend {choice.backend!r}, which is not among the candidates"
 
 
 def fault_of_choice(choice: Any, candidates: Sequence[Candidate]) -> str | None:
@@ -158,7 +166,7 @@ def fault_of_choice(choice: Any, candidates: Sequence[Candidate]) -> str | None:
         return f"{choice.origin} measured, and gives no record with a provenance"
     chosen = next((c for c in candidates if c.backend == choice.backend), None)
     if chosen is None:
-        return f"{choice.origin} chose backend {choice.backend!r}, which is not among the candidates"
+        return _unknown_backend(choice)
     config_type = chosen.kernel.config_type  # not the heuristic's type: a kernel that does not say may take several
     if config_type is not None and not isinstance(choice.cfg, config_type):
         got = f"a value of type {type(choice.cfg).__name__}"

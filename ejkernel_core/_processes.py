@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from ._errors import PluginError
+from ._errors import PluginError, description
 from ._hooks import BUILT_IN_PREFIX
 from ._kernel import Candidate, Invocation
 from ._plan import Choice, Verdict
@@ -59,6 +59,8 @@ def settled_choice(
         choice = policies.settlers.hook.settle(
             inv=inv, candidates=candidates, verdicts=verdicts, backend=backend, scope=scope, choose=choose
         )
+    except StopIteration as fault:  # a generator or a loop around the call would take it for its own end
+        raise PluginError(f"settle of {name} ({policies.provider(name)}) raised {description(fault)}") from fault
     except BaseException as fault:
         fault.add_note(f"in settle of {name} ({policies.provider(name)})")
         raise

@@ -18,7 +18,7 @@ import numpy as np
 from attrs.validators import deep_iterable, instance_of
 
 from ._errors import RecordError
-from ._keys import TAG, Key, canonical_json, stable_json
+from ._keys import TAG, Key, canonical_json, read_only, stable_json
 
 SCHEMA = 2
 #: The beginning of the reason of a configuration that ended its process. Explanations show it with the record.
@@ -58,7 +58,9 @@ class Provenance:
     #: The backends that were measured. The record says nothing about others.
     backends: tuple[str, ...] = attrs.field(validator=deep_iterable(instance_of(str), instance_of(tuple)))
     #: The versions of these backends' kernels ("flash_attention.xla"), of JAX and of the compilers.
-    software: dict[str, str] = attrs.field(factory=dict)
+    software: Mapping[str, str] = attrs.field(
+        factory=dict, converter=read_only, repr=lambda software: repr({**software})
+    )
     #: The text of every configuration that was tried, with its milliseconds or the reason for having none.
     tried: tuple[tuple[str, float | str], ...] = ()
     #: None where everything was measured. None is not written, so records older than this field are still read.

@@ -20,7 +20,7 @@ import jax
 
 from ._display import suggestion
 from ._kernel import Candidate, Invocation, find_record
-from ._keys import Key, short_hash, stable_json
+from ._keys import Key, read_only, short_hash, stable_json
 from ._records import Record, as_record
 
 Mode = Literal["off", "on_miss", "error_on_miss"]
@@ -84,7 +84,7 @@ class Overlay:
     """A snapshot of configurations by key. Overlays with equal content are equal."""
 
     digest: str
-    records: Mapping[Any, tuple[Record, ...]] = attrs.field(eq=False, repr=False)
+    records: Mapping[Any, tuple[Record, ...]] = attrs.field(eq=False, repr=False, converter=read_only)
 
     def find(self, key: Key, candidate: Candidate) -> Record | None:
         """The record for the candidate's kernel, or None; ``recall`` calls this method of stores."""

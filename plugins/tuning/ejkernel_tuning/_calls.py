@@ -133,7 +133,7 @@ def tune_each(
             yield attrs.evolve(outcome, reason=f"not tuned: {reason}", is_refused=True)
 
 
-def _candidates(plugins: Plugins, inv: Invocation, backend: str | None) -> tuple[list[Candidate], list[Verdict]]:
+def _candidates(plugins: Plugins, inv: Invocation, backend: str | None) -> tuple[tuple[Candidate, ...], list[Verdict]]:
     """The kernels that can run the invocation: those of a backend alone, unless it has none for the operation."""
     return candidates_for(
         inv, plugins.kernels(inv.op)[0], backend if backend in plugins.backends(inv.op) else None, None
