@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from ._display import quantity
+from ._display import brief, quantity
 from ._kernel import Candidate, find_record
 from ._keys import Key
 from ._records import Record, as_record
@@ -23,7 +23,7 @@ class ConfigCache:
 
     def __init__(self, maxsize: int | None = None) -> None:
         if maxsize is not None and type(maxsize) is not int:
-            raise TypeError(f"maxsize: takes a whole number, or None for no bound; got {maxsize!r:.60}")
+            raise TypeError(f"maxsize: takes a whole number, or None for no bound; got {brief(maxsize)}")
         if maxsize is not None and maxsize < 1:
             raise ValueError(f"maxsize: takes at least 1, or None for no bound; got {maxsize}")
         self.maxsize = maxsize

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ._display import brief
+
 #: The names XLA has for the platforms that JAX calls "gpu".
 _GPU = frozenset({"cuda", "rocm", "gpu"})
 
@@ -97,7 +99,7 @@ def _device_or_default(device: Any) -> Any:
     if device is None:
         return jax.devices()[0]
     if not isinstance(device, jax.Device):
-        raise TypeError(f"device: takes one of jax.devices(); got {type(device).__name__} {device!r:.60}")
+        raise TypeError(f"device: takes one of jax.devices(); got {type(device).__name__} {brief(device)}")
     return device
 
 

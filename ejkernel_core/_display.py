@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
+from ._errors import NEVER_CAUGHT
+
 MAX_LENGTH = 160
+#: The most characters of a configuration in an explanation.
+MAX_CONFIG_LENGTH = 1000
+
+
+def text_of(value: Any, text: Callable[[Any], str] = str) -> str:
+    """The ``str`` of a value, or its type in words where that raises: the class may be a user's or a plugin's own.
+
+    >>> text_of(1.5), text_of(10**5000)
+    ('1.5', '<int, whose str raised ValueError>')
+    """
+    try:
+        return text(value)
+    except NEVER_CAUGHT:
+        raise
+    except BaseException as fault:
+        return f"<{type(value).__qualname__}, whose {text.__name__} raised {type(fault).__name__}>"
 
 
 def one_line(value: Any, max_length: int = MAX_LENGTH) -> str:
@@ -16,17 +34,29 @@ def one_line(value: Any, max_length: int = MAX_LENGTH) -> str:
     >>> one_line(" no   kernel"), one_line("abcdefgh", 6)
     ('no kernel', 'abc...')
     """
-    text = " ".join(str(value).split())
-    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
+    return _truncated(" ".join(text_of(value).split()), max_length)
 
 
 def brief(value: Any, max_length: int = 60) -> str:
-    """The ``repr`` of a value, truncated to ``max_length`` characters.
+    """The ``repr`` of a value without line breaks, truncated to ``max_length`` characters.
 
     >>> brief("abc"), brief("x" * 80, 8)
     ("'abc'", "'xxxx...")
     """
-    text = repr(value)
+    return _truncated(" ".join(text_of(value, repr).splitlines()), max_length)
+
+
+def repr_of(value: Any) -> str:
+    """The ``repr`` of a configuration or an option, for fields of attrs classes."""
+    return brief(value, MAX_CONFIG_LENGTH)
+
+
+def config_text(cfg: Any) -> str:
+    """The text of a configuration in one line."""
+    return one_line(cfg, MAX_CONFIG_LENGTH)
+
+
+def _truncated(text: str, max_length: int) -> str:
     return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 
@@ -65,7 +95,7 @@ def html_table(title: str, rows: Iterable[Sequence[Any]], head: Sequence[str] = 
     '<table><caption>a &lt; b</caption><tr><td>x</td><td>1</td></tr></table>'
     """
     cells = ["".join(f"<th>{escape(name)}</th>" for name in head)] if head else []
-    cells += ["".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows]
+    cells += ["".join(f"<td>{escape(text_of(cell))}</td>" for cell in row) for row in rows]
     return f"<table><caption>{escape(title)}</caption>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
@@ -75,4 +105,4 @@ def html_text(value: Any) -> str:
     >>> html_text("a < b")
     '<pre>a &lt; b</pre>'
     """
-    return f"<pre>{escape(str(value))}</pre>"
+    return f"<pre>{escape(text_of(value))}</pre>"

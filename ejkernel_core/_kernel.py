@@ -12,8 +12,8 @@ from typing import Any
 import attrs
 import pluggy
 
-from ._display import html_table, one_line
-from ._errors import NEVER_CAUGHT, RecordError, description
+from ._display import MAX_LENGTH, brief, html_table, one_line, repr_of
+from ._errors import NEVER_CAUGHT, RecordError, description, message
 from ._keys import Key, key_of, read_only
 from ._operation import Operation, as_tuple
 from ._records import Record
@@ -106,7 +106,7 @@ class Invocation(Mapping[str, Any]):
     def call(self, op: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call an operation by the registry that chose this kernel: for kernels that are made of other operations."""
         if self.registry is None:
-            raise ValueError(f"{self.op}: the invocation was made without a registry, which would call {op!r}")
+            raise ValueError(f"{self.op}: the invocation was made without a registry, which would call {brief(op)}")
         return self.registry.call(op, *args, **kwargs)
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> Invocation:
@@ -129,7 +129,7 @@ def _argument_texts(arguments: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _argument_text(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-    return repr(value)
+    return brief(value, MAX_LENGTH)
 
 
 # -- a configuration is immutable --------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def why_mutable(cfg: Any) -> str | None:
         try:
             hash(cfg)
         except Exception as fault:  # a frozen value that holds a mutable one
-            reason = f"a {type(cfg).__qualname__} has no hash: {fault}"
+            reason = f"a {type(cfg).__qualname__} has no hash: {message(fault)}"
     return reason
 
 
@@ -290,7 +290,7 @@ class Candidate:
     """A kernel that can run the invocation, with its heuristic configuration or the caller's explicit one."""
 
     kernel: LoadedKernel
-    cfg: Any
+    cfg: Any = attrs.field(repr=repr_of)
     explicit: bool = False
     #: The versions on which the best candidate and its best configuration may depend.
     software: Mapping[str, str] = attrs.field(factory=dict, repr=False, converter=read_only)
@@ -331,7 +331,9 @@ def find_record(records: Iterable[Record], candidate: Candidate) -> Record | Non
     record = matching_record(records, candidate)
     for other in records if record is None else ():
         if other.backend in (None, candidate.backend):
-            raise RecordError(f"it has {other.cfg!r:.80} for the call, no configuration of {candidate.kernel.name}")
+            raise RecordError(
+                f"it has {brief(other.cfg, 80)} for the call, no configuration of {candidate.kernel.name}"
+            )
     return record
 
 

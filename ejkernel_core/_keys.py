@@ -23,6 +23,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from ._display import brief
+
 #: Begins the name in an object that stands for a value JSON has no type for. Other objects differ: see ``_mapping``.
 TAG = "!"
 
@@ -131,7 +133,7 @@ def _to_json(value: Any, path: tuple[int, ...]) -> Any:
         text = rule(value, inner)
         if text is not None:
             return text
-    raise TypeError(f"stable_json: a {_type_name(value)} has no content that could be written down: {value!r:.60}")
+    raise TypeError(f"stable_json: a {_type_name(value)} has no content that could be written down: {brief(value)}")
 
 
 Inner = Callable[[Any], Any]
@@ -265,7 +267,7 @@ def _import_path(value: Any) -> str:
         return f"numpy.{value.__name__}"
     if not isinstance(value, types.BuiltinFunctionType) and not _is_importable(value):
         raise TypeError(
-            f"stable_json: {value!r} cannot be found again by its name; define it at the top level of a module"
+            f"stable_json: {brief(value)} cannot be found again by its name; define it at the top level of a module"
         )
     return f"{value.__module__}.{value.__qualname__}"
 
@@ -291,7 +293,7 @@ class Key:
     def __attrs_post_init__(self) -> None:
         for name in ("op", "device", "problem"):
             if not isinstance(value := getattr(self, name), str):
-                raise TypeError(f"Key: {name} takes text; got {type(value).__name__} {value!r:.60}")
+                raise TypeError(f"Key: {name} takes text; got {type(value).__name__} {brief(value)}")
 
     @functools.cached_property
     def digest(self) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 import attrs
 import jax.numpy as jnp
 
+from ._display import brief
+
 #: The name of any number of leading axes. They are the same in all arrays of a call that have them.
 LEADING = "..."
 
@@ -117,7 +119,7 @@ def result_shapes(
 def layout(array: str, text: str) -> Layout:
     """Parse a layout. ``array`` is the name of its array, for messages."""
     if not isinstance(text, str):
-        raise TypeError(f"axes of {array}: takes a string such as 'batch dim'; got {type(text).__name__} {text!r:.60}")
+        raise TypeError(f"axes of {array}: takes a string such as 'batch dim'; got {type(text).__name__} {brief(text)}")
     axes = tuple(_axis(array, word) for word in text.split())
     if sum(axis.name == LEADING for axis in axes) > 1:
         raise ValueError(f"axes of {array}: '...' may appear once; got {text!r}")

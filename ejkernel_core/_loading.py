@@ -12,6 +12,7 @@ from typing import Any
 import pluggy
 
 from ._discovery import KERNELS, POLICIES, Broken, Entry, conflict, version_of
+from ._display import brief
 from ._errors import NEVER_CAUGHT, EjkernelError, PluginError, description
 from ._hooks import BUILT_IN_PREFIX, PROJECT, REQUIRED_HOOKS, KernelHooks, PolicyHooks, specifications
 from ._kernel import LoadedKernel, why_mutable_type
@@ -126,21 +127,22 @@ def _wrong_attributes(plugin: Any) -> Iterator[str]:
     ranks = platforms if isinstance(platforms, Mapping) else {None: None}
     are_ranks = all(isinstance(k, str) and (isinstance(r, int) or callable(r)) for k, r in ranks.items())
     if platforms is not None and not are_ranks:
-        yield f"PLATFORMS takes {{platform: rank}} with whole numbers, or functions that give them; got {platforms!r}"
+        takes = "{platform: rank} with whole numbers, or functions that give them"
+        yield f"PLATFORMS takes {takes}; got {brief(platforms)}"
     for name, meaning in (("COMPILERS", "distributions"), ("OPAQUE", "platforms"), ("PARTS", "operations")):
         names = getattr(plugin, name, ())
         if not (isinstance(names, tuple) and all(isinstance(one, str) for one in names)):
-            yield f"{name} takes a tuple of the names of {meaning}; got {names!r}"
+            yield f"{name} takes a tuple of the names of {meaning}; got {brief(names)}"
         elif name == "OPAQUE" and isinstance(platforms, Mapping) and not {*names} <= {*platforms}:
-            yield f"OPAQUE names platforms that PLATFORMS has; got {names!r}"
+            yield f"OPAQUE names platforms that PLATFORMS has; got {brief(names)}"
     if type(version := getattr(plugin, "VERSION", 0)) is not int:
-        yield f"VERSION takes a whole number; got {version!r}"
+        yield f"VERSION takes a whole number; got {brief(version)}"
     if not isinstance(getattr(plugin, "RANK", 0), int):
-        yield f"RANK takes a whole number; got {plugin.RANK!r}"
+        yield f"RANK takes a whole number; got {brief(plugin.RANK)}"
     if not isinstance(getattr(plugin, "IS_SAME_EVERYWHERE", False), bool):
-        yield f"IS_SAME_EVERYWHERE takes True or False; got {plugin.IS_SAME_EVERYWHERE!r}"
+        yield f"IS_SAME_EVERYWHERE takes True or False; got {brief(plugin.IS_SAME_EVERYWHERE)}"
     if config is not None and not isinstance(config, type):
-        yield f"Config is the type of the configurations; got {config!r}"
+        yield f"Config is the type of the configurations; got {brief(config)}"
     elif config is not None and (reason := why_mutable_type(config)):
         yield f"Config takes values that cannot be changed; {reason}"
 

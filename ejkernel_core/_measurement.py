@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from ._display import config_text, repr_of
 from ._kernel import Invocation
 
 #: The beginning of reasons that say nothing about the configuration itself.
@@ -17,7 +18,7 @@ class Entry:
     """The result for one configuration."""
 
     backend: str
-    cfg: Any
+    cfg: Any = attrs.field(repr=repr_of)
     #: The median time of one call, and the distance between the quartiles; None where it was not measured.
     milliseconds: float | None = None
     spread: float | None = None
@@ -39,12 +40,12 @@ class Trial:
     """A configuration that is compiled or run now: if the process dies, it may be the cause."""
 
     backend: str
-    cfg: Any
+    cfg: Any = attrs.field(repr=repr_of)
     #: "compiling" or "running".
     step: str
 
     def __str__(self) -> str:
-        return f"{self.step} {self.backend} {self.cfg}"
+        return f"{self.step} {self.backend} {config_text(self.cfg)}"
 
 
 @attrs.frozen

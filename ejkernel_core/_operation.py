@@ -139,9 +139,9 @@ class Operation:
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.name, str) or self.name.splitlines() != [self.name]:
-            raise ValueError(f"Operation: takes a name, in one line; got {self.name!r}")
+            raise ValueError(f"Operation: takes a name, in one line; got {brief(self.name)}")
         if type(self.version) is not int:
-            raise ValueError(f"{self.name}: version takes a whole number; got {self.version!r}")
+            raise ValueError(f"{self.name}: version takes a whole number; got {brief(self.version)}")
         for parameter in self.signature.parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 raise ValueError(f"{self.name}: a signature names every parameter; got {parameter}")
@@ -235,7 +235,7 @@ class Operation:
     def _checked_wrt(self, arguments: Arguments) -> tuple[str, ...]:
         wrt = arguments["wrt"]
         if not isinstance(wrt, tuple) or not set(wrt) <= set(self.differentiable):
-            raise ValueError(f"wrt: takes a tuple of names among {self.differentiable}; got {wrt!r}")
+            raise ValueError(f"wrt: takes a tuple of names among {self.differentiable}; got {brief(wrt)}")
         repeated = [name for name in dict.fromkeys(wrt) if wrt.count(name) > 1]
         if repeated:
             raise ValueError(f"wrt: takes each name once; got {', '.join(repeated)} more often")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from ._display import html_table, html_text, one_line
+from ._display import config_text, html_table, html_text, one_line, repr_of
 from ._kernel import Invocation, LoadedKernel
 from ._keys import Key
 from ._records import Record
@@ -21,7 +21,7 @@ class Choice:
     """The answer of a policy: a candidate's backend, a configuration, and where it comes from."""
 
     backend: str
-    cfg: Any
+    cfg: Any = attrs.field(repr=repr_of)
     origin: str
     #: The key and the record that it comes from.
     key: Key | None = attrs.field(default=None, repr=str)
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def _kernel_and_cfg(self) -> str:
-        return self.kernel.name if self.cfg is None else f"{self.kernel.name} with {self.cfg}"
+        return self.kernel.name if self.cfg is None else f"{self.kernel.name} with {config_text(self.cfg)}"
 
     def run(self, inv: Invocation) -> tuple[Any, ...]:
         """Run the chosen kernel."""
@@ -99,7 +99,7 @@ class Plan:
         return f"Plan({self.summary})"
 
     def _repr_html_(self) -> str:
-        choice = [("configuration", self.cfg), ("chosen by", self.choice), ("for", self.invocation)]
+        choice = [("configuration", config_text(self.cfg)), ("chosen by", self.choice), ("for", self.invocation)]
         verdicts = [(v.name, v.provider, v.status, v.reason) for v in self.verdicts]
         return html_table(self.kernel.name, [*choice, *verdicts])
 

@@ -17,7 +17,7 @@ from . import _discovery
 from ._cache import ConfigCache
 from ._choice import choose
 from ._discovery import KERNELS, OPERATIONS, POLICIES, Broken, Entry
-from ._display import quantity
+from ._display import brief, quantity
 from ._errors import NoKernel, PluginError, UnknownBackend, UnknownOperation
 from ._hooks import BUILT_IN_PREFIX
 from ._kernel import Invocation, LoadedKernel
@@ -217,7 +217,7 @@ class Plugins:
         self._check_selection()
         if not isinstance(name, str):
             raise TypeError(
-                f"op: takes the name of an operation, as 'flash_attention'; got {type(name).__name__} {name!r:.60}"
+                f"op: takes the name of an operation, as 'flash_attention'; got {type(name).__name__} {brief(name)}"
             )
         if (OPERATIONS, name) not in self._state.entries:
             raise UnknownOperation(self._no_operation(name))

@@ -12,6 +12,7 @@ import pluggy
 
 from ._cache import ConfigCache
 from ._discovery import Entry
+from ._display import brief, config_text
 from ._errors import NEVER_CAUGHT, PluginError, RecordError, Unsupported, description, message
 from ._hooks import BUILT_IN_PREFIX, PROJECT, PolicyHooks, hookimpl
 from ._kernel import Candidate, Invocation, LoadedKernel, find_record, version_changes, why_mutable
@@ -118,7 +119,7 @@ def _check_choice(inv: Invocation, choice: Choice, kernel: LoadedKernel) -> tupl
     if choice.origin != OVERLAY:
         return status, reason
     error = Unsupported if status == "no answer" else PluginError
-    raise error(f"the overlay has {choice.cfg} for {kernel.name}, which cannot run with it: {reason}")
+    raise error(f"the overlay has {config_text(choice.cfg)} for {kernel.name}, which cannot run with it: {reason}")
 
 
 def _answers(
@@ -149,7 +150,7 @@ def kernel_of(choice: Choice, candidates: Sequence[Candidate]) -> LoadedKernel:
 
 
 def _unknown_backend(choice: Choice) -> str:
-    return f"{choice.origin} chose backend {choice.backend!r}, which is not among the candidates"
+    return f"{choice.origin} chose backend {brief(choice.backend)}, which is not among the candidates"
 
 
 def fault_of_choice(choice: Any, candidates: Sequence[Candidate]) -> str | None:
@@ -161,7 +162,7 @@ def fault_of_choice(choice: Any, candidates: Sequence[Candidate]) -> str | None:
     if not isinstance(choice.record, (Record, type(None))):
         return f"{choice.origin} gives a {type(choice.record).__name__} for a record"
     if type(choice.distance) not in (int, float) or not choice.distance >= 0:
-        return f"{choice.origin} gives {choice.distance!r} for a distance"
+        return f"{choice.origin} gives {brief(choice.distance)} for a distance"
     if choice.measured and (choice.record is None or choice.record.provenance is None):
         return f"{choice.origin} measured, and gives no record with a provenance"
     chosen = next((c for c in candidates if c.backend == choice.backend), None)

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from attrs.validators import deep_iterable, instance_of
 
+from ._display import brief, repr_of
 from ._errors import RecordError
 from ._keys import TAG, Key, canonical_json, read_only, stable_json
 
@@ -40,9 +41,9 @@ class Shortfall:
 
 def _is_duration(provenance: Any, field: Any, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{field.name}: takes a number; got {value!r:.60}")
+        raise TypeError(f"{field.name}: takes a number; got {brief(value)}")
     if not value >= 0:
-        raise ValueError(f"{field.name}: takes a number of at least 0; got {value!r}")
+        raise ValueError(f"{field.name}: takes a number of at least 0; got {brief(value)}")
 
 
 @attrs.frozen(kw_only=True)
@@ -87,7 +88,7 @@ class Provenance:
 class Record:
     """One configuration to store. A record without a provenance was put there by hand."""
 
-    cfg: Any
+    cfg: Any = attrs.field(repr=repr_of)
     #: The backend that it is for; None for the first kernel that takes configurations of its type.
     backend: str | None = None
     provenance: Provenance | None = None
@@ -224,11 +225,13 @@ def _fields(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
     if isinstance(value, type) or not (attrs.has(type(value)) or hasattr(type(value), "__dataclass_fields__")):
-        raise RecordError(f"a configuration is an attrs class or a dataclass; got {type(value).__qualname__} {value!r}")
+        raise RecordError(
+            f"a configuration is an attrs class or a dataclass; got {type(value).__qualname__} {brief(value)}"
+        )
     fields = _unstructured(value)
     reread = _structured(fields, type(value), "$")
     if reread != value:
-        raise RecordError(f"{value!r} would be read back as {reread!r}")
+        raise RecordError(f"{brief(value)} would be read back as {brief(reread)}")
     json_fields: dict[str, Any] = fields
     return json_fields
 
@@ -247,7 +250,7 @@ def _unstructured(value: Any) -> Any:
     try:
         return json.loads(_dump(_converter().unstructure(value)))
     except (TypeError, ValueError) as fault:
-        raise RecordError(f"{value!r} cannot be written down: {fault}") from fault
+        raise RecordError(f"{brief(value)} cannot be written down: {fault}") from fault
 
 
 def _structured(data: Any, kind: Any, place: str) -> Any:
@@ -320,7 +323,7 @@ def _may_be_a_dtype(kind: Any) -> bool:
 def _dtype_json(value: Any) -> dict[str, str]:
     content: Any = json.loads(stable_json(value))
     if not isinstance(content, dict) or not isinstance(content.get(f"{TAG}dtype"), str):
-        raise TypeError(f"{value!r} is no dtype of numbers")
+        raise TypeError(f"{brief(value)} is no dtype of numbers")
     dtype_json: dict[str, str] = content
     return dtype_json
 

@@ -10,6 +10,7 @@ import attrs
 import jax
 
 from ._devices import Target, absent_target, current_platform, target
+from ._display import repr_of
 from ._errors import NoKernel, PluginError, Unsupported, message
 from ._jax_versions import Primitive, lower_with_devices, vary_alike
 from ._kernel import Invocation
@@ -74,7 +75,7 @@ class CallContext:
 
     registry: Plugins = attrs.field(repr=False)
     backend: str | None = None
-    cfg: Any = None
+    cfg: Any = attrs.field(default=None, repr=repr_of)
     #: The scope where the call is made. When JAX lowers it, another one may be in effect.
     scope: Scope = EMPTY
     dependencies: Dependencies = attrs.field(factory=Dependencies, repr=False)
@@ -98,7 +99,7 @@ class Request:
     operation: Operation = attrs.field(repr=lambda operation: operation.name)
     #: The names of the arrays that the call has, in the order of the primitive's operands.
     arrays: tuple[str, ...]
-    options: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Any], ...] = attrs.field(repr=repr_of)
     #: The content of the options and of the explicit cfg, which differs where Python's equality does not.
     content: tuple[Any, ...] = attrs.field(repr=False)
     #: The settings where the call is traced, with which its kernel is traced too.

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, overload
 import attrs
 import jax
 
-from ._display import suggestion
+from ._display import brief, suggestion
 from ._kernel import Candidate, Invocation, find_record
 from ._keys import Key, read_only, short_hash, stable_json
 from ._records import Record, as_record
@@ -30,11 +30,11 @@ MODES: tuple[Mode, ...] = ("off", "on_miss", "error_on_miss")
 def _is_mode(policy: Any, field: Any, value: Any) -> None:
     if not (isinstance(value, str) and value in MODES):
         *others, last = MODES
-        raise ValueError(f"{field.name}: takes {', '.join(others)} or {last}; got {value!r:.60}")
+        raise ValueError(f"{field.name}: takes {', '.join(others)} or {last}; got {brief(value)}")
 
 
 def _is_seconds(policy: Any, field: Any, value: Any) -> None:
-    message = f"{field.name}: takes seconds above 0; got {value!r:.60}"
+    message = f"{field.name}: takes seconds above 0; got {brief(value)}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(message)
     if not 0 < float(value) < math.inf:
@@ -47,7 +47,7 @@ def _is_bool(policy: Any, field: Any, value: Any) -> None:
 
 def _check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name}: takes True or False; got {value!r:.60}")
+        raise TypeError(f"{name}: takes True or False; got {brief(value)}")
 
 
 @attrs.frozen
@@ -186,7 +186,7 @@ def policy_override(*positional: Any, **fields: Any) -> contextlib.AbstractConte
 def _check_names(positional: Sequence[Any], fields: Mapping[str, Any]) -> None:
     names = ["autotune", *(field.name for field in attrs.fields(AutotunePolicy))]
     if positional:
-        raise TypeError(f"policy_override: takes its fields by name, as mode='on_miss'; got {positional[0]!r:.60}")
+        raise TypeError(f"policy_override: takes its fields by name, as mode='on_miss'; got {brief(positional[0])}")
     for name in fields:
         if name not in names:
             hint = suggestion(name, names) or "."

@@ -37,8 +37,9 @@ LAYERS = """
     _axes _example _sharding
     _partitioning
     _layout
-    _keys
-    _devices _errors _display
+    _keys _devices
+    _display
+    _errors
     _jax_versions _environment
 """
 DEPTH = {module: depth for depth, line in enumerate(LAYERS.split("\n")) for module in line.split()}

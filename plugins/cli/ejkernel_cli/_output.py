@@ -50,9 +50,15 @@ def config_text(cfg: object) -> str:
     """
     if isinstance(cfg, Mapping):
         return ", ".join(f"{name}={value!r}" for name, value in cfg.items())
-    text = "" if cfg is None else str(cfg)
+    text = cfg if isinstance(cfg, str) else "" if cfg is None else _text(cfg)
     fields = re.fullmatch(r"[\w.]+\((.*)\)", text, re.DOTALL)
     return fields[1] if fields else text.removeprefix("None")
+
+
+def _text(cfg: object) -> str:
+    from ejkernel_core._display import text_of  # imported already where there is a configuration
+
+    return text_of(cfg)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:

@@ -212,7 +212,9 @@ def as_dict(explanation: Explanation) -> dict[str, Any]:
 def _fields(cfg: Any) -> Any:
     import attrs
 
-    return attrs.asdict(cfg) if attrs.has(type(cfg)) else None if cfg is None else str(cfg)
+    from ejkernel_core import _display
+
+    return attrs.asdict(cfg) if attrs.has(type(cfg)) else None if cfg is None else _display.text_of(cfg)
 
 
 def _provenance(provenance: Provenance) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ejkernel_core import _display
+
 
 def number(name: str, value: Any) -> float:
     """The value as a float. Raises unless it is a finite number, known while tracing."""
@@ -47,8 +49,6 @@ def brief(value: Any) -> str:
     >>> brief(1.5)
     '1.5'
     """
-    try:
-        text = repr(value)
-    except ValueError:  # Python refuses to print an int with thousands of digits
+    if isinstance(value, int) and value.bit_length() > 10_000:  # Python may refuse to print it
         return f"{type(value).__name__} of thousands of digits"
-    return text if len(text) <= 60 else text[:57] + "..."
+    return _display.brief(value)

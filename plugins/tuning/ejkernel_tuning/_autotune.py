@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ejkernel_core import Candidate
 from ejkernel_core._devices import device_fingerprint
 from ejkernel_core._discovery import Broken
+from ejkernel_core._display import text_of
 from ejkernel_core._errors import Unsupported
 from ejkernel_core._kernel import Invocation, LoadedKernel, version_changes
 from ejkernel_core._measurement import Entry, Progress, Trial
@@ -161,7 +162,9 @@ def _provenance(
 ) -> Callable[[Entry], Provenance]:
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     device = device_fingerprint(jax.local_devices(backend=inv.platform)[0])
-    tried = tuple((f"{e.backend} {e.cfg}", e.reason if e.milliseconds is None else e.milliseconds) for e in entries)
+    tried = tuple(
+        (f"{e.backend} {text_of(e.cfg)}", e.reason if e.milliseconds is None else e.milliseconds) for e in entries
+    )
 
     def provenance(entry: Entry) -> Provenance:
         assert entry.milliseconds is not None

@@ -17,6 +17,7 @@ from typing import Any
 import attrs
 import jax
 
+from ejkernel_core._display import text_of
 from ejkernel_core._kernel import Invocation, LoadedKernel
 from ejkernel_core._measurement import OUT_OF_TIME, Entry, Trial
 
@@ -481,7 +482,7 @@ class Measurement:
             profile_s = PROFILE_S if self.inv.platform == "gpu" else 0.0
             if expected_s and limit_s < PATIENCE * expected_s + profile_s:
                 self.deadline = time.monotonic()
-                self.notes.append(f"ended early: {variant.backend} {variant.cfg} was {reason}")
+                self.notes.append(f"ended early: {variant.backend} {text_of(variant.cfg)} was {reason}")
             else:
                 variant.reason = f"{OUT_OF_TIME}: {reason}"
         except Exception as fault:  # excludes only this variant
@@ -500,4 +501,4 @@ class Measurement:
             self._stuck_run = variant, fault.thread
             return ""
         first, _ = self._stuck_run
-        return f", probably blocked by {first.backend} {first.cfg}"
+        return f", probably blocked by {first.backend} {text_of(first.cfg)}"

@@ -10,7 +10,7 @@ import attrs
 import jax
 
 from ejkernel_core._devices import device_name, processor
-from ejkernel_core._display import html_table, html_text, one_line, quantity
+from ejkernel_core._display import config_text, html_table, html_text, one_line, quantity
 from ejkernel_core._errors import RecordError
 from ejkernel_core._keys import Key
 from ejkernel_core._measurement import Entry
@@ -42,7 +42,7 @@ class Tuned:
 
     def __repr__(self) -> str:
         best = self.best
-        winner = "no result" if best is None else f"{best.backend} with {best.cfg}{_time(best)}"
+        winner = "no result" if best is None else f"{best.backend} with {config_text(best.cfg)}{_time(best)}"
         return f"Tuned({one_line(f'{self.keys[0].op}: {winner}')})"
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -51,7 +51,7 @@ class Tuned:
             (
                 "*" if self.records and number == 0 else "",
                 entry.backend,
-                str(entry.cfg) + (" (heuristic)" if entry.is_usual else ""),
+                config_text(entry.cfg) + (" (heuristic)" if entry.is_usual else ""),
                 "" if entry.milliseconds is None else f"{entry.milliseconds:.4g}",
                 "" if entry.spread is None else f"{entry.spread:.2g}",
                 entry.reason,

@@ -10,6 +10,7 @@ import attrs
 
 from ejkernel_core import Candidate
 from ejkernel_core._discovery import Broken
+from ejkernel_core._display import text_of
 from ejkernel_core._errors import NEVER_CAUGHT, Unsupported
 from ejkernel_core._kernel import Invocation, LoadedKernel
 from ejkernel_core._keys import content
@@ -54,7 +55,7 @@ class KnownResults:
         assert record.provenance is not None
         if variant.is_usual or _is_same(variant, record):
             return
-        outcome = dict(record.provenance.tried).get(f"{variant.backend} {variant.cfg}")
+        outcome = dict(record.provenance.tried).get(f"{variant.backend} {text_of(variant.cfg)}")
         if isinstance(outcome, str):
             # The stores decide whether one that ended a process is tried again.
             variant.reason = None if outcome.startswith((OUT_OF_TIME, DIED)) else outcome

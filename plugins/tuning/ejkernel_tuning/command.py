@@ -333,14 +333,17 @@ def _provenance(outcome: Outcome) -> Provenance | None:
 
 def _heuristic_time(outcome: Outcome) -> float | None:
     """The milliseconds of the heuristic's configuration in the same measurement."""
+    from ejkernel_core._display import text_of
+
     if outcome.heuristic is None:
         return None
     provenance = _provenance(outcome)
     tried = provenance.tried if provenance else ()
     times = {text: time for text, time in tried if not isinstance(time, str)}
     if outcome.tuned:
-        times = {f"{e.backend} {e.cfg}": e.milliseconds for e in outcome.tuned.entries if e.milliseconds is not None}
-    return times.get(f"{outcome.heuristic.backend} {outcome.heuristic.cfg}")
+        results = ((f"{e.backend} {text_of(e.cfg)}", e.milliseconds) for e in outcome.tuned.entries)
+        times = {text: milliseconds for text, milliseconds in results if milliseconds is not None}
+    return times.get(f"{outcome.heuristic.backend} {text_of(outcome.heuristic.cfg)}")
 
 
 def _fields(cfg: Any) -> dict[str, Any]:
