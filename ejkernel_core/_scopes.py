@@ -12,7 +12,7 @@ import numbers
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any, Literal, Protocol, overload
 
 import attrs
@@ -123,8 +123,10 @@ class Scope:
 EMPTY = Scope()
 
 _current: ContextVar[Scope] = ContextVar("ejkernel_scope", default=EMPTY)
-#: The scopes around the current one, the innermost last.
-_outer: ContextVar[tuple[Scope, ...]] = ContextVar("ejkernel_outer_scopes", default=())
+#: The blocks that the current scope is inside of, the innermost last.
+_blocks: ContextVar[tuple[_Block, ...]] = ContextVar("ejkernel_blocks", default=())
+#: Has no value of its own: the tokens of its changes tell whether a block was entered in this context.
+_entered: ContextVar[None] = ContextVar("ejkernel_entered")
 #: The digest of the scope, as a part of JAX's jit key. JAX keeps it for each thread, not for each task, so it may be
 #: the digest of another scope, which another task of the thread has entered.
 jit_key = jax.make_user_context("")
@@ -195,28 +197,54 @@ def _check_names(positional: Sequence[Any], fields: Mapping[str, Any]) -> None:
         raise TypeError("policy_override: autotune=True is mode='on_miss'; give one of the two")
 
 
+@attrs.frozen(eq=False)
+class _Block:
+    """A ``with`` block that was entered, the scope around it, and the context."""
+
+    change: ScopeChange
+    outer: Scope
+    token: Token[None]
+
+    def is_of_this_context(self) -> bool:
+        """Whether it was entered here. A task, or a thread with a copy of the context, is inside of the block without
+        having entered it. The token can be used once.
+        """
+        try:
+            _entered.reset(self.token)
+        except (ValueError, RuntimeError):  # of another context, or used by the one that entered the block
+            return False
+        return True
+
+
 class ScopeChange(contextlib.AbstractContextManager[None]):
-    """Changes the current scope for a ``with`` block. It can be entered any number of times, also within itself."""
+    """Changes the current scope for a ``with`` block. It can be entered any number of times, also within itself.
+
+    A block may be left in another thread or task than it was entered in: a generator is closed, or collected, there.
+    Nothing changes then, because the scope there is another one.
+    """
 
     def __init__(self, change: Callable[[Scope], Scope]) -> None:
         self._change = change
 
     def __enter__(self) -> None:
         scope = self._change(current())
-        _outer.set((*_outer.get(), current()))
+        _blocks.set((*_blocks.get(), _Block(self, current(), _entered.set(None))))
         _current.set(scope)
         _update_jit_key()
 
     def __exit__(self, *fault: Any) -> None:
-        leave()
-
-
-def leave() -> None:
-    """Restore the scope around the current one."""
-    *others, scope = _outer.get()
-    _outer.set(tuple(others))
-    _current.set(scope)
-    _update_jit_key()
+        blocks = _blocks.get()
+        place = next((i for i in reversed(range(len(blocks))) if blocks[i].change is self), None)
+        if place is None or not blocks[place].is_of_this_context():
+            return
+        # The blocks inside of it are left later, if generators are closed in another order.
+        scope, rest = blocks[place].outer, blocks[:place]
+        for block in blocks[place + 1 :]:
+            rest = (*rest, attrs.evolve(block, outer=scope))
+            scope = block.change._change(scope)
+        _blocks.set(rest)
+        _current.set(scope)
+        _update_jit_key()
 
 
 def jit_key_of_scope() -> contextlib.AbstractContextManager[Any]:

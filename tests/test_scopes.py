@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import gc
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -410,3 +412,160 @@ def test_an_overlay_takes_a_cache(value: Any) -> None:
 def test_a_configuration_without_content_is_refused(recorder: TraceRecorder) -> None:
     with pytest.raises(TypeError, match="has no content that could be written down"):
         overlay_cache({recorder.key(): object()})
+
+
+# -- a block that is left elsewhere ----------------------------------------------------------------------------------
+
+
+def in_thread(function: Callable[[], Any]) -> None:
+    """Run a function in a thread of its own, and raise here what it raises there."""
+    faults: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as fault:
+            faults.append(fault)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if faults:
+        raise faults[0]
+
+
+def budgets_inside(budget_s: float) -> Any:
+    """A generator that is inside of a scope until it is closed."""
+    with policy_override(budget_s=budget_s):
+        while True:
+            yield _scopes.current().policy.budget_s
+
+
+def budget() -> float:
+    return _scopes.current().policy.budget_s
+
+
+@pytest.fixture
+def own_context() -> Any:
+    """Run a function in a context of its own, so that a scope that stays there does not reach other tests."""
+    return contextvars.copy_context().run
+
+
+def test_a_generator_that_is_closed_in_another_thread_leaves_both_scopes_as_they_are(own_context) -> None:
+    budgets = budgets_inside(7.0)
+
+    def close_inside_of_a_scope() -> None:
+        with policy_override(budget_s=3.0):
+            budgets.close()
+            assert budget() == 3.0
+        assert budget() == AutotunePolicy().budget_s
+
+    def run() -> None:
+        assert next(budgets) == 7.0
+        in_thread(close_inside_of_a_scope)
+        assert budget() == 7.0  # nothing can change the scope of another thread
+        with policy_override(budget_s=5.0):
+            assert budget() == 5.0
+        assert budget() == 7.0
+
+    own_context(run)
+
+
+@pytest.mark.parametrize("enter", [lambda: policy_override(budget_s=7.0), lambda: overlay_cache({"a key": 1})])
+def test_a_block_that_is_left_in_a_thread_without_scopes_raises_nothing(enter: Any, own_context) -> None:
+    block = enter()
+
+    def run() -> None:
+        with block:
+            inside = _scopes.current()
+            in_thread(lambda: block.__exit__(None, None, None))
+            assert _scopes.current() is inside
+        assert _scopes.current() is _scopes.EMPTY
+
+    own_context(run)
+
+
+def test_a_collected_generator_leaves_the_scope_of_the_collecting_thread(own_context) -> None:
+    holder: list[Any] = []
+
+    def run() -> None:
+        holder.append(budgets_inside(7.0))
+        next(holder[0])
+
+    def collect() -> None:
+        with policy_override(budget_s=3.0):
+            holder.clear()
+            gc.collect()
+            assert budget() == 3.0
+
+    own_context(run)
+    in_thread(collect)
+
+
+def test_a_task_that_inherits_a_block_does_not_leave_it(own_context) -> None:
+    """A task and ``asyncio.to_thread`` have a copy of the context, with the block in it."""
+
+    async def main() -> None:
+        budgets = budgets_inside(7.0)
+        assert next(budgets) == 7.0
+        await asyncio.to_thread(lambda: (budgets.close(), assert_budget(7.0)))
+        assert budget() == 7.0
+        other = budgets_inside(4.0)
+        next(other)
+
+        async def close() -> None:
+            await ended.wait()  # until the block has been left by its own task, which has used its token
+            other_block.__exit__(None, None, None)
+            assert budget() == 9.0
+
+        ended, other_block = asyncio.Event(), policy_override(budget_s=9.0)
+        with other_block:
+            task = asyncio.create_task(close())
+        assert budget() == 4.0
+        ended.set()
+        await task
+
+    own_context(lambda: asyncio.run(main()))
+
+
+def assert_budget(expected: float) -> None:
+    assert budget() == expected
+
+
+def test_an_asynchronous_generator_that_the_loop_ends_raises_nothing(own_context) -> None:
+    faults: list[Any] = []
+
+    async def budgets() -> Any:
+        with policy_override(budget_s=7.0):
+            yield budget()
+
+    async def begin() -> None:
+        abandoned.append(budgets())
+        assert await anext(abandoned[0]) == 7.0
+
+    abandoned: list[Any] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
+        await asyncio.create_task(begin())
+        abandoned.clear()
+        for _ in range(3):  # the loop closes the generator in a task of its own
+            gc.collect()
+            await asyncio.sleep(0)
+
+    own_context(lambda: asyncio.run(main()))
+    assert faults == []
+
+
+def test_generators_of_one_thread_may_be_closed_in_any_order(own_context) -> None:
+    def run() -> None:
+        first = budgets_inside(7.0)
+        next(first)
+        with policy_override(wait=False):
+            assert (budget(), _scopes.current().policy.wait) == (7.0, False)
+            first.close()
+            assert (budget(), _scopes.current().policy.wait) == (AutotunePolicy().budget_s, False)
+        assert _scopes.current() == _scopes.EMPTY
+        assert _scopes.jit_key.value == ""
+
+    own_context(run)

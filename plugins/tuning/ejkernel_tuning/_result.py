@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,7 +17,7 @@ from ejkernel_core._errors import RecordError
 from ejkernel_core._keys import Key
 from ejkernel_core._measurement import Entry
 from ejkernel_core._records import SCHEMA, Provenance, Record, record_from_json, record_to_json
-from ejkernel_core._scopes import leave, overlay_cache
+from ejkernel_core._scopes import overlay_cache
 
 #: The columns of the table of one result.
 COLUMNS = ("", "backend", "configuration", "ms", "spread", "out because")
@@ -114,11 +116,15 @@ class TuningResult:
 
     def __enter__(self) -> TuningResult:
         self._check_device()
-        overlay_cache(self).__enter__()
+        self._overlay.__enter__()
         return self
 
     def __exit__(self, *fault: Any) -> None:
-        leave()
+        self._overlay.__exit__(*fault)
+
+    @functools.cached_property
+    def _overlay(self) -> contextlib.AbstractContextManager[None]:
+        return overlay_cache(self)
 
     def _check_device(self) -> None:
         local = {*map(device_name, jax.local_devices()), processor()}
