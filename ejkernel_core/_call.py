@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,16 @@ class Registry(Plugins):
     policies and the memory of the other one.
     """
 
+    # Not among the attributes that the core shares.
+    __slots__ = ("calls",)
+
+    def __init__(self, plugins: str | None = None, policies_of: Plugins | None = None) -> None:
+        self._registry = weakref.ref(self)
+        #: By the form of a call: its compiled functions. Emptied whenever a plugin is registered.
+        self.calls: dict[Any, Form] = {}
+        self.core = Core(self)
+        super().__init__(plugins, policies_of)
+
     def call(
         self, op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, validate: bool = False, **kwargs: Any
     ) -> Any:
@@ -72,7 +83,7 @@ class Registry(Plugins):
             _check_values(self, form, arrays, options, validate)
         if function is not None:
             return _run(form, *function, arrays)
-        context, changes = CallContext(self, backend, cfg, scope), self.changes
+        context, changes = CallContext(self.core, backend, cfg, scope), self.changes
         run = _jit(form, options, context)
         results = _run(form, run, context.dependencies, arrays)
         if len(form.functions) >= MAX_COMPILED:
@@ -138,6 +149,32 @@ class Registry(Plugins):
         return attrs.evolve(explanation, backward=_explain(backward, avals, call.target))
 
 
+class Core(Plugins):
+    """A registry without its compiled calls. It shares all other attributes with the registry.
+
+    It is in the parameters of the primitive, so whatever has a program of JAX has it. JAX keeps the program of a
+    function for as long as there is the function. If the program had the registry, which has the function, neither
+    would ever be freed.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self.__dict__ = registry.__dict__
+
+    def call(self, op: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call an operation by the registry: see ``Invocation.call``."""
+        return self.registry().call(op, *args, **kwargs)
+
+    def registry(self) -> Registry:
+        """The registry, or a new one of the same plugins where the program has outlived it."""
+        registry: Registry | None = self._registry()
+        if registry is None:
+            registry = Registry.__new__(Registry)
+            registry.__dict__ = self.__dict__
+            registry.calls = {}
+            self._registry = weakref.ref(registry)
+        return registry
+
+
 @attrs.frozen(eq=False, repr=False)
 class Form:
     """The form of a call: which arguments are passed and how, and which of them are arrays and which are options."""
@@ -165,7 +202,7 @@ class Form:
 
 
 def _parse(
-    registry: Plugins, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    registry: Registry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Form, list[Any], list[Any]]:
     """The form of the call, its arrays and its options."""
     form_key = (name, len(args), *kwargs)
@@ -174,7 +211,7 @@ def _parse(
     return form, [values[i] for i in form.array_indices], [values[i] for i in form.option_indices]
 
 
-def _form(registry: Plugins, form_key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+def _form(registry: Registry, form_key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
     # Read before the operation: registering a plugin replaces this dictionary, and an old form must not get into it.
     calls = registry.calls
     operation = registry.operation(form_key[0])
@@ -192,6 +229,7 @@ def _jit(form: Form, options: Sequence[Any], context: CallContext) -> Callable[.
         if isinstance(value, (jax.Array, np.ndarray)):
             raise not_static(form.operation.name, name, value)
     _check_backend(context.registry, form.operation.name, context.backend)
+    form = attrs.evolve(form, functions={})  # so that the function does not contain itself, and is freed at once
 
     def run(*arrays: Any) -> Any:
         if _scopes.jit_key.value != _scopes.current().digest:
@@ -258,10 +296,10 @@ def _check_backend(registry: Plugins, op: str, backend: Any) -> None:
     registry.kernel(op, backend)
 
 
-def _check_values(registry: Plugins, form: Form, arrays: Sequence[Any], options: Sequence[Any], validate: Any) -> None:
+def _check_values(registry: Registry, form: Form, arrays: Sequence[Any], options: Sequence[Any], validate: Any) -> None:
     def trace(*arrays: Any) -> list[Any]:
         with standard_promotion():
-            return _prepare(form, arrays, options, CallContext(registry))[1]
+            return _prepare(form, arrays, options, CallContext(registry.core))[1]
 
     shapes = functools.partial(jax.eval_shape, trace)
     check_shapes = functools.partial(_run, form, shapes, Dependencies(), arrays)
@@ -311,7 +349,7 @@ class AbstractCall:
 
 
 def abstract_call(
-    registry: Plugins,
+    registry: Registry,
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -364,7 +402,7 @@ def _division(request: Request, avals: Sequence[Any], call_target: Target, is_ex
 
 
 def results_and_restore(
-    registry: Plugins, name: str, kwargs: dict[str, Any], backend: str | None, by_jax: bool
+    registry: Registry, name: str, kwargs: dict[str, Any], backend: str | None, by_jax: bool
 ) -> tuple[tuple[Any, ...], Restore]:
     """All results of a call as its kernel returns them, and the function that restores the caller's form. For use
     while JAX traces. They are differentiated as those of a call; with ``by_jax``, JAX differentiates the kernel itself.
@@ -375,7 +413,7 @@ def results_and_restore(
 
 
 def _parse_abstract(
-    registry: Plugins,
+    registry: Registry,
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -386,7 +424,7 @@ def _parse_abstract(
         raise TypeError(f"{name}: validate checks values, but only shapes are used here: pass it to call or omit it")
     form, arrays, options = _parse(registry, name, args, kwargs)
     _check_backend(registry, name, backend)
-    return form, arrays, options, CallContext(registry, backend, cfg, _scopes.current())
+    return form, arrays, options, CallContext(registry.core, backend, cfg, _scopes.current())
 
 
 def _is_abstract(array: Any) -> bool:

@@ -20,6 +20,7 @@ __all__ = [
     "avals_like",
     "by_custom_partitioning",
     "is_partitioned",
+    "keep_weakly",
     "lower_with_devices",
     "lowering_processes",
     "mapped_mesh_axes",
@@ -168,6 +169,18 @@ def partitioner_spec(sharding: Any, mesh: Any) -> Any:
     with contextlib.suppress(KeyError, ValueError, AssertionError):
         return parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(0), mesh)[0]
     return PartitionSpec()
+
+
+def keep_weakly(kind: type) -> None:
+    """Have JAX keep parameters of this type for no longer than the program that has them.
+
+    A cache of JAX, of the types of results by primitive and parameters, would keep the last 2048 of them
+    (``weakref_cache_key_types`` of ``jax._src.util``, in 0.10.2, 0.11.2 and 0.12.0.1).
+    """
+    from jax._src import util
+
+    kinds: set[type] = getattr(util, "weakref_cache_key_types", set())
+    kinds.add(kind)
 
 
 def short_locations() -> None:

@@ -7,6 +7,7 @@ import functools
 import operator
 import os
 import threading
+import weakref
 from collections.abc import Hashable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -50,6 +51,9 @@ class HasPlugins(Protocol):
 class Plugins:
     """Operations, kernels and policies by name, and the choice among them; see ``Registry``."""
 
+    #: The registry of these plugins. It alone has the compiled calls, and is freed with its last reference.
+    _registry: weakref.ref[Any]
+
     def __init__(self, plugins: str | None = None, policies_of: Plugins | None = None) -> None:
         if not isinstance(plugins, str | None):
             raise TypeError(f"plugins: takes a text of names, with commas; got {type(plugins).__name__}")
@@ -63,8 +67,6 @@ class Plugins:
         self._lock = threading.Lock()
         self._policies_of = policies_of
         self._state = _State({} if policies_of else _by_name(_discovery.installed_entries(self.plugins)))
-        #: Compiled calls; see ``_call``. Emptied whenever a plugin is registered.
-        self.calls: dict[Any, Any] = {}
         #: The number of changes that may change the choice of a call.
         self.changes = 0
         #: By kind of keys: the value of ``changes`` at its last change.
@@ -124,9 +126,10 @@ class Plugins:
         self.memory.clear()
 
     def _forget_calls(self) -> None:
-        # A new dictionary, so that a call that is being made now does not store its function in it.
-        self.calls = {}
         self.changes += 1
+        if (registry := self._registry()) is not None:
+            # A new dictionary, so that a call that is being made now does not store its function in it.
+            registry.calls = {}
 
     def _forget_kind(self, key: Hashable) -> None:
         """Drop the compiled functions that have chosen by keys of this kind: of the same operation and options."""
@@ -134,7 +137,8 @@ class Plugins:
         if isinstance(key, Key):
             kind = key.op, key.kind
             self._last_changes[kind] = self.changes
-            for form in list(self.calls.values()):
+            registry = self._registry()
+            for form in [] if registry is None else list(registry.calls.values()):
                 form.forget(kind)
 
     def is_unchanged(self, kinds: Iterable[tuple[str, str]], since: int) -> bool:

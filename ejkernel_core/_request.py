@@ -12,7 +12,7 @@ import jax
 from ._devices import Target, absent_target, current_platform, target
 from ._display import repr_of
 from ._errors import NoKernel, PluginError, Unsupported, message
-from ._jax_versions import Primitive, lower_with_devices, vary_alike
+from ._jax_versions import Primitive, keep_weakly, lower_with_devices, vary_alike
 from ._kernel import Invocation
 from ._keys import abstract, content
 from ._operation import Arguments, Operation
@@ -235,6 +235,7 @@ def _outputs_of_reference(request: Request, avals: Sequence[Any]) -> tuple[jax.S
 
 # -- the primitive -----------------------------------------------------------------------------------------------------
 
+keep_weakly(Request)
 kernel_call = Primitive("ejkernel_call")
 lower_with_devices(kernel_call)
 #: The same primitive for JAX compiling for an absent device, where it cannot pass devices to ``_lower``.

@@ -114,8 +114,8 @@ class SiteOperation(Operation):
 class Site:
     """A kernel object with one form of a call."""
 
-    #: A ``Kernel``, whose module builds on this one.
-    kernel: Any
+    #: A ``Kernel``, whose module builds on this one; with the methods of ``kernel``.
+    any_kernel: Any
     signature: inspect.Signature
     arrays: tuple[str, ...]
     #: From prepared arguments to the arguments of the ``run`` methods.
@@ -124,6 +124,11 @@ class Site:
     results: tuple[str, ...] = ("out",)
     #: The structure in which the caller gets the results; None for a flat tuple.
     tree: Any = None
+
+    @property
+    def kernel(self) -> Any:
+        """The object that is called: of several with equal attributes, the last one."""
+        return self.any_kernel.caller()
 
     def with_results(self, arrays: Sequence[Any]) -> Site:
         """Add the structure of the results that the most general method returns for arrays like these."""

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Generic, Self, TypeVar, get_args, get_origin
 
+import attrs
+
 import ejkernel_core
 from ejkernel_core import Explanation, NoKernel, Plan, Registry
 from ejkernel_core._kernel import why_mutable
+from ejkernel_core._keys import content
 
 from ._bridge import CallArguments, Site, Written
 from ._invocation import Invocation
@@ -24,6 +28,11 @@ Out = TypeVar("Out")
 
 #: The most forms of a call that are kept for a kernel object. Every different scalar makes another form.
 MAX_FORMS = 512
+
+#: The most objects for which what is compiled is kept after them, for others that are equal.
+MAX_OBJECTS = 64
+#: The attributes that are made of others.
+_DERIVED = ("plugin", "config_type")
 
 #: The methods by backend, the most general first.
 _METHODS = {"run": "run", "xla": "run_xla", "pallas": "run_pallas", "triton": "run_triton"}
@@ -46,6 +55,11 @@ class Kernel(Generic[Cfg, Out]):
     version: int = 1
     #: The names of what ``run`` returns, where the kernel is registered as a plugin.
     results: tuple[str, ...] = ("out",)
+
+    # Not among the attributes that ``without_compiled`` shares. Subclasses have a ``__dict__`` beside it.
+    __slots__ = ("__dict__", "__weakref__", "_caller", "_own_registries")
+    _own_registries: _Registries
+    _caller: weakref.ref[Any]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -135,6 +149,7 @@ class Kernel(Generic[Cfg, Out]):
         if reason is not None:
             raise TypeError(f"{self.name}: cfg takes a value that cannot be changed; {reason}")
         form, arrays = Written.of(args, kwargs)
+        object.__setattr__(self._registries.kernel, "_caller", weakref.ref(self))
         # A class without a type for its configurations takes any ``cfg``.
         config_type = type(cfg) if cfg is not None and self.config_type is None else self.config_type
         try:
@@ -150,18 +165,56 @@ class Kernel(Generic[Cfg, Out]):
         if not arrays:
             raise TypeError(f"{self.name}: takes at least one array; numbers are static, and jnp.asarray makes one")
         registry = Registry(policies_of=ejkernel_core.registry)
-        site = Site(self, written.signature, written.arrays, written.fill, config_type).with_results(arrays)
+        site = Site(self._registries.kernel, written.signature, written.arrays, written.fill, config_type).with_results(
+            arrays
+        )
         for name, plugin in site.as_plugins().items():
             registry.register(plugin, name)
         return registry
 
-    @functools.cached_property
+    @property
     def _registries(self) -> _Registries:
-        return _Registries()
+        """Those of the first object of this class with equal attributes: what is compiled for it is right for all."""
+        try:
+            registries = self._own_registries
+        except AttributeError:
+            registries = _registries_like(self)
+            object.__setattr__(self, "_own_registries", registries)  # the class may be frozen
+        return registries
+
+    def without_compiled(self) -> Self:
+        """An object with the attributes of this one, and without what is compiled for it. Programs of JAX have it. If
+        they had this one, neither would ever be freed.
+        """
+        other = object.__new__(type(self))
+        object.__setattr__(other, "__dict__", self.__dict__)
+        for name in _slots(type(self)):
+            if hasattr(self, name):
+                object.__setattr__(other, name, getattr(self, name))
+        return other
+
+    def caller(self) -> Self:
+        """Of an object without what is compiled: the last object that was called; itself where that is gone."""
+        caller: Self | None = self._caller() if hasattr(self, "_caller") else None
+        return self if caller is None else caller
+
+    def _content(self) -> Any:
+        """The class and the attributes; None where one of the attributes, such as a list, can be changed."""
+        if _slots(type(self)):  # they may have anything
+            return None
+        classes = [base for base in type(self).__mro__ if issubclass(base, Kernel) and base is not Kernel]
+        attributes = {name: value for name, value in vars(self).items() if name not in _DERIVED}
+        key = content(attributes), tuple(attributes.values())
+        try:
+            hash(key)
+        except Exception:  # of any type: the class of an attribute may be a user's own
+            return None
+        # A notebook may replace a method of the class.
+        return type(self), key, tuple(_Identity(value) for base in classes for value in vars(base).values())
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is compiled for this object: it computes with this object, and not with a copy."""
-        return {name: value for name, value in vars(self).items() if name not in ("_registries", "plugin")}
+        return {name: value for name, value in vars(self).items() if name != "plugin"}
 
     # -- as plugins ----------------------------------------------------------------------------------------------
 
@@ -224,10 +277,33 @@ def _missing_method_text(cls: type) -> str:
     return f"{cls.__qualname__}: write run(self, ..., *, cfg), or one of {others}"
 
 
+def _slots(kind: type) -> list[str]:
+    """The slots of the subclasses of ``Kernel``."""
+    own = {*Kernel.__slots__}
+    slots = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    names = [name for some in slots for name in ((some,) if isinstance(some, str) else some)]
+    return [name for name in names if name not in own]
+
+
+@attrs.frozen(eq=False)
+class _Identity:
+    """Equal to another one of the same object."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 class _Registries:
     """The registries for the forms of calls of one kernel object, until the registry of the core changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: Kernel[Any, Any]) -> None:
+        #: One of the objects, for what JAX keeps.
+        self.kernel = kernel.without_compiled()
         self._registry_by_form: dict[Any, Registry] = {}
         self._changes: Any = None
 
@@ -242,3 +318,19 @@ class _Registries:
             self._registry_by_form.pop(next(iter(self._registry_by_form)), None)
         self._registry_by_form[form] = registry
         return registry
+
+
+#: By the content of an object: its registries. The oldest are dropped first, whose objects may have theirs still.
+_registries_by_content: dict[Any, _Registries] = {}
+
+
+def _registries_like(kernel: Kernel[Any, Any]) -> _Registries:
+    """The registries of the objects with the same content; new ones where the object has none."""
+    key = kernel._content()
+    if key is None:
+        return _Registries(kernel)
+    registries = _registries_by_content.pop(key, None) or _Registries(kernel)
+    _registries_by_content[key] = registries  # the latest
+    while len(_registries_by_content) > MAX_OBJECTS:
+        _registries_by_content.pop(next(iter(_registries_by_content)), None)
+    return registries

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import ejkernel_core
 from ejkernel_core import _scopes
-from ejkernel_core._call import AbstractCall, abstract_call
+from ejkernel_core._call import AbstractCall, Registry, abstract_call
 from ejkernel_core._choice import candidates_for
 from ejkernel_core._display import suggestion
 from ejkernel_core._errors import NoKernel, NotDifferentiable, Unsupported
@@ -186,7 +186,7 @@ def _autotune_call(
     budget_s: float,
     remember: bool,
     calls: tuple[int, int],
-    registry: Plugins,
+    registry: Registry,
     op: str,
     /,
     *args: Any,
@@ -420,14 +420,14 @@ def _keep_plugins(inv: Invocation, plugins: Plugins) -> None:
 
 
 def _plugins_of(inv: Any) -> Plugins:
-    """The registry that chooses for an invocation."""
+    """The core of the registry that chooses for an invocation, which is what listeners get."""
     entry = _plugins_by_id.get(id(_core_invocation(inv)))
     if entry is not None:
         return entry[1]
     if hasattr(getattr(inv, "kernel", None), "_call_registry"):
-        own: Plugins = inv.kernel._call_registry(lambda plugins, *args, **kwargs: plugins, inv.args, inv.kwargs)
+        own: Plugins = inv.kernel._call_registry(lambda registry, *args, **kwargs: registry.core, inv.args, inv.kwargs)
         return own
-    return ejkernel_core.registry
+    return ejkernel_core.registry.core
 
 
 def get_invocations() -> list[Invocation]:
