@@ -195,12 +195,13 @@ def record_from_json(text: str, key: Key, kind: type[Any] | None) -> Record:
     # As text: in Python, 1, 1.0 and True are equal.
     if canonical_json(data["problem"]) != key.problem:
         raise RecordError("$.problem is another one than that of the key")
-    if kind is not None and data.get("type", type_name(kind)) != type_name(kind):
+    if kind not in (None, type(None)) and data.get("type", type_name(kind)) != type_name(kind):
         raise RecordError(f"$.type is {data['type']!r}, not {type_name(kind)!r}")
-    provenance = data["provenance"]
+    # First of all: the configuration of a record that is for something else is not to be constructed.
+    backend, provenance = _backend(data["kernel"], key.op), data["provenance"]
     return Record(
         _config(data["config"], kind, "$.config"),
-        _backend(data["kernel"], key.op),
+        backend,
         None if provenance is None else _structured(provenance, Provenance, "$.provenance"),
     )
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import sys
 from collections.abc import Mapping
 from typing import Any
-
-import attrs
 
 import ejkernel_core
 from ejkernel_core import Key, Record, RecordError, record_from_json
 from ejkernel_core._keys import canonical_json
-from ejkernel_core._records import SCHEMA
+from ejkernel_core._loading import config_types
+from ejkernel_core._records import SCHEMA, type_name
 
 from ._names import Place, component, decode_component, stem, stem_of
 
@@ -34,18 +31,20 @@ def text_of(data: bytes, limit: int = LIMIT) -> str:
 
 
 def read_record(text: str, key: Key, kind: type | None, types: Mapping[str, type] | None = None) -> Record:
-    """The record in a text, with a configuration of type ``kind``. By default that is the type of its kernel's
-    configurations, or of a record without a backend, the type that it names if that is imported.
+    """The record in a text, with a configuration of type ``kind``.
+
+    By default that is the ``Config`` of its kernel. A record without a backend names its type, which has to be one of
+    ``types``, or the ``Config`` of a kernel of the operation that is loaded: a file never chooses a class.
     """
     try:
         if kind is None:
-            kind = _known_type(text, types or {})
+            kind = _known_type(text, key, types or {})
         return record_from_json(text, key, kind)
     except RecursionError as fault:  # the text need not be damaged: the caller's stack may be too deep
         raise RecordError("nested too deep to be read") from fault
 
 
-def _known_type(text: str, types: Mapping[str, type]) -> type | None:
+def _known_type(text: str, key: Key, types: Mapping[str, type]) -> type | None:
     try:
         document = json.loads(text)
         if document["config"] is None:
@@ -54,27 +53,28 @@ def _known_type(text: str, types: Mapping[str, type]) -> type | None:
     except (ValueError, LookupError, TypeError, AttributeError):  # record_from_json says what is wrong
         return None
     if isinstance(kernel, str):
-        kind = types.get(kernel) or ejkernel_core.config_type(kernel)
+        if not kernel.startswith(f"{key.op}."):  # likewise
+            return None
+        kind = types.get(kernel) or kernel_config_type(key.op, kernel.removeprefix(f"{key.op}."))
         if kind is None:
             raise RecordError(f"$.kernel is {kernel}, which is not known here; pass kind=")
         return kind
-    kind = (types.get(name) or _imported_type(name)) if isinstance(name, str) else None
+    kind = (types.get(name) or _loaded_config_type(name, key.op)) if isinstance(name, str) else None
     if kind is None:
-        raise RecordError(f"$.type is {name}, which nothing has imported; pass kind=")
+        raise RecordError(f"$.type is {name}, which is not the Config of a loaded kernel of {key.op}; pass kind=")
     return kind
 
 
-def _imported_type(name: str) -> type | None:
-    """The imported class of configurations with this name, or None."""
-    # A file must not import anything, so no module's ``__getattr__`` may run.
-    parts = name.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        value: Any = sys.modules.get(".".join(parts[:count]))
-        for part in parts[count:]:
-            value = getattr(value, "__dict__", {}).get(part)
-        if isinstance(value, type) and name == f"{value.__module__}.{value.__qualname__}":
-            return value if attrs.has(value) or dataclasses.is_dataclass(value) else None
-    return None
+def kernel_config_type(op: str, backend: str) -> type | None:
+    """The ``Config`` of a kernel of this operation; None where there is no such kernel, or it has none."""
+    # With a dot in the backend, it would be the kernel of another operation.
+    return None if "." in backend else ejkernel_core.config_type(f"{op}.{backend}")
+
+
+def _loaded_config_type(name: str, op: str) -> type | None:
+    """The ``Config`` with this name among those of the operation's kernels, as far as they are loaded; else None."""
+    kinds = (kind for kernel, kind in list(config_types.items()) if kernel.rpartition(".")[0] == op)
+    return next((kind for kind in kinds if type_name(kind) == name), None)
 
 
 def object_of(text: str) -> dict[str, Any]:

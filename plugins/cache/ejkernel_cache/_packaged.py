@@ -86,7 +86,7 @@ class PackagedRecords:
         records, faults = [], list(stored.faults)
         for document in _documents_in_order(stored, key, candidate, backends):
             try:
-                records.append(read_record(document.text, key, candidate.config_type))
+                records.append(read_record(document.text, key, candidate.config_type or type(None)))
             except RecordError as fault:
                 faults.append(f"{document.place}: {fault}")
         # One by one, because ``matching_record`` puts records of other versions last.

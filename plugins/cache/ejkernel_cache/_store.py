@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ejkernel_core import Candidate, Key, Record, RecordError, as_record, matching_record, record_to_json
+from ejkernel_core._records import type_name
 
 from ._contents import Document, document_of, is_better
 from ._directory import UNFINISHED, Content, Directory
@@ -31,7 +32,8 @@ class PersistentCache:
     """Configurations by ``Key``, one file each in a folder, which all processes that use it share.
 
     ``path`` is the folder; by default it is EJKERNEL_CACHE_DIR, or else one in the user's cache folder. It is chosen
-    and made on first use. A name in a file imports nothing, except the installed kernel of that name.
+    and made on first use. A file chooses values, and no class: a configuration is of its kernel's ``Config``, of
+    ``kind``, or of a type that was stored through this object.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -97,8 +99,8 @@ class PersistentCache:
             raise RecordError(f"a record of {len(data)} bytes is too large to be kept; {LIMIT} is the most")
         if record.cfg is not None:
             config_type = type(record.cfg)
-            type_name = f"{config_type.__module__}.{config_type.__qualname__}"
-            self._types[type_name if record.backend is None else f"{key.op}.{record.backend}"] = config_type
+            name = type_name(config_type) if record.backend is None else f"{key.op}.{record.backend}"
+            self._types[name] = config_type
         self.generation += 1
         try:
             self._keep_other_versions(key, record)
@@ -208,7 +210,7 @@ class PersistentCache:
         backends, versions = (candidate.backend, None), (None, candidate.software)
         # Without listing the folder, which may have many files.
         places = [place_of(_check_key(key), backend, software) for backend in backends for software in versions]
-        records, faults = self._read_records(places, key, candidate.config_type)
+        records, faults = self._read_records(places, key, candidate.config_type or type(None))
         record = matching_record(records, candidate)
         if record is None and faults:
             raise RecordError(_join_faults(faults))

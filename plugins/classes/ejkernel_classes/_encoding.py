@@ -1,6 +1,6 @@
 """Values as JSON, and back: the keys and configurations of a cache on disk.
 
-The classes that a text names are looked up among imported modules. Reading imports, unpickles and evaluates nothing.
+A text names classes, and the reader says which ones there are. Reading imports, unpickles and evaluates nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import dataclasses
 import enum
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from ejkernel_core._records import type_name
 
 #: Begins the name in an object that stands for a value JSON has no type for.
 TAG = "!"
-#: Classes by name, in addition to those that are imported.
+#: The classes that may be read, by name.
 Classes = Mapping[str, Any]
 
 
@@ -53,7 +52,7 @@ def encode(value: Any) -> Any:
 
 
 def decode_text(text: str, classes: Classes) -> Any:
-    """Read the JSON text of ``encode``. ``RecordError`` for another text, or one with a class that is not imported."""
+    """Read the JSON text of ``encode``. ``RecordError`` for another text, or one with another class."""
     try:
         return _decode(json.loads(text), classes)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as fault:
@@ -132,22 +131,10 @@ def _dtype(value: Any) -> Any:
 
 
 def _class_named(name: str, classes: Classes) -> Any:
-    kind = classes.get(name) or _imported_class(name)
+    kind = classes.get(name)
     if kind is None:
-        raise RecordError(f"it is of {name}, which nothing has imported")
+        raise RecordError(f"it is of {name}, which the program has not named: pass the class in types=")
     return kind
-
-
-def _imported_class(name: str) -> Any:
-    """The imported class of this name, if ``encode`` writes its objects; else None."""
-    parts = name.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        value: Any = sys.modules.get(".".join(parts[:count]))
-        for part in parts[count:]:
-            value = getattr(value, "__dict__", {}).get(part)  # no module's ``__getattr__``, which could import
-        if isinstance(value, type) and type_name(value) == name and _has_content(value):
-            return value
-    return None
 
 
 def _read_object(content: Any, classes: Classes) -> Any:

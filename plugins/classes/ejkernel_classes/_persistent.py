@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Hashable, Iterator
+import os
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import attrs
 import ejkernel_cache
 from ejkernel_cache._names import Place
 from ejkernel_core import Candidate, Key, Record, RecordError, as_record
+from ejkernel_core._records import type_name
 
 from ._encoding import classes_in, decode_text, encode, is_structured
 
@@ -34,7 +36,14 @@ class PersistentCache(ejkernel_cache.PersistentCache):
     enumerations, and objects of attrs classes and dataclasses, also in tuples and frozensets. A configuration is any of
     these, or a list, a set or a dict. Keys differ by content: 1 and 1.0 are two keys. Other values, such as functions,
     raise ``RecordError``.
+
+    A file never chooses a class. Those of keys and configurations that other processes have stored are given in
+    ``types``; a kernel's own are known.
     """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, types: Iterable[type] = ()) -> None:
+        super().__init__(path)
+        self._types.update((type_name(kind), kind) for kind in types)
 
     def put(self, key: Hashable, value: Any) -> None:
         """Store a configuration, or a ``Record`` of one. It replaces the record for the same backend."""
@@ -57,6 +66,7 @@ class PersistentCache(ejkernel_cache.PersistentCache):
 
     def find(self, key: Hashable, candidate: Candidate) -> Record | None:
         """The latest record for the candidate's kernel, or None. ``ejkernel_core.recall`` calls this method."""
+        self._types.update(classes_in(candidate.cfg))
         return super().find(_as_key(key), candidate)
 
     def records(self, key: Hashable, kind: type | None = None) -> tuple[Record, ...]:
@@ -72,7 +82,7 @@ class PersistentCache(ejkernel_cache.PersistentCache):
         return super().__contains__(_as_key(key))
 
     def __iter__(self) -> Iterator[Any]:
-        """The keys that were stored. One with a class that is not imported is a ``Key``."""
+        """The keys that were stored. One with a class that is not known here is a ``Key``."""
         return map(self._original_key, super().__iter__())
 
     def _original_key(self, key: Key) -> Any:
@@ -86,13 +96,13 @@ class PersistentCache(ejkernel_cache.PersistentCache):
         if stored is None or not isinstance(stored[1].cfg, Plain):
             return stored
         when, record = stored
-        cfg = decode_text(record.cfg.text, self._types)
+        cfg = decode_text(record.cfg.text, self._types | ({} if kind is None else {type_name(kind): kind}))
         if kind is not None and not isinstance(cfg, kind):
             raise RecordError(f"{place[3]} holds a {type(cfg).__qualname__}, no {kind.__qualname__}")
         return when, attrs.evolve(record, cfg=cfg)
 
     def _read_written_record(self, place: Place, key: Key, kind: type | None) -> tuple[int, Record] | None:
-        if (key.op, key.device) == (ANY, ANY) or (kind is not None and not is_structured(kind)):
+        if (key.op, key.device) == (ANY, ANY) or (kind not in (None, type(None)) and not is_structured(kind)):
             return super()._read_record(place, key, Plain)
         try:
             return super()._read_record(place, key, kind)

@@ -47,6 +47,8 @@ HASHABLE = [
     frozenset({(1, "a"), None}),
 ]  # fmt: skip
 UNHASHABLE = [[1, (2, [3])], {"a": 1, 2: (3,)}, {"!tuple": [1]}, {1, 2}, {}, [], {"way": Mode.FAST, "pair": [Pair(1)]}]
+#: The classes of these values, which another process has to name.
+TYPES = (Mode, Level, Pair, Config, FwdParams)
 KEY = Key("op", "device", "{}")
 
 
@@ -56,7 +58,7 @@ def test_any_configuration_is_read_back(value: Any, tmp_path: Path) -> None:
         memory, disk = ConfigCache(), PersistentCache(tmp_path)
         for cache in (memory, disk):
             cache.put(key, value)
-        for cache in (memory, disk, PersistentCache(tmp_path)):
+        for cache in (memory, disk, PersistentCache(tmp_path, TYPES)):
             cfg = cache.get(key)
             assert (cfg, type(cfg)) == (value, type(value))
             assert key in cache
@@ -69,7 +71,7 @@ def test_any_hashable_key(key: Any, tmp_path: Path) -> None:
         assert (cache.get(key), cache.get(key, 5), key in cache) == (None, 5, False)
         cache.put(key, 7)
         cache.put("another", 8)
-    for cache in (memory, disk, PersistentCache(tmp_path)):
+    for cache in (memory, disk, PersistentCache(tmp_path, TYPES)):
         assert (cache.get(key), key in cache, "third" in cache, len(cache)) == (7, True, False, 2)
         assert {*cache} == {key, "another"}
         assert {type(key_of_cache) for key_of_cache in cache} == {type(key), str}
@@ -153,7 +155,7 @@ def test_a_damaged_record_is_a_miss(tmp_path: Path) -> None:
     ):
         document["config"]["text"] = text
         file.write_text(json.dumps(document))
-        with pytest.warns(RuntimeWarning, match="is nothing that was written here|nothing has imported"):
+        with pytest.warns(RuntimeWarning, match="is nothing that was written here"):
             assert PersistentCache(tmp_path).get("key") is None
 
 
@@ -170,3 +172,64 @@ print([type(key).__name__ for key in cache], cache.items())
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     assert process.stdout.startswith("['Key'] []")
+
+
+CONSTRUCTED: list[Any] = []
+
+
+@dataclass(frozen=True)
+class Trap:
+    """A class of the process that a file may name. Its objects would be noticed."""
+
+    block: int = 0
+
+    def __post_init__(self) -> None:
+        CONSTRUCTED.append(self)
+
+
+class NamedTrap(Pair):
+    def __new__(cls, *values: Any) -> NamedTrap:
+        CONSTRUCTED.append(values)
+        return super().__new__(cls, *values)
+
+
+def user_kernel(config: Any) -> Kernel[Any, Any]:
+    """A kernel of classes, whose configurations are of the type of this one, with or without saying so."""
+
+    class Times(Kernel):  # type: ignore[type-arg]
+        def run(self, x: Any, *, cfg: Any) -> Any:
+            return x * (cfg.block if hasattr(cfg, "block") else cfg[0].block)
+
+        def heuristic_cfg(self, inv: Any) -> Any:
+            return config
+
+    return Times(name="times")
+
+
+@pytest.mark.parametrize("config", [Config(2), Pair(2), (Config(2), Mode.FAST)], ids=["dataclass", "tuple", "nested"])
+def test_a_kernel_reads_its_own_class_in_another_process_and_no_other(config: Any, tmp_path: Path) -> None:
+    kernel, x = user_kernel(config), jnp.ones(3)
+    better = {Config: Config(7), Pair: Pair(7, "y"), tuple: (Config(7), Mode.EXACT)}[type(config)]
+    PersistentCache(tmp_path).put(kernel.invocation(x).key, better)
+    assert Executor(ConfigSelectorChain(persistent=PersistentCache(tmp_path)))(kernel, x).tolist() == [7, 7, 7]
+    for file in tmp_path.rglob("*.json"):
+        file.write_text(file.read_text().replace(f"{__name__}.Config", f"{__name__}.Trap"))
+        file.write_text(file.read_text().replace(f"{__name__}.Pair", f"{__name__}.NamedTrap"))
+    CONSTRUCTED.clear()
+    assert Executor(ConfigSelectorChain(persistent=PersistentCache(tmp_path)))(kernel, x).tolist() == [2, 2, 2]
+    assert CONSTRUCTED == []
+
+
+@pytest.mark.parametrize("value", [Trap(1), (Trap(1), 2), NamedTrap(1)], ids=["object", "tuple", "named tuple"])
+def test_a_class_that_the_program_has_not_named_is_not_constructed(value: Any, tmp_path: Path) -> None:
+    cache = PersistentCache(tmp_path)
+    cache.put("a key", value)
+    cache.put((value, 1), 3)
+    CONSTRUCTED.clear()
+    other = PersistentCache(tmp_path, TYPES)
+    with pytest.warns(RuntimeWarning, match=r"Trap, which the program has not named: pass the class in types="):
+        assert other.get("a key") is None
+    assert sorted(type(key).__name__ for key in other) == ["Key", "str"]
+    with pytest.warns(RuntimeWarning, match="Trap"):
+        assert [records[0].cfg for _, records in other.items()] == [3]
+    assert CONSTRUCTED == []
