@@ -22,6 +22,8 @@ from ._errors import RecordError
 from ._keys import TAG, Key, canonical_json, read_only, stable_json
 
 SCHEMA = 2
+#: The first and the last year in which a record may have been measured.
+YEARS = 1970, 2199
 #: The beginning of the reason of a configuration that ended its process. Explanations show it with the record.
 DIED = "the process died"
 
@@ -199,11 +201,24 @@ def record_from_json(text: str, key: Key, kind: type[Any] | None) -> Record:
         raise RecordError(f"$.type is {data['type']!r}, not {type_name(kind)!r}")
     # First of all: the configuration of a record that is for something else is not to be constructed.
     backend, provenance = _backend(data["kernel"], key.op), data["provenance"]
-    return Record(
-        _config(data["config"], kind, "$.config"),
-        backend,
-        None if provenance is None else _structured(provenance, Provenance, "$.provenance"),
-    )
+    if provenance is not None:
+        provenance = _structured(provenance, Provenance, "$.provenance")
+        check_time(provenance.when)
+    return Record(_config(data["config"], kind, "$.config"), backend, provenance)
+
+
+def check_time(when: str) -> None:
+    """``RecordError`` unless a text in a record is a time at which something may have been measured.
+
+    It is not compared with the clock, which may be wrong here or there. But the latest measurement counts, so that a
+    time of no working clock would count for ever.
+    """
+    try:
+        year = datetime.fromisoformat(when).year
+    except ValueError:
+        year = 0
+    if not YEARS[0] <= year <= YEARS[1]:
+        raise RecordError(f"$.provenance.when is {_brief(when)}; it takes the time of a measurement, as ISO 8601")
 
 
 def _backend(kernel: Any, op: str) -> str | None:

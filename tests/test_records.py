@@ -472,6 +472,33 @@ def test_the_error_of_an_invalid_record_has_the_path(part: str, value: Any, mess
     assert not error.value.damaged
 
 
+@pytest.mark.parametrize(
+    "when",
+    ["0000-01-01T00:00:00+00:00", "0001-01-01", "1969-12-31", "2242-03-01T12:00:00+00:00", "9999-12-31", "", "today"],
+)
+def test_a_record_of_a_time_at_which_nothing_was_measured_is_refused(when: str) -> None:
+    provenance = json.loads(record_with("schema", 2))["provenance"]
+    with pytest.raises(RecordError) as error:
+        record_from_json(record_with("provenance", {**provenance, "when": when}), key(), Tile)
+    assert str(error.value) == (f'$.provenance.when is "{when}"; it takes the time of a measurement, as ISO 8601')
+
+
+def test_a_record_that_is_for_something_else_constructs_no_configuration() -> None:
+    made: list[int] = []
+
+    @attrs.frozen
+    class Noticed:
+        rows: int = attrs.field(validator=lambda *_: made.append(1))
+        columns: int = 0
+
+    for part, value in (("kernel", "another.a"), ("problem", {}), ("schema", 3), ("provenance", 3), ("more", 1)):
+        with pytest.raises(RecordError):
+            record_from_json(record_with(part, value), key(), Noticed)
+    assert made == []
+    record_from_json(record_with("schema", 2), key(), Noticed)
+    assert made == [1]
+
+
 @pytest.mark.parametrize("part", ["problem", "kernel", "config", "provenance"])
 def test_a_record_without_a_part_is_damaged(part: str) -> None:
     data = json.loads(record_to_json(key(), Record(Tile())))

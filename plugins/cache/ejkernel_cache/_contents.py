@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,7 +16,7 @@ import attrs
 from ejkernel_core import Key, Provenance, RecordError, record_from_json
 from ejkernel_core._keys import TAG, canonical_json
 
-from ._directory import Directory
+from ._directory import Directory, content_of, folders_in, names_in, not_a_file_reason
 from ._documents import LINES, MAX_FILE_SIZE, device_and_op, object_of, rebuilt_key, text_of
 from ._names import Place, below, decode_component, stem_of
 
@@ -180,38 +180,52 @@ def _read_folder(root: Path) -> Iterator[Document | Fault]:
         outcome = _read_place(files, place)
         if outcome is not None:
             yield outcome
-    for file in sorted(root.glob(f"*/*{LINES}")):
-        if not file.parent.name.startswith("."):
-            known = _fault(root, file, "")
-            for outcome in _read_file(file):
-                yield attrs.evolve(known, text=outcome.text) if isinstance(outcome, Fault) else outcome
+    for device in folders_in(root):
+        for name in names_in(root / device):
+            if name.endswith(LINES):
+                yield from _read_lines_of_device(root, root / device / name)
+
+
+def _read_lines_of_device(root: Path, file: Path) -> Iterator[Document | Fault]:
+    known = _fault(root, file, "")
+    try:
+        stream = io.BytesIO(content_of(file, MAX_FILE_SIZE).data)
+    except OSError as fault:
+        yield _fault(root, file, fault.strerror or str(fault))
+        return
+    for outcome in _read_lines(stream, str(file)):
+        yield attrs.evolve(known, text=outcome.text) if isinstance(outcome, Fault) else outcome
 
 
 def _faults_of_folders(root: Path) -> Iterator[Fault]:
-    """The folders that cannot be listed, and what is no file in the place of one."""
+    """The folders that cannot be listed, and what is in the place of a file or of a folder."""
     faults: list[OSError] = []
     for name, folders, files in os.walk(root, onerror=faults.append):
         folder = Path(name)
-        folders[:] = sorted(each for each in folders if not each.startswith("."))
-        if len(folder.relative_to(root).parts) == 3:
-            for path in (folder / each for each in sorted([*folders, *files]) if each.endswith(".json")):
-                reason = _not_a_file_reason(path)
-                if reason is not None:
-                    yield _fault(root, path, reason)
+        depth = len(folder.relative_to(root).parts)
+        for path in (folder / each for each in sorted([*folders, *files]) if not each.startswith(".")):
+            reason = _misplaced_reason(path, depth)
+            if reason is not None:
+                yield _fault(root, path, reason)
+        folders[:] = sorted(each for each in folders if not each.startswith(".") and depth < 3)
     for fault in faults:
         if not isinstance(fault, FileNotFoundError):  # another process has removed it
             yield _fault(root, Path(fault.filename), fault.strerror or str(fault))
 
 
-def _not_a_file_reason(path: Path) -> str | None:
-    """What stands in the place of a file; None for a file, and if another process has removed it."""
-    try:
-        mode = os.lstat(path).st_mode  # once: it may be removed at any time
-    except FileNotFoundError:
-        return None
-    if stat.S_ISREG(mode):
-        return None
-    return "is a symbolic link" if stat.S_ISLNK(mode) else "is no regular file"
+def _misplaced_reason(path: Path, depth: int) -> str | None:
+    """Why a path is not what belongs at this depth; None where it is, and where anybody may have put it."""
+    reason = not_a_file_reason(path)
+    is_folder = reason is not None and path.is_dir() and not path.is_symlink()
+    if depth == 3:
+        return reason if path.suffix == ".json" else None
+    if is_folder:
+        return reason if depth == 1 and path.suffix == LINES else None
+    if reason is not None:
+        # The files of a package, beside the folders of its devices, may be links to where they are installed from.
+        return None if depth == 0 and path.is_file() else reason
+    is_in_package = depth == 0 and (path.parent / "__init__.py").is_file()
+    return None if path.suffix or is_in_package else "is no folder"
 
 
 def _fault(root: Path, path: Path, reason: str) -> Fault:

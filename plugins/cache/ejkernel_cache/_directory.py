@@ -1,6 +1,7 @@
 """The files of a cache. They are replaced as a whole, read without a lock, and never outside of the cache's folder.
 
-Symbolic links below the root are not followed.
+Below the root, no symbolic link is followed, and nothing is opened that is not a regular file: a FIFO or a device would
+never end.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ ATTEMPTS = 20
 #: The bytes of a usual record.
 PROBE_SIZE = 16384
 
-# Not every system has all of these flags. Without O_NONBLOCK, reading a FIFO in the place of a file would hang.
+# Not every system has all of these flags. Without O_NONBLOCK, opening a FIFO in the place of a file would hang.
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-_READ = os.O_RDONLY | _NO_LINK | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+_READ = os.O_RDONLY | _NO_LINK | _NO_WAIT | getattr(os, "O_BINARY", 0)
+_LOCK = os.O_RDWR | os.O_CREAT | _NO_LINK | _NO_WAIT
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK | getattr(os, "O_BINARY", 0)
 
 
@@ -46,13 +49,18 @@ class Directory:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def read(self, place: Place) -> Content | None:
+    def path(self, parts: tuple[str, ...]) -> Path:
+        """The path of a file, whose folders are no links. ``OSError`` where one is, or is missing."""
+        folder = self.root
+        for name in parts[:-1]:
+            folder /= name
+            _expect_folder(folder)
+        return folder / parts[-1]
+
+    def read(self, parts: tuple[str, ...]) -> Content | None:
         """The content of a file, up to one byte more than ``LIMIT``; None where there is no file."""
-        path = below(self.root, place)
         try:
-            for folder in (path.parents[2], path.parents[1], path.parent):
-                _expect_folder(folder)
-            return _content(path)
+            return content_of(self.path(parts))
         except FileNotFoundError:
             return None
 
@@ -127,32 +135,44 @@ class Directory:
 
     def places(self) -> Iterator[Place]:
         """The places of all files."""
-        for device in _folders(self.root):
-            for op in _folders(self.root / device):
+        for device in folders_in(self.root):
+            for op in folders_in(self.root / device):
                 yield from self.places_in(device, op)
 
     def places_in(self, device: str, op: str) -> Iterator[Place]:
         """The places of the files for one operation on one device."""
         for backend in self.backends(device, op):
-            for name in _names(self.root / device / op / backend):
-                yield device, op, backend, name
+            for name in names_in(self.root / device / op / backend):
+                if name.endswith(".json"):
+                    yield device, op, backend, name
 
     def backends(self, device: str, op: str) -> list[str]:
         """The names of the backends' folders."""
-        return _folders(self.root / device / op)
+        return folders_in(self.root / device / op)
 
-    def has(self, place: Place) -> bool:
+    def has(self, parts: tuple[str, ...]) -> bool:
         """Whether there is a file."""
         try:
-            return stat.S_ISREG(os.lstat(below(self.root, place)).st_mode)
+            return stat.S_ISREG(os.lstat(self.path(parts)).st_mode)
         except OSError:
             return False
 
+    def names(self, folder: str) -> list[str]:
+        """The names of the files in a folder below the root; none where that is missing or something else."""
+        with contextlib.suppress(OSError):
+            _expect_folder(self.root / folder)
+            return names_in(self.root / folder)
+        return []
+
+    def unlink(self, parts: tuple[str, ...]) -> None:
+        """Remove a file, or the link in its place."""
+        os.unlink(self.path(parts))
+
     def remove(self, place: Place) -> None:
         """Remove a file, and then the folders that are empty."""
-        path = below(self.root, place)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+            self.unlink(place)
+        path = below(self.root, place)
         with contextlib.suppress(OSError):
             for folder in (path.parent, path.parents[1], path.parents[2]):
                 os.rmdir(folder)
@@ -177,21 +197,47 @@ class Directory:
         return folder
 
 
-def _content(path: Path) -> Content:
+def content_of(path: Path, limit: int = LIMIT, follow: bool = False) -> Content:
+    """The content of a regular file, up to one byte more than ``limit``. ``OSError`` for anything else, and for a link,
+    unless it is to be followed.
+    """
     try:
-        descriptor = os.open(path, _READ)
-    except OSError as fault:
-        if fault.errno == errno.ELOOP:  # the system's text, "too many levels", is not clear
-            raise OSError(errno.ELOOP, "is a symbolic link", str(path)) from fault
-        raise
+        descriptor = os.open(path, _READ & ~_NO_LINK if follow else _READ)
+    except OSError as fault:  # the system's text, such as "too many levels" of a link, or of a socket, is not clear
+        reason = not_a_file_reason(path)
+        if reason is None:
+            raise
+        raise OSError(fault.errno, reason, str(path)) from fault
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", str(path))
         with open(descriptor, "rb", closefd=False) as file:
-            return Content(file.read(LIMIT + 1), status.st_mtime_ns, _identity(status))
+            return Content(file.read(limit + 1), status.st_mtime_ns, _identity(status))
     finally:
         os.close(descriptor)
+
+
+def open_lock(path: Path) -> int:
+    """The descriptor of a file that may be locked and written to. It is made where it is missing."""
+    descriptor = os.open(path, _LOCK, 0o666)
+    status = os.fstat(descriptor)
+    # The owner writes its name into the file. A file with another name may be somebody's outside of the cache.
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "is not a file of its own", str(path))
+
+
+def not_a_file_reason(path: Path) -> str | None:
+    """What stands in the place of a file; None for a file, and if another process has removed it."""
+    try:
+        mode = os.lstat(path).st_mode  # once: it may be removed at any time
+    except FileNotFoundError:
+        return None
+    if stat.S_ISREG(mode):
+        return None
+    return "is a symbolic link" if stat.S_ISLNK(mode) else "is no regular file"
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
@@ -206,15 +252,17 @@ def _expect_folder(folder: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, reason, str(folder))
 
 
-def _folders(folder: Path) -> list[str]:
+def folders_in(folder: Path) -> list[str]:
+    """The names of the folders in a folder, but for hidden ones."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith("."))
     return []
 
 
-def _names(folder: Path) -> list[str]:
+def names_in(folder: Path) -> list[str]:
+    """The names of the files in a folder."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        return sorted(e.name for e in entries if e.is_file(follow_symlinks=False) and e.name.endswith(".json"))
+        return sorted(e.name for e in entries if e.is_file(follow_symlinks=False))
     return []
 
 

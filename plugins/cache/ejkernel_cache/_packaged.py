@@ -14,7 +14,9 @@ import attrs
 
 from ejkernel_core import Candidate, Choice, Invocation, Key, Record, RecordError, hookimpl, matching_record, recall
 from ejkernel_core._keys import canonical_json
+from ejkernel_core._records import check_time
 
+from ._directory import content_of
 from ._documents import LIMIT, LINES, MAX_FILE_SIZE, device_and_op, read_record, text_of
 from ._names import component
 
@@ -142,7 +144,12 @@ def _root(where: str | os.PathLike[str]) -> Traversable:
 
 def _read_folder(root: Traversable, device: str, op: str) -> _Records:
     records = _Records()
-    for place, file in _files(root.joinpath(device), f"{device}/", op):
+    try:
+        files = list(_files(root.joinpath(device), f"{device}/", op))
+    except OSError as fault:
+        records.faults.append(f"{fault.filename or device}: {fault.strerror or fault}")
+        return records
+    for place, file in files:
         try:
             texts = _texts(place, file)
         except RecordError as fault:
@@ -158,7 +165,8 @@ def _read_folder(root: Traversable, device: str, op: str) -> _Records:
 
 def _files(folder: Traversable, path: str, op: str) -> Iterator[tuple[str, Traversable]]:
     lines = folder.joinpath(f"{op}{LINES}")
-    if lines.is_file():
+    # What else may be there in its place is told when it is read.
+    if lines.is_file() or (isinstance(lines, Path) and os.path.lexists(lines)):
         yield f"{path}{op}{LINES}", lines
     for backend in _children(folder.joinpath(op)):
         for file in _children(backend):
@@ -183,18 +191,28 @@ def _document(place: str, text: str) -> _Document:
         problem, kernel, provenance = data["problem"], data["kernel"], data["provenance"]
         device, op = device_and_op(problem)
         key = Key(op, device, canonical_json(problem))
+        if not isinstance(kernel, str | None):
+            raise TypeError(f"its kernel is a {type(kernel).__name__}")
         if provenance is None:
             return _Document(place, text, key, kernel, {}, "")
-        return _Document(place, text, key, kernel, dict(provenance["software"]), str(provenance["when"]))
+        when = str(provenance["when"])
+        check_time(when)
+        return _Document(place, text, key, kernel, dict(provenance["software"]), when)
+    except RecordError:
+        raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as fault:
         raise RecordError(f"no record: {type(fault).__name__}: {fault}") from fault
 
 
 def _text(file: Traversable, limit: int) -> str:
-    if not file.is_file():  # opening a FIFO would hang
-        raise RecordError("is no regular file")
     try:
-        with file.open("rb") as stream:
-            return text_of(stream.read(limit + 1), limit)
+        # An installer may put links in the place of a package's files, which Python follows, too.
+        data = content_of(file, limit, follow=True).data if isinstance(file, Path) else _read(file, limit)
     except OSError as fault:
-        raise RecordError(str(fault)) from fault
+        raise RecordError(fault.strerror or str(fault)) from fault
+    return text_of(data, limit)
+
+
+def _read(file: Traversable, limit: int) -> bytes:
+    with file.open("rb") as stream:
+        return stream.read(limit + 1)

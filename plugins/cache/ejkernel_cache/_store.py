@@ -67,7 +67,7 @@ class PersistentCache:
 
     def dangers(self, key: Key) -> str:
         """The configurations that ended processes that measured this call, in words; "" for none."""
-        if not any((self.path / UNFINISHED / f"{key.digest}.{kind}").exists() for kind in ("died", "trying")):
+        if not any(self._files.has((UNFINISHED, f"{key.digest}.{kind}")) for kind in ("died", "trying")):
             return ""
         return self.unfinished.describe_dangers(key)
 
@@ -76,10 +76,10 @@ class PersistentCache:
 
         One that is excluded in a record stays excluded until the call is measured again, as ``autotune`` does.
         """
-        with contextlib.suppress(OSError):
-            for entry in list(os.scandir(self.path / UNFINISHED)):
-                if entry.name.endswith(".died"):  # the other files belong to running measurements
-                    os.unlink(entry)
+        for name in self._files.names(UNFINISHED):
+            if name.endswith(".died"):  # the other files belong to running measurements
+                with contextlib.suppress(OSError):
+                    self._files.unlink((UNFINISHED, name))
 
     def file(self, key: Key, backend: str | None = None) -> Path:
         """The path of the record of a key and a backend, whether there is one or not."""

@@ -20,7 +20,10 @@ def new_name() -> str:
 def is_stale(entry: os.DirEntry[str]) -> bool:
     """Whether the file will not be finished: its process is gone, or that is unknown and the file is old."""
     is_gone = is_process_gone(entry.name)
-    return time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE_S if is_gone is None else is_gone
+    if is_gone is not None:
+        return is_gone
+    # A file may be of the future, too, and would stay for ever.
+    return abs(time.time() - entry.stat(follow_symlinks=False).st_mtime) > STALE_S
 
 
 def is_process_gone(name: str) -> bool | None:

@@ -10,20 +10,19 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-import ejkernel_core
 from ejkernel_core import Key, RecordError, from_json, to_json
 from ejkernel_core._measurement import Entry, Trial
 from ejkernel_core._records import DIED
 
 from . import _temporary
-from ._directory import UNFINISHED, Directory
-from ._documents import LIMIT
+from ._directory import UNFINISHED, Directory, open_lock
+from ._documents import kernel_config_type
 
 try:
     import fcntl
@@ -37,6 +36,8 @@ WRITE_S = 0.5
 #: A configuration is excluded after so many processes have died while trying it, if it was alone the last time.
 MAX_DEATHS = 2
 PARTICIPLES = {"compiling": "compiled", "running": "run"}
+#: The longest time of one call that is read. No budget is as long.
+MAX_MILLISECONDS = 1e9
 
 
 @attrs.define(eq=False)
@@ -73,8 +74,7 @@ class Unfinished:
         """Release the lock of a key."""
         descriptor = self._locks.pop(key.digest, None)
         if descriptor is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path(key, "lock"))
+            self._remove(key, "lock")
             os.close(descriptor)
 
     # -- results -----------------------------------------------------------------------------------------------------
@@ -91,7 +91,8 @@ class Unfinished:
 
     def entries(self, key: Key) -> tuple[Entry, ...]:
         """The results of an unfinished measurement, and the configurations that ended too many processes."""
-        documents = (*self._read(key, "json"), *(d for d in self._read(key, "died") if d.get("is_out")))
+        died = ({**d, "reason": self._reason_of(key, d)} for d in self._read(key, "died") if d["is_out"])
+        documents = (*self._read(key, "json"), *died)
         # One that cannot be read is measured again.
         return tuple(entry for document in documents if (entry := _parse(_parse_entry, key, document)))
 
@@ -124,27 +125,23 @@ class Unfinished:
 
     def suspects(self, key: Key) -> tuple[Trial, ...]:
         """What was being tried when a process died, and may still be tried again."""
-        documents = (document for document in self._read(key, "died") if not document.get("is_out"))
+        documents = (document for document in self._read(key, "died") if not document["is_out"])
         return tuple(trial for document in documents if (trial := _parse(_parse_trial, key, document)))
 
     def describe_dangers(self, key: Key) -> str:
         """The configurations that ended processes, each with its reason, in words; "" for none."""
-        documents = self._read(key, "died")
+        dangers = [(document, self._reason_of(key, document)) for document in self._read(key, "died")]
         if _temporary.is_process_gone(self._owner(key)):  # and the key has not been measured since
             for note in self._read(key, "trying"):
-                step = note.get("step", "tried")
-                reason = f"{DIED} while it was {PARTICIPLES.get(step, step)}; it will be tried last, and alone"
-                documents.append({**note, "reason": reason})
-        return "; ".join(
-            f"{d['backend']} {_parse(_parse_config, key, d) or d['config']}: {d.get('reason', DIED)}" for d in documents
-        )
+                reason = f"{DIED} while it was {PARTICIPLES[note['step']]}; it will be tried last, and alone"
+                dangers.append((note, reason))
+        trials = ((_parse(_parse_trial, key, document), reason) for document, reason in dangers)
+        return "; ".join(f"{trial.backend} {trial.cfg}: {reason}" for trial, reason in trials if trial)
 
     def _owner(self, key: Key) -> str:
         """The name of the process that had the lock last."""
-        try:
-            return self._path(key, "lock").read_text(errors="replace")
-        except OSError:
-            return ""
+        data = self._data(key, "lock")
+        return "" if data is None else data.decode(errors="replace")
 
     def _inherit(self, key: Key) -> None:
         """Move what the last process was trying when it died from ``.trying`` to ``.died``."""
@@ -152,29 +149,28 @@ class Unfinished:
         if trial_notes:
             documents = {_identity(document): document for document in self._read(key, "died")}
             for document in trial_notes:
-                step = document.get("step", "tried")
                 earlier = documents.get(_identity(document), {})
                 deaths = earlier.get("deaths", 0) + 1
                 # Of several that were compiled at once, it is unknown which one ended the process.
                 is_out = earlier.get("is_out", False) or (deaths >= MAX_DEATHS and len(trial_notes) == 1)
-                reason = self._reason(key, step, deaths, is_out)
-                documents[_identity(document)] = {**document, "deaths": deaths, "is_out": is_out, "reason": reason}
+                died = {**document, "deaths": deaths, "is_out": is_out}
+                documents[_identity(document)] = {**died, "reason": self._reason_of(key, died)}
             self._write(key, "died", list(documents.values()))
         self._remove(key, "trying")
 
-    def _reason(self, key: Key, step: str, deaths: int, is_out: bool) -> str:
-        times = {1: "once", 2: "twice"}.get(deaths, f"{deaths} times")
-        consequence = "is out" if is_out else "is tried last, and alone"
+    def _reason_of(self, key: Key, died: dict[str, Any]) -> str:
+        """Why a configuration that ended processes is tried last, or is out. The file has it too, for people."""
+        times = {1: "once", 2: "twice"}.get(died["deaths"], f"{died['deaths']} times")
+        consequence = "is out" if died["is_out"] else "is tried last, and alone"
         remedy = f"ejkernel_cache.default_cache().forgive(), or remove {self._path(key, 'died')}"
-        return (
-            f"{DIED} while it was {PARTICIPLES.get(step, step)}, {times}, so it {consequence}; to change that: {remedy}"
-        )
+        participle = PARTICIPLES[died["step"]]
+        return f"{DIED} while it was {participle}, {times}, so it {consequence}; to change that: {remedy}"
 
     def _clear_suspects(self, key: Key, entries: Sequence[Entry]) -> None:
         """Remove suspects that have been tried without ending the process."""
         documents = self._read(key, "died")
         survivors = {_identity(d) for d in _documents(e for e in entries if e.is_reached)} if documents else ()
-        remaining = [d for d in documents if d.get("is_out") or _identity(d) not in survivors]
+        remaining = [d for d in documents if d["is_out"] or _identity(d) not in survivors]
         if not remaining:
             self._remove(key, "died")
         elif remaining != documents:
@@ -184,11 +180,17 @@ class Unfinished:
 
     def _read(self, key: Key, suffix: str) -> list[dict[str, Any]]:
         try:
-            with open(self._path(key, suffix), "rb") as file:
-                documents = json.loads(file.read(LIMIT))
-        except (OSError, ValueError, RecursionError):
+            documents = json.loads(self._data(key, suffix) or b"[]")
+        except (ValueError, RecursionError):
             return []
-        return [d for d in documents if _is_valid(d)] if isinstance(documents, list) else []
+        return [d for d in documents if _is_valid(d, suffix)] if isinstance(documents, list) else []
+
+    def _data(self, key: Key, suffix: str) -> bytes | None:
+        """The content of a file; None where there is none that can be read."""
+        with contextlib.suppress(OSError):
+            content = self.files.read((UNFINISHED, f"{key.digest}.{suffix}"))
+            return None if content is None else content.data
+        return None
 
     def _write(self, key: Key, suffix: str, documents: list[dict[str, Any]], durably: bool = True) -> None:
         with contextlib.suppress(OSError):
@@ -196,7 +198,7 @@ class Unfinished:
 
     def _remove(self, key: Key, suffix: str) -> None:
         with contextlib.suppress(OSError):
-            os.unlink(self._path(key, suffix))
+            self.files.unlink((UNFINISHED, f"{key.digest}.{suffix}"))
 
     def _path(self, key: Key, suffix: str) -> Path:
         return self.files.root / UNFINISHED / f"{key.digest}.{suffix}"
@@ -204,11 +206,11 @@ class Unfinished:
 
 def _try_lock(path: Path) -> int | None:
     """The file, open and locked by this process; None while another process has the lock."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    descriptor = open_lock(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # If the last owner has removed the file, this one has no name, and its lock excludes no other process.
-        if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
+        if os.fstat(descriptor).st_ino == os.lstat(path).st_ino:
             return descriptor
     except (BlockingIOError, FileNotFoundError):
         pass
@@ -241,8 +243,41 @@ def _trial_documents(trials: Sequence[Trial]) -> Iterator[dict[str, Any]]:
             yield {"backend": trial.backend, "config": to_json(trial.cfg), "step": trial.step}
 
 
-def _is_valid(document: Any) -> bool:
-    return isinstance(document, dict) and all(isinstance(document.get(name), str) for name in ("backend", "config"))
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_time(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and 0 <= value <= MAX_MILLISECONDS)
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, str) and value in PARTICIPLES
+
+
+#: By the suffix of a file: the fields of its documents, each with what it takes.
+_FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "json": {"milliseconds": _is_time, "reason": _is_text, "is_checked": _is_flag},
+    "trying": {"step": _is_step},
+    "died": {
+        "step": _is_step,
+        "deaths": lambda value: type(value) is int and value > 0,
+        "is_out": _is_flag,
+        "reason": _is_text,
+    },
+}
+
+
+def _is_valid(document: Any, suffix: str) -> bool:
+    """Whether this is what ``_write`` has written. A configuration with any other document is measured again."""
+    fields = {"backend": _is_text, "config": _is_text, **_FIELDS[suffix]}
+    if not isinstance(document, dict) or document.keys() != fields.keys():
+        return False
+    return all(is_valid(document[name]) for name, is_valid in fields.items())
 
 
 def _identity(document: dict[str, Any]) -> tuple[str, str]:
@@ -267,5 +302,4 @@ def _parse_trial(key: Key, document: dict[str, Any]) -> Trial:
 
 
 def _parse_config(key: Key, document: dict[str, Any]) -> Any:
-    config_type = ejkernel_core.config_type(f"{key.op}.{document['backend']}")
-    return from_json(document["config"], config_type or type(None))
+    return from_json(document["config"], kernel_config_type(key.op, document["backend"]) or type(None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -19,6 +20,9 @@ import pytest
 from ejkernel_cache import PersistentCache, default_cache, policy
 from ejkernel_core import Candidate, Choice, Key, Operation, Provenance, Record, Registry, hookimpl
 
+#: A test with a watchdog that takes longer than so many seconds hangs.
+WATCHDOG_S = 600
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -27,6 +31,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     default_cache.cache_clear()
     yield tmp_path / "cache"
     default_cache.cache_clear()
+
+
+class Hang(BaseException):
+    """The time of the watchdog is over. Nothing that catches exceptions catches this one."""
+
+
+@pytest.fixture
+def watchdog() -> Iterator[None]:
+    """End a test that hangs. The time says nothing about the test, which takes a small part of it."""
+
+    def bark(number: int, frame: Any) -> None:
+        raise Hang("the test hangs")
+
+    earlier = signal.signal(signal.SIGALRM, bark)
+    signal.alarm(WATCHDOG_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, earlier)
 
 
 # -- the operation ---------------------------------------------------------------------------------------------------

@@ -8,11 +8,16 @@ import shutil
 import stat
 import warnings
 from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
 
-from ejkernel_cache import CacheWarning, PersistentCache
+from ejkernel_cache import CacheWarning, PackagedRecords, PersistentCache
+from ejkernel_cache._directory import Directory
 from ejkernel_cache._names import component
+from ejkernel_core import Key
+from ejkernel_tuning import Entry, Trial
 
 
 def fifo_for_file(file: Path) -> None:
@@ -156,3 +161,139 @@ def test_the_cache_itself_may_be_a_link(scale_op, folder, tmp_path):
     scale_op.on_disk()
     scale_op.reset()
     assert scale_op.used_factor() == 7
+
+
+# -- what processes share of unfinished measurements -------------------------------------------------------------------
+
+
+@attrs.frozen
+class Config:
+    factor: int = 2
+
+
+KEY = Key("scale", "cpu", '{"a":1}')
+SUFFIXES = ("json", "died", "trying", "lock")
+
+
+def outside_state(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+def use_unfinished() -> tuple[Any, ...]:
+    """All that a process does with the unfinished measurements of a key, and what it has read."""
+    cache = PersistentCache()
+    text = cache.dangers(KEY)
+    unfinished = cache.unfinished
+    assert unfinished.take(KEY, 0.0)
+    outcome = text, unfinished.describe_dangers(KEY), unfinished.entries(KEY), unfinished.suspects(KEY)
+    unfinished.note(KEY, (Trial("two", Config(3), "running"),))
+    unfinished.keep(KEY, (Entry("two", Config(3), 1.5),))
+    unfinished.end(KEY, (Entry("two", Config(3), 1.5),), is_interrupted=False)
+    cache.forgive()
+    return outcome
+
+
+def hard_link_for_file(file: Path) -> None:
+    os.link(file.parents[2] / "outside" / "somebodys.died", file)
+
+
+IN_THE_WAY = {
+    "fifo": os.mkfifo,
+    "folder": os.mkdir,
+    "link": lambda file: file.symlink_to(file.parents[2] / "outside" / "somebodys.died"),
+    "link to a fifo": lambda file: file.symlink_to(file.parents[2] / "outside" / "fifo"),
+    "link to a folder": lambda file: file.symlink_to(file.parents[2] / "outside"),
+    "link to a device": lambda file: file.symlink_to("/dev/zero"),
+    "hard link": hard_link_for_file,
+}
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """A folder outside of the cache, with what a link may lead to."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for suffix in SUFFIXES:
+        (outside / f"somebodys.{suffix}").write_text("somebody's")
+        (outside / f"{KEY.digest}.{suffix}").write_text("[]")
+    os.mkfifo(outside / "fifo")
+    return outside
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("kind", IN_THE_WAY)
+def test_nothing_in_place_of_a_shared_file_is_followed_or_waited_for(folder, outside, watchdog, kind, suffix):
+    before = outside_state(outside)
+    (folder / ".tuning").mkdir(parents=True)
+    IN_THE_WAY[kind](folder / ".tuning" / f"{KEY.digest}.{suffix}")
+    for _ in range(2):
+        assert use_unfinished() == ("", "", (), ())
+    assert outside_state(outside) == before
+
+
+def test_a_link_in_place_of_the_shared_folder_is_not_followed(folder, outside, watchdog):
+    """``forgive`` would remove the files of somebody else."""
+    before = outside_state(outside)
+    folder.mkdir()
+    (folder / ".tuning").symlink_to(outside, target_is_directory=True)
+    assert use_unfinished() == ("", "", (), ())
+    assert outside_state(outside) == before
+
+
+def test_forgive_removes_what_it_can(folder, watchdog):
+    (folder / ".tuning" / "a.died").mkdir(parents=True)
+    os.mkfifo(folder / ".tuning" / "b.died")
+    for name in ("c.died", "d.json"):
+        (folder / ".tuning" / name).write_text("[]")
+    PersistentCache().forgive()
+    assert sorted(os.listdir(folder / ".tuning")) == ["a.died", "b.died", "d.json"]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in IN_THE_WAY if kind != "hard link"])
+def test_the_commands_follow_and_wait_for_nothing(folder, scale_op, outside, watchdog, run_command, tmp_path, kind):
+    """In the place of a file with a record in each line, beside a record that is right."""
+    file = scale_op.on_disk()
+    before = outside_state(outside)
+    device = file.parents[2]
+    IN_THE_WAY[kind](lines := device / "other.jsonl")
+    reason = "is a symbolic link" if "link" in kind else "is no regular file"
+    for words in (
+        ["ls"],
+        ["pack", tmp_path / "package", "--name", "mine"],
+        ["import", folder, "--path", tmp_path / "b"],
+    ):
+        output = run_command("cache", *words)
+        assert (output.code, output.errors.splitlines()[0]) == (1, f"ejkernel: {lines}: {reason}")
+        assert len(output.errors.splitlines()) == 2
+    assert len(list((tmp_path / "package").rglob("*.jsonl"))) == 1
+    assert run_command("cache", "clear", "--yes").code == 0
+    assert outside_state(outside) == before
+
+
+@pytest.mark.parametrize("depth", range(3))
+@pytest.mark.parametrize(("replace", "reason"), [(os.mkfifo, "is no regular file"), (Path.touch, "is no folder")])
+def test_ls_tells_what_is_in_place_of_a_folder(folder, scale_op, watchdog, run_command, depth, replace, reason):
+    file = scale_op.on_disk()
+    shutil.rmtree(file.parents[depth])
+    replace(file.parents[depth])
+    output = run_command("cache", "ls")
+    assert output.errors.splitlines()[0] == f"ejkernel: {file.parents[depth]}: {reason}"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "link to a fifo", "link to a device", "link to a folder"])
+def test_a_package_waits_for_nothing(scale_op, outside, watchdog, tmp_path, kind):
+    device = tmp_path / "package" / component(scale_op.keys()[0].device)
+    device.mkdir(parents=True)
+    IN_THE_WAY[kind](device / "scale.jsonl")
+    scale_op.registry.register(PackagedRecords(tmp_path / "package"), "packaged")
+    assert scale_op.reason("packaged") == f"{device.name}/scale.jsonl: is no regular file"
+    assert scale_op.used_factor() == 2
+
+
+def test_a_temporary_file_of_the_future_does_not_stay(folder):
+    (folder / ".tmp").mkdir(parents=True)
+    for name, year in (("of the past", 0), ("of the future", 2242 - 1970)):
+        (folder / ".tmp" / name).touch()
+        os.utime(folder / ".tmp" / name, (year * 31_556_952, year * 31_556_952))
+    Directory(folder).sweep()
+    assert os.listdir(folder / ".tmp") == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 import ejkernel_core
 from ejkernel_cache import PersistentCache, default_cache, policy
 from ejkernel_cache._unfinished import _try_lock
-from ejkernel_core import Key, policy_override
+from ejkernel_core import Key, policy_override, to_json
 from ejkernel_core._scopes import EMPTY
 from ejkernel_tuning import Earlier, Entry, Progress, autotune
 
@@ -200,6 +201,75 @@ def test_a_damaged_file_has_no_entries(folder: Path) -> None:
     for text in ("", "[", "{}", "3", '[{"backend": 1}]', '[{"config": "{}"}]', "[[]]", "[" * 10_000):
         unfinished.files.write_at((".tuning",), f"{key().digest}.json", text.encode())
         assert unfinished.entries(key()) == ()
+
+
+def entry_document(**changes: Any) -> dict[str, Any]:
+    config = to_json(Config(3))
+    return {"backend": "two", "config": config, "milliseconds": 1.5, "reason": "", "is_checked": True, **changes}
+
+
+def died_document(**changes: Any) -> dict[str, Any]:
+    config = to_json(Config(3))
+    fields = {"step": "running", "deaths": 2, "is_out": True, "reason": "the process died", **changes}
+    return {"backend": "two", "config": config, **fields}
+
+
+INVALID_ENTRIES: list[dict[str, Any]] = [
+    *({"milliseconds": time} for time in (math.nan, -1.5, math.inf, -math.inf, True, "1.5", [1.5], {}, 10**400, 1e300)),
+    *({"reason": reason} for reason in (None, 3, ["wrong"], {})),
+    *({"is_checked": flag} for flag in (None, 1, "yes", [])),
+    *({"backend": backend} for backend in (None, 3, ["two"], "three", "../two", "two\n", "more.two", "")),
+    *(
+        {"config": config}
+        for config in (None, 3, "", "{", "{}", '{"schema": 2, "fields": {"factor": "3"}}', "[" * 9999)
+    ),
+    {"when": "2242-01-01"},
+]
+INVALID_DEATHS: list[dict[str, Any]] = [
+    *({"step": step} for step in (None, 3, ["running"], {}, "sleeping", "\x1b[2J")),
+    *({"deaths": deaths} for deaths in (None, True, "2", 2.0, -2, 0, math.nan, [2])),
+    *({"is_out": flag} for flag in (None, 1, "yes")),
+    *({"reason": reason} for reason in (None, 3, [])),
+    {"more": 1},
+]
+INVALID_TRIALS = [change for change in INVALID_DEATHS if change.keys() & {"step", "more"}]
+
+
+@pytest.mark.parametrize("change", INVALID_ENTRIES, ids=lambda change: repr(change)[:40])
+def test_an_entry_that_nobody_has_measured_is_measured_again(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    types = {"scale.two": Config, "scale.more.two": Config}
+    monkeypatch.setattr(ejkernel_core, "config_type", types.get)
+    unfinished = PersistentCache().unfinished
+    documents = [entry_document(**change), entry_document(config=to_json(Config(4)))]
+    unfinished.files.write_at((".tuning",), f"{key().digest}.json", json.dumps(documents).encode())
+    assert unfinished.entries(key()) == (Entry("two", Config(4), 1.5, is_checked=True),)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change"),
+    [("died", change) for change in INVALID_DEATHS] + [("trying", change) for change in INVALID_TRIALS],
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_death_that_nobody_has_noted_excludes_nothing(
+    monkeypatch: pytest.MonkeyPatch, suffix: str, change: Any
+) -> None:
+    monkeypatch.setattr(ejkernel_core, "config_type", {"scale.two": Config}.get)
+    cache, valid = PersistentCache(), died_document(config=to_json(Config(4)))
+    cache.unfinished.files.write_at((".tuning",), f"{key().digest}.died", json.dumps([valid]).encode())
+    document = died_document(**change)
+    if suffix == "trying":
+        document = {name: document[name] for name in document if name not in ("deaths", "is_out", "reason")}
+        document |= change
+    documents = [document, valid] if suffix == "died" else [document]
+    cache.unfinished.files.write_at((".tuning",), f"{key().digest}.{suffix}", json.dumps(documents).encode())
+    assert cache.dangers(key()).startswith(
+        "two Config(factor=4): the process died while it was run, twice, so it is out"
+    )
+    assert "Config(factor=3)" not in cache.dangers(key())
+    assert cache.unfinished.take(key())
+    assert [entry.cfg for entry in cache.unfinished.entries(key())] == [Config(4)]
+    assert cache.unfinished.suspects(key()) == ()
+    cache.unfinished.release(key())
 
 
 def test_a_lock_is_taken_once_and_released() -> None:
