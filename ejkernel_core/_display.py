@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
-from ._errors import NEVER_CAUGHT
+from ._errors import NEVER_CAUGHT, printable
 
 MAX_LENGTH = 160
 #: The most characters of a configuration in an explanation.
@@ -29,7 +29,7 @@ def text_of(value: Any, text: Callable[[Any], str] = str) -> str:
 
 
 def one_line(value: Any, max_length: int = MAX_LENGTH) -> str:
-    """The text of a value without line breaks, truncated to ``max_length`` characters.
+    """The text of a value without line breaks and control characters, truncated to ``max_length`` characters.
 
     >>> one_line(" no   kernel"), one_line("abcdefgh", 6)
     ('no kernel', 'abc...')
@@ -38,7 +38,7 @@ def one_line(value: Any, max_length: int = MAX_LENGTH) -> str:
 
 
 def brief(value: Any, max_length: int = 60) -> str:
-    """The ``repr`` of a value without line breaks, truncated to ``max_length`` characters.
+    """The ``repr`` of a value without line breaks and control characters, truncated to ``max_length`` characters.
 
     >>> brief("abc"), brief("x" * 80, 8)
     ("'abc'", "'xxxx...")
@@ -57,6 +57,7 @@ def config_text(cfg: Any) -> str:
 
 
 def _truncated(text: str, max_length: int) -> str:
+    text = printable(text)
     return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 

@@ -15,12 +15,15 @@ A wrong argument raises Python's own ``TypeError`` or ``ValueError``, and the me
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 #: These pass through wherever exceptions of plugins are caught: the user's interrupt, and the closing of a generator.
 #: Everything else is caught. Some of it is no ``Exception``: a panic in Rust, an exit, the skip of a test.
 NEVER_CAUGHT = (KeyboardInterrupt, GeneratorExit)
+#: The most characters in the message of a ``RecordError``.
+MAX_RECORD_FAULT = 2000
 
 
 def description(fault: BaseException) -> str:
@@ -45,6 +48,22 @@ def message(fault: BaseException) -> str:
         raise
     except BaseException:
         return type(fault).__name__
+
+
+def printable(text: str) -> str:
+    r"""The text with an escape, as in JSON, for each character that may control a terminal or that none can show. Line
+    breaks and tabs stay.
+
+    >>> print(printable("red: " + chr(27) + "[31m"))
+    red: \u001b[31m
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else _escape(c) for c in text)
+
+
+def _escape(character: str) -> str:
+    return "\\u007f" if character == "\x7f" else json.dumps(character)[1:-1]
 
 
 class EjkernelError(Exception):
@@ -82,7 +101,9 @@ class RecordError(EjkernelError, ValueError):
     """
 
     def __init__(self, message: str, *, damaged: bool = False) -> None:
-        super().__init__(message)
+        # It may have any text of a file, and is one line of an explanation.
+        text = " ".join(printable(message).splitlines())
+        super().__init__(text if len(text) <= MAX_RECORD_FAULT else f"{text[: MAX_RECORD_FAULT - 3]}...")
         self.damaged = damaged
 
 

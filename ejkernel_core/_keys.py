@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ._display import brief
+from ._errors import printable
 
 #: Begins the name in an object that stands for a value JSON has no type for. Other objects differ: see ``_mapping``.
 TAG = "!"
@@ -324,7 +325,7 @@ class Key:
         return content if isinstance(content, dict) else {"problem": self.problem}
 
     def __str__(self) -> str:
-        return f"{self.op} {self.digest}"
+        return printable(f"{self.op} {self.digest}")
 
 
 def _key_digest(text: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from ._display import config_text, repr_of
+from ._errors import printable
 from ._kernel import Invocation
 
 #: The beginning of reasons that say nothing about the configuration itself.
@@ -23,7 +24,7 @@ class Entry:
     milliseconds: float | None = None
     spread: float | None = None
     #: Why it was excluded; "" if it was measured to the end.
-    reason: str = ""
+    reason: str = attrs.field(default="", converter=printable)
     #: Whether it is the kernel's heuristic configuration, which is used without measuring.
     is_usual: bool = False
     #: Whether its results were compared with those of the reference.

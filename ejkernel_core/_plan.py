@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ._display import config_text, html_table, html_text, one_line, repr_of
+from ._errors import printable
 from ._kernel import Invocation, LoadedKernel
 from ._keys import Key
 from ._records import Record
@@ -31,7 +32,7 @@ class Choice:
     #: How far the call is from that of the record, in powers of two; 0 for the call itself, or one in its bucket.
     distance: float = 0.0
     #: A remark for explanations.
-    note: str = ""
+    note: str = attrs.field(default="", converter=printable)
 
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""
@@ -51,7 +52,7 @@ class Verdict:
     #: "chosen", "able" (and not chosen), "refused" (Unsupported), "left out" (not asked for), "broken"; of a policy,
     #: "no answer" (Unsupported) or "broken".
     status: str
-    reason: str
+    reason: str = attrs.field(converter=printable)
 
     def __str__(self) -> str:
         # The lines of a reason stay apart from those of the next verdict.

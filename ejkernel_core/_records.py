@@ -18,7 +18,7 @@ import numpy as np
 from attrs.validators import deep_iterable, instance_of
 
 from ._display import brief, repr_of
-from ._errors import RecordError
+from ._errors import RecordError, printable
 from ._keys import TAG, Key, canonical_json, read_only, stable_json
 
 SCHEMA = 2
@@ -73,17 +73,18 @@ class Provenance:
     def casualties(self) -> list[str]:
         """The configurations that ended their processes, each with its reason, which says how to try it again."""
         reasons = [(text, reason) for text, reason in self.tried if isinstance(reason, str)]
-        return [f"{text}: {reason}" for text, reason in reasons if reason.startswith(DIED)]
+        return [printable(f"{text}: {reason}") for text, reason in reasons if reason.startswith(DIED)]
 
     def changes(self, software: Mapping[str, str]) -> str:
         """The versions in ``software`` that differ from those of the measurement, as text; "" for none."""
         old = self.software
         names = (name for name in sorted(software) if name in old and old[name] != software[name])
-        return ", ".join(f"{name} was {old[name]}, is {software[name]}" for name in names)
+        return printable(", ".join(f"{name} was {old[name]}, is {software[name]}" for name in names))
 
     def __str__(self) -> str:
         rest = f"; {self.shortfall}" if self.shortfall else ""
-        return f"measured {_ago(self.when)} on {self.device}: {self.milliseconds:.3g} ms{rest}"
+        text = f"measured {_ago(self.when)} on {self.device}: {self.milliseconds:.3g} ms{rest}"
+        return " ".join(printable(text).splitlines())
 
 
 @attrs.frozen

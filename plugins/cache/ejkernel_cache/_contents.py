@@ -64,7 +64,8 @@ class Document:
     @property
     def is_for_bucket(self) -> bool:
         """Whether it is for all calls of a bucket, and not for one call alone."""
-        return "bucket" in json.loads(self.key.problem)
+        problem = json.loads(self.key.problem)
+        return isinstance(problem, dict) and "bucket" in problem
 
 
 @attrs.frozen
@@ -151,22 +152,36 @@ def _collected(outcomes: Iterable[Document | Fault]) -> Contents:
 
 
 def document_of(text: str, place: str, key: Key | None = None, size: int = 0) -> Document:
-    """The record in a text. ``RecordError`` if there is none. The fields of the configuration are not checked, because
-    its kernel may not be installed.
+    """The record in a text. ``RecordError`` if there is none, or one that cannot be shown. The fields of the
+    configuration are not checked, because its kernel may not be installed.
     """
     data = object_of(text)
-    if key is None:
-        device, op = device_and_op(data["problem"])
-        if not (isinstance(device, str) and isinstance(op, str)):
-            raise RecordError("no record: $.problem has no operation and device", damaged=True)
-        key = Key(op, device, canonical_json(data["problem"]))
-    config, type_name = data["config"], data.get("type")
-    rest = json.dumps({name: value for name, value in data.items() if name != "type"} | {"config": None})
-    if not (config is None or isinstance(config, dict)) or not isinstance(type_name, str | None):
+    try:
+        line = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        json.dumps(data, ensure_ascii=False).encode()  # which fails for half of a character
+        key = key or _key_of(data)
+        record = record_from_json(_without_config(data), key, None)
+        document = Document(place, key, record.backend, data["config"], record.provenance, line, size or len(line))
+        call_lines(key), margins(record.backend, record.provenance)
+    except RecordError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as fault:
+        raise RecordError(f"no record: {type(fault).__name__}: {fault}") from fault
+    return document
+
+
+def _key_of(data: Mapping[str, Any]) -> Key:
+    device, op = device_and_op(data["problem"])
+    if not (isinstance(device, str) and isinstance(op, str)):
+        raise RecordError("no record: $.problem has no operation and device", damaged=True)
+    return Key(op, device, canonical_json(data["problem"]))
+
+
+def _without_config(data: Mapping[str, Any]) -> str:
+    """The record without its configuration, which takes a kernel to be read."""
+    if not isinstance(data["config"], dict | None) or not isinstance(data.get("type"), str | None):
         raise RecordError("$.config is no configuration", damaged=True)
-    record = record_from_json(rest, key, None)
-    line = json.dumps(data, sort_keys=True, separators=(",", ":"))
-    return Document(place, key, record.backend, config, record.provenance, line, size or len(line))
+    return json.dumps({name: value for name, value in data.items() if name != "type"} | {"config": None})
 
 
 def _read_folder(root: Path) -> Iterator[Document | Fault]:

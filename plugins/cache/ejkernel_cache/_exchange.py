@@ -9,10 +9,12 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import attrs
+
+from ejkernel_core._display import one_line
 
 from . import _temporary
 from ._contents import Contents, Document
@@ -100,23 +102,46 @@ def pack(folder: Path, name: str, version: str, contents: Contents) -> list[Path
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(errno.EEXIST, "exists, and is no empty folder", str(folder))
     documents = list(contents.latest().values())
-    by_file: dict[str, list[Document]] = {}
-    for document in documents:
-        place = f"{component(document.key.device)}/{component(document.key.op)}{LINES}"
-        by_file.setdefault(place, []).append(document)
-    devices = sorted({document.key.device for document in documents})
     texts = {
         "pyproject.toml": _pyproject(name, version, package),
-        "README.md": _readme(name, devices),
-        f"{package}/__init__.py": _init(package, devices),
+        "README.md": _readme(name, sorted({document.key.device for document in documents})),
+        f"{package}/__init__.py": _init(package),
     }
-    for place, text in texts.items():
-        (folder / place).parent.mkdir(parents=True, exist_ok=True)
-        (folder / place).write_text(text, encoding="utf-8")
-    for place, documents_of_file in by_file.items():
-        (folder / package / place).parent.mkdir(exist_ok=True)
-        write_lines(folder / package / place, documents_of_file)
-    return [folder / place for place in [*texts, *(f"{package}/{place}" for place in sorted(by_file))]]
+    lines: dict[str, list[str]] = {}
+    for document in documents:
+        place = f"{package}/{component(document.key.device)}/{component(document.key.op)}{LINES}"
+        lines.setdefault(place, []).append(f"{document.text}\n")
+    texts |= {place: "".join(sorted(lines[place])) for place in sorted(lines)}
+    return _write_all({folder / place: text.encode() for place, text in texts.items()})
+
+
+def _write_all(data_of_files: Mapping[Path, bytes]) -> list[Path]:
+    """Write new files and the folders that they need, and return the files. If one cannot be written, none is left."""
+    made: list[Path] = []
+    try:
+        for file, data in data_of_files.items():
+            try:
+                _write_new(file, data, made)
+            except OSError as fault:
+                raise fault if fault.filename else _of_file(fault, file) from fault
+    except BaseException:
+        for path in reversed(made):
+            with contextlib.suppress(OSError):
+                path.rmdir() if path.is_dir() else path.unlink()
+        raise
+    return list(data_of_files)
+
+
+def _write_new(file: Path, data: bytes, made: list[Path]) -> None:
+    """Write a file, and add it and the folders that are made for it to ``made``."""
+    for folder in reversed([folder for folder in file.parents if not folder.exists()]):
+        folder.mkdir()
+        made.append(folder)
+    with open(file, "xb") as stream:
+        made.append(file)
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def package_name(name: str) -> str:
@@ -161,13 +186,15 @@ def _pyproject(name: str, version: str, package: str) -> str:
 
 
 def _readme(name: str, devices: list[str]) -> str:
-    return f"# {name}\n\nMeasured configurations of kernels, for ejkernel-core, on {' and '.join(devices)}.\n"
+    names = " and ".join(map(one_line, devices))
+    return f"# {name}\n\nMeasured configurations of kernels, for ejkernel-core, on {names}.\n"
 
 
-def _init(package: str, devices: list[str]) -> str:
+def _init(package: str) -> str:
+    # Without any text of the records, which would be code here.
     return textwrap.dedent(
         f'''\
-        """Records that were measured on {" and ".join(devices)}."""
+        """Measured configurations of kernels."""
 
         from ejkernel_cache import PackagedRecords
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ejkernel_core import Candidate, Key, Record, RecordError, as_record, matching_record, record_to_json
+from ejkernel_core._errors import printable
 from ejkernel_core._records import type_name
 
 from ._contents import Document, document_of, is_better
@@ -332,4 +333,4 @@ def _join_faults(faults: list[RecordError]) -> str:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(f"ejkernel-cache: {message}", CacheWarning, stacklevel=4)
+    warnings.warn(printable(f"ejkernel-cache: {message}"), CacheWarning, stacklevel=4)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from ejkernel_cli import Failure, config_text, json_option, print_json, print_line, print_table
+from ejkernel_cli import Failure, config_text, json_option, print_error, print_json, print_line, print_table, printable
 
 if TYPE_CHECKING:
     from ._contents import Contents, Document, Fault
@@ -344,7 +344,7 @@ def clear_records(path: str | None, op: str | None, device: str | None, yes: boo
         records = f"{_count(contents.documents)} from {cache.path}"
         if not sys.stdin.isatty():
             raise click.UsageError(f"this removes {records}: pass --yes to do it without asking")
-        if not click.confirm(f"Remove {records}?"):
+        if not click.confirm(printable(f"Remove {records}?")):
             raise Failure("nothing was removed")
     keys = {document.key for document in contents.documents}
     advice = "what is left stays: get the right to write to its folder"
@@ -411,9 +411,9 @@ def _tell(contents: Contents) -> None:
 
 def _fail_with_faults(faults: Sequence[Fault], text: str) -> NoReturn:
     for fault in faults[:MOST_FAULTS]:
-        click.echo(f"ejkernel: {' '.join(str(fault).split())}", err=True)
+        print_error(fault)
     if len(faults) > MOST_FAULTS:
-        click.echo(f"ejkernel: ... and {len(faults) - MOST_FAULTS} more", err=True)
+        print_error(f"... and {len(faults) - MOST_FAULTS} more")
     raise Failure(text)
 
 

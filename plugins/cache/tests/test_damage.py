@@ -313,7 +313,7 @@ def test_a_record_of_an_unknown_operation_and_type_does_not_break_the_list(scale
     file = PersistentCache(folder).file(key, "nobody")
     cache = PersistentCache(folder)
     assert (set(cache), len(cache)) == ({scale_op.keys()[0], key}, 2)
-    with pytest.warns(CacheWarning, match="nobodys\udcff.nobody, which is not known here; pass kind="):
+    with pytest.warns(CacheWarning, match=r"nobodys\\udcff.nobody, which is not known here; pass kind="):
         assert [key for key, _ in cache.items()] == [scale_op.keys()[0]]
     assert valid_file.is_file()
     assert file.is_file()

@@ -9,7 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._main import main
-from ._output import Failure, config_text, json_option, print_json, print_line, print_table
+from ._output import (
+    Failure,
+    config_text,
+    json_option,
+    print_error,
+    print_json,
+    print_line,
+    print_table,
+    printable,
+)
 
 if TYPE_CHECKING:
     from ._calls import (
@@ -34,9 +43,11 @@ __all__ = [
     "matching_backends",
     "matching_operations",
     "parse_call",
+    "print_error",
     "print_json",
     "print_line",
     "print_table",
+    "printable",
 ]
 
 

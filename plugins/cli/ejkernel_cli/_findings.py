@@ -381,9 +381,11 @@ def _count(folder: Any) -> int:
     try:
         entries = list(folder.iterdir())
         files = [entry for entry in entries if entry.is_file()]
-        lines = [len(file.read_text().splitlines()) for file in files if file.name.endswith(".jsonl")]
+        lines = [len(file.read_bytes().splitlines()) for file in files if file.name.endswith(".jsonl")]
         records = sum(file.name.endswith(".json") for file in files)
-        return int(records + sum(lines)) + sum(_count(entry) for entry in entries if entry.is_dir())
+        # A link may lead back to where it is.
+        folders = [e for e in entries if e.is_dir() and not (isinstance(e, Path) and e.is_symlink())]
+        return int(records + sum(lines)) + sum(map(_count, folders))
     except OSError:
         return 0
 

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 import click
 
 from ._metadata import COMMANDS, entry_points, provider
+from ._output import print_error
 
 #: The exit code of a program that was interrupted, as shells have it.
 INTERRUPTED = 130
@@ -108,13 +109,13 @@ def _drop(stream: TextIO) -> None:
 
 def _show_warning(message: Warning | str, *place: Any, **rest: Any) -> None:
     """Show a warning in one line. Where in the code it was raised is nothing to its user."""
-    click.echo(f"ejkernel: warning: {' '.join(str(message).split())}", err=True)
+    print_error(f"warning: {message}")
 
 
 def _fail(error: Exception) -> int:
     """Show an error in one line, and return the exit code."""
     try:
-        click.echo(f"ejkernel: {' '.join(_text(error).split())}", err=True)
+        print_error(_text(error))
     except BrokenPipeError:
         _drop(sys.stderr)
     try:

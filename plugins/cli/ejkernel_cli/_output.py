@@ -30,14 +30,33 @@ def json_option(function: Function) -> Function:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
 
 
+def printable(text: str) -> str:
+    r"""The text with an escape, as in JSON, for each character that may control the terminal or that it cannot show.
+    Line breaks and tabs stay. The core has the same function, and cannot be imported everywhere.
+
+    >>> print(printable("red: " + chr(27) + "[31m"))
+    red: \u001b[31m
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else _escape(c) for c in text)
+
+
+def _escape(character: str) -> str:
+    return "\\u007f" if character == "\x7f" else json.dumps(character)[1:-1]
+
+
 def print_json(value: Any) -> None:
     """Print a value as JSON, for scripts."""
-    click.echo(json.dumps(value, indent=1, default=str))
+    click.echo(printable(json.dumps(value, indent=1, default=str)))
 
 
 def print_line(text: str = "") -> None:
-    """Print a line as it is."""
-    click.echo(text)
+    """Print a line."""
+    click.echo(printable(text))
+
+
+def print_error(text: object) -> None:
+    """Print what is wrong, in one line of the error stream."""
+    click.echo(f"ejkernel: {printable(' '.join(str(text).split()))}", err=True)
 
 
 def config_text(cfg: object) -> str:
@@ -68,15 +87,18 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: st
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False, show_edge=False)
-    cells = [[str(cell) for cell in row] for row in rows]
+    # As ``Text``: in plain ones, rich looks for its own markup.
+    heading = Text(printable(title)) if title else None
+    table = Table(box=box.SIMPLE_HEAD, title=heading, title_justify="left", pad_edge=False, show_edge=False)
+    columns = [printable(column) for column in columns]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     text = io.StringIO()
     is_terminal = sys.stdout.isatty()
     console = Console(highlight=False) if is_terminal else Console(file=text, width=_pipe_width(), color_system=None)
     texts_of_columns = [[column, *(row[place] for row in cells)] for place, column in enumerate(columns)]
     widths = _widths(texts_of_columns, console.width - GAP * (len(columns) - 1))
     for column, width in zip(columns, widths, strict=True):
-        table.add_column(column, overflow="fold", width=width)
+        table.add_column(Text(column), overflow="fold", width=width)
     for row in cells:
         table.add_row(*map(Text, row))
     console.print(table)
