@@ -231,6 +231,12 @@ class Plugins:
         assert isinstance(plugin, Operation)
         return plugin
 
+    def forward_of(self, inv: Invocation) -> Operation | None:
+        """The operation whose gradients this call computes; None where it computes none."""
+        plugins = [self._load(OPERATIONS, name) for name in self.names(OPERATIONS)]
+        forwards = (plugin for plugin in plugins if isinstance(plugin, Operation) and plugin.backward == inv.op)
+        return next((f for f in forwards if {*f.signature.parameters, *f.results} <= {*inv.arguments}), None)
+
     def kernels(self, op: str) -> tuple[list[LoadedKernel], list[Verdict]]:
         """The kernels of an operation that load, and a verdict on each that does not."""
         plugins = [self._load(KERNELS, f"{op}.{backend}") for backend in self.backends(op)]

@@ -29,9 +29,10 @@ from ejkernel_core._devices import processor
 from ejkernel_core._scopes import current
 from ejkernel_core._tuning import check_tunable
 from ejkernel_tuning import Entry, Progress, Tuned, TuningResult, _autotune, _timing, autotune
-from ejkernel_tuning._autotune import sample_inputs, tune
+from ejkernel_tuning._autotune import tune
 from ejkernel_tuning._measurement import Measurement, Variant
 from ejkernel_tuning._progress import show
+from ejkernel_tuning._samples import sample_inputs
 
 X = jnp.linspace(0.1, 1.0, 64).reshape(4, 16)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import ejkernel_core
 from ejkernel_cli import Call, clear_refusals, parse_call
 from ejkernel_core import Example, Invocation
-from ejkernel_tuning._autotune import sample_inputs
+from ejkernel_tuning._samples import sample_inputs
 
 SHAPE = "--shape"
 

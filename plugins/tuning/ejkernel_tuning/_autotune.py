@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel_core import Candidate
 from ejkernel_core._devices import device_fingerprint
@@ -21,11 +20,10 @@ from ejkernel_core._records import Provenance, Record, Shortfall
 
 from ._measurement import Measurement, Variant
 from ._result import Tuned, records_of
+from ._samples import sample_inputs
 from ._threads import Settings, StillRunningError, run_in_thread
 from ._variants import KnownResults, VariantSource
 
-#: The seed of the random inputs.
-SEED = 20
 #: If making the inputs takes longer, the device does not answer.
 INPUTS_S = 120.0
 
@@ -43,8 +41,8 @@ def tune(
     suspects: Sequence[Trial] = (),
     record: Record | None = None,
 ) -> Tuned:
-    """Measure every configuration of the candidates, on these inputs or on samples of the operation. A configuration
-    with wrong results, compared with those of the ``judge``, is never selected.
+    """Measure every configuration of the candidates, on these inputs, and on samples in the place of others. A
+    configuration with wrong results, compared with those of the ``judge``, is never selected.
 
     ``calls`` is the number of warm-up calls, and that of measured calls for configurations that stay to the end.
     ``earlier`` results are not measured again, and ``suspects`` are tried last, one at a time. With the ``record`` of a
@@ -88,11 +86,11 @@ def tune(
 
 
 def _place_inputs(inv: Invocation, inputs: dict[str, jax.Array] | None) -> dict[str, jax.Array]:
-    """Copy the inputs to the one device that measures."""
+    """The inputs on the one device that measures, with samples for those that are missing."""
     settings = Settings.of(inv)
 
     def place() -> Any:
-        return jax.device_put(sample_inputs(inv) if inputs is None else inputs, settings.device)
+        return sample_inputs(inv, jax.device_put(inputs or {}, settings.device))
 
     try:
         # In a thread, because this one may be tracing.
@@ -128,28 +126,6 @@ def _has_same_versions(record: Record, candidates: Sequence[Candidate]) -> bool:
 def _shortfall(measurement: Measurement, entries: Sequence[Entry], budget_s: float) -> Shortfall | None:
     unreached = sum(not entry.is_reached for entry in entries) or int(measurement.has_uncounted)
     return Shortfall(unreached, float(budget_s)) if unreached else None
-
-
-def sample_inputs(inv: Invocation) -> dict[str, jax.Array]:
-    """Inputs for an abstract invocation: the samples of the operation, or else normal numbers, zeros and True."""
-    key = jax.random.key(SEED)
-    samples = inv.operation.samples if inv.operation else None
-    arguments = samples(inv.arguments, key) if samples else _random_arguments(inv.arguments, key)
-    return {name: arguments[name] for name, value in inv.arguments.items() if _is_array(value)}
-
-
-def _random_arguments(arguments: Any, key: Any) -> dict[str, Any]:
-    def draw(number: int, like: Any) -> Any:
-        if jnp.issubdtype(like.dtype, jnp.floating):
-            return jax.random.normal(jax.random.fold_in(key, number), like.shape, jnp.float32).astype(like.dtype)
-        # Integers may be positions or lengths, for which 0 is mostly valid.
-        return jnp.full(like.shape, like.dtype == jnp.bool_, like.dtype)
-
-    return {name: draw(number, v) for number, (name, v) in enumerate(arguments.items()) if _is_array(v)}
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def _entries(variants: Sequence[Variant], winner: Variant | None) -> tuple[Entry, ...]:

@@ -23,13 +23,17 @@ def fault_text(step: str, fault: BaseException) -> str:
 
 def memory_fault(compiled: Any, device: Any) -> str | None:
     """The reason of a variant that needs more memory than is free, else None. On a CPU it could end the process."""
-    analysis = compiled.memory_analysis()
-    bytes_needed = getattr(analysis, "temp_size_in_bytes", 0) + getattr(analysis, "output_size_in_bytes", 0)
-    stats = device.memory_stats() or {}
+    needed, stats = bytes_needed(compiled), device.memory_stats() or {}
     bytes_free = stats["bytes_limit"] - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else _available_memory()
-    if bytes_free is None or bytes_needed <= bytes_free:
+    if bytes_free is None or needed <= bytes_free:
         return None
-    return f"needs {bytes_needed / 2**30:.3g} GiB of memory; there are {bytes_free / 2**30:.3g}"
+    return f"needs {needed / 2**30:.3g} GiB of memory; there are {bytes_free / 2**30:.3g}"
+
+
+def bytes_needed(compiled: Any) -> int:
+    """The memory that a compiled program needs beside its inputs."""
+    analysis = compiled.memory_analysis()
+    return int(getattr(analysis, "temp_size_in_bytes", 0)) + int(getattr(analysis, "output_size_in_bytes", 0))
 
 
 def _available_memory() -> int | None:

@@ -122,7 +122,8 @@ def _invocation(operation: Any, arguments: Any, sizes: Mapping[str, int], place:
         raise RecordError(f"{place}: {name} has no argument {unknown[0]!r}")
     complete = {**dict.fromkeys(definition.signature.parameters), **values}
     here = target(current_platform(()))
-    return Invocation(name, complete, here.platform, here.device_kind, here.compute_capability, definition)
+    device = here.platform, here.device_kind, here.compute_capability
+    return Invocation(name, complete, *device, definition, registry=ejkernel_core.registry)
 
 
 def _value(content: Any, sizes: Mapping[str, int]) -> Any:

@@ -86,6 +86,5 @@ backward = forward.gradients(
     fold=partial(fold, BACKWARD),
     partitioning=partial(partitioning, BACKWARD),
     tuning_key=partial(bucket, BACKWARD),
-    samples=samples,
     cost=backward_cost,
 )

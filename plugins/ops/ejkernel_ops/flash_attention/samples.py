@@ -8,33 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import ejkernel_core
-
-from .axes import AXES, SIGNATURE
+from .axes import AXES
 
 Arguments = dict[str, Any]
 
 
 def samples(arguments: Mapping[str, Any], key: Any) -> Arguments:
-    """The canonical arguments with every abstract array replaced; boundaries, ids and forward results are valid."""
+    """The canonical arguments with every abstract array replaced; boundaries and ids are valid."""
     concrete = AXES.samples(arguments, key)
     for name, sample in _SAMPLES.items():
         if isinstance(arguments.get(name), jax.ShapeDtypeStruct):
             concrete[name] = sample(arguments[name], arguments)
-    if isinstance(arguments.get("lse"), jax.ShapeDtypeStruct):
-        concrete["out"], concrete["lse"] = _forward(concrete)
     return concrete
-
-
-def _forward(arguments: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The results of the forward: with any others, kernels of the backward would not agree."""
-    call = {name: arguments[name] for name in SIGNATURE.parameters}
-    is_packed = call["cum_seqlens_q"] is not None
-    if is_packed:  # in canonical form it is a batch of one
-        for name in ("query", "key", "value", "q_segment_ids", "kv_segment_ids"):
-            call[name] = None if call[name] is None else call[name][0]
-    out, lse = ejkernel_core.call("flash_attention", **{**call, "return_lse": True})
-    return (out[None], lse[None]) if is_packed else (out, lse)
 
 
 def _segment_ids(like: jax.ShapeDtypeStruct, arguments: Mapping[str, Any]) -> jax.Array:

@@ -70,7 +70,7 @@ forward = Operation(
     examples=partial(_examples, "examples"),
     other_names=OTHER_NAMES,
 )
-backward = forward.gradients(samples=samples.samples, cost=backward_cost)
+backward = forward.gradients(cost=backward_cost)
 d_rhs = Operation(
     name="grouped_matmul_d_rhs",
     signature=D_RHS_SIGNATURE,

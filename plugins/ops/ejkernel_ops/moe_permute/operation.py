@@ -71,4 +71,4 @@ forward = Operation(
     examples=_examples,
     other_names=OTHER_NAMES,
 )
-backward = forward.gradients(samples=forward.samples)
+backward = forward.gradients()

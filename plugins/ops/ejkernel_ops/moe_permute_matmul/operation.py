@@ -130,4 +130,4 @@ forward = Operation(
         "lhs": "x",
     },
 )
-backward = forward.gradients(samples=samples, cost=backward_cost)
+backward = forward.gradients(cost=backward_cost)

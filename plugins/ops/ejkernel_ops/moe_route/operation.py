@@ -131,19 +131,6 @@ def bucket(arguments: Mapping[str, Any]) -> Arguments:
     return {"router_logits": rounded, **{name: arguments[name] for name in names}}
 
 
-def gradient_samples(arguments: Mapping[str, Any], key: Any) -> Arguments:
-    """Logits and cotangents of normal numbers, with the results that the forward has for these logits."""
-    from . import definition
-
-    concrete = dict(arguments)
-    for number, (name, value) in enumerate(arguments.items()):
-        if isinstance(value, jax.ShapeDtypeStruct) and jnp.issubdtype(value.dtype, jnp.floating):
-            normal = jax.random.normal(jax.random.fold_in(key, number), value.shape, jnp.float32)
-            concrete[name] = normal.astype(value.dtype)
-    results = dict(zip(RESULTS, definition.forward(concrete), strict=True))
-    return concrete | {name: results[name] for name in RESULTS if isinstance(arguments[name], jax.ShapeDtypeStruct)}
-
-
 def cost(arguments: Mapping[str, Any]) -> Cost:
     """The logits are read, and the results written."""
     arrays = (arguments["router_logits"], *outputs(arguments))
@@ -184,6 +171,5 @@ backward = Operation(
         jax.ShapeDtypeStruct(arguments[name].shape, arguments[name].dtype) for name in arguments["wrt"]
     ),
     tuning_key=None,
-    samples=gradient_samples,
     cost=cost,
 )

@@ -7,13 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-import jax
-
 from ejkernel_core import Axes, Cost, Example, Operation
 from ejkernel_ops.arrays import accept, check_floats
 from ejkernel_ops.options import finite
 
-from . import definition
 from .axes import FORMATS, QUANTIZED, QUANTIZED_SIGNATURE, SIGNATURE, axes
 
 Arguments = dict[str, Any]
@@ -34,22 +31,13 @@ OTHER_NAMES = {
 
 def operations(name: str, centered: bool) -> tuple[Operation, Operation, Operation]:
     """A normalization, its backward and its quantized form. ``centered``: the mean of each row is subtracted first."""
-    statistics_names = ("mean", "rstd") if centered else ("rstd",)
-    forward_axes = axes(*statistics_names)
+    forward_axes = axes(*(("mean", "rstd") if centered else ("rstd",)))
     backward_axes = forward_axes.backward()
 
     def examples(kind: str) -> Iterable[Example]:
         from . import examples
 
         return getattr(examples, kind)(name)  # type: ignore[no-any-return]
-
-    def samples(arguments: Mapping[str, Any], key: Any) -> Arguments:
-        """The derived samples, with the sum and the statistics that the forward has for them."""
-        values = backward_axes.samples(arguments, key)
-        if isinstance(arguments["sum"], jax.ShapeDtypeStruct):
-            _, values["sum"], *statistics = definition.forward(values, centered)
-            values.update(zip(statistics_names, statistics, strict=True))
-        return values
 
     forward = Operation(
         name=name,
@@ -64,7 +52,7 @@ def operations(name: str, centered: bool) -> tuple[Operation, Operation, Operati
         examples=partial(examples, "examples"),
         other_names=OTHER_NAMES,
     )
-    backward = forward.gradients(tuning_key=partial(bucket, backward_axes), samples=samples, cost=backward_cost)
+    backward = forward.gradients(tuning_key=partial(bucket, backward_axes), cost=backward_cost)
     quantized = Operation(
         name=f"{name}_quantized",
         signature=QUANTIZED_SIGNATURE,
@@ -114,6 +102,7 @@ def bucket(op_axes: Axes, arguments: Mapping[str, Any]) -> Arguments:
     """The key that calls with the same tuning records share: the number of rows is rounded up to a power of two, and
     of the options only whether there is an offset matters.
 
+    >>> import jax
     >>> x = jax.ShapeDtypeStruct((3, 1000, 64), "float32")
     >>> bucket(axes("rstd"), {"x": x, "epsilon": 1e-6, "weight_offset": 1.0})
     {'x': ShapeDtypeStruct(shape=(4096, 64), dtype=float32), 'weight_offset': True}
