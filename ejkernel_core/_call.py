@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _environment, _gradients, _scopes
-from ._choice import with_space_faults
+from ._choice import explained
 from ._devices import Target, explicit_mesh, target_of
 from ._display import brief
 from ._errors import EjkernelError, NotDifferentiable
@@ -434,7 +434,7 @@ def _is_abstract(array: Any) -> bool:
 def _explain(request: Request, avals: Sequence[Any], call_target: Target) -> Explanation:
     op = request.operation.name
     try:
-        plan = with_space_faults(request.plan(avals, call_target), request.registry.kernels(op)[0])
+        plan = explained(request.plan(avals, call_target), request.registry.kernels(op)[0])
     except EjkernelError as error:
         return Explanation(op, None, str(error), verdicts=getattr(error, "verdicts", ()))
     parts = tuple(_explain(part, values, call_target) for part, values in _parts(request, plan, avals))

@@ -16,7 +16,7 @@ import attrs
 from ._discovery import Broken
 from ._errors import NEVER_CAUGHT, NoConfig, NoKernel, PluginError, Unsupported, description, message
 from ._kernel import Candidate, Invocation, LoadedKernel, why_mutable, with_versions
-from ._plan import Choice, Plan, Verdict
+from ._plan import EXPLICIT, HEURISTIC, Choice, Plan, Verdict
 from ._policies import Policies, ask_policies, is_incomplete, kernel_of, remember, tuner_name
 from ._processes import settled_choice
 from ._scopes import Scope
@@ -24,8 +24,6 @@ from ._scopes import Scope
 #: How many configurations of a space an explanation checks. Faults mostly show in the first ones, and a space may be
 #: infinite.
 SPACE_SAMPLE = 16
-#: The origin of a choice that the caller made.
-EXPLICIT = "explicit cfg"
 
 
 def choose(
@@ -148,18 +146,21 @@ def _no_kernel(inv: Invocation, verdicts: Sequence[Verdict], backend: str | None
     return NoKernel(f"no kernel can do {inv}\n{reasons}", verdicts)
 
 
-def with_space_faults(plan: Plan, kernels: Iterable[LoadedKernel]) -> Plan:
-    """The plan, with the faults in the configuration spaces of all candidates, as far as a few configurations show."""
-    if plan.origin == EXPLICIT:  # the kernel was not asked for its heuristic, so it may not have a space for the call
-        return plan
+def explained(plan: Plan, kernels: Iterable[LoadedKernel]) -> Plan:
+    """The plan, with the reason why each able kernel was not chosen, and with the faults in the configuration spaces of
+    all candidates, as far as a few configurations show.
+    """
     by_name = {kernel.name: kernel for kernel in kernels}
 
-    def with_faults(verdict: Verdict) -> Verdict:
+    def with_reasons(verdict: Verdict) -> Verdict:
         if verdict.status not in ("chosen", "able"):
             return verdict
-        return attrs.evolve(verdict, reason=_space_faults(by_name[verdict.name], plan.invocation))
+        reason = plan.why_not(verdict) if verdict.status == "able" else ""
+        # With the caller's cfg, the kernel was not asked for its heuristic, so it may not have a space for the call.
+        faults = "" if plan.origin == EXPLICIT else _space_faults(by_name[verdict.name], plan.invocation)
+        return attrs.evolve(verdict, reason="; ".join(filter(None, (reason, faults))))
 
-    return attrs.evolve(plan, verdicts=tuple(map(with_faults, plan.verdicts)))
+    return attrs.evolve(plan, verdicts=tuple(map(with_reasons, plan.verdicts)))
 
 
 def _space_faults(kernel: LoadedKernel, inv: Invocation) -> str:
@@ -212,7 +213,7 @@ def select(
             f"no configuration is remembered for {inv}{_key_text(inv)}, and the policy is error_on_miss: tune the call "
             f"(ejkernel_tuning.autotune, or 'ejkernel tune'), or enter policy_override(mode='on_miss'){reasons}"
         )
-    return nearest or Choice(best.backend, best.cfg, "heuristic"), policy_verdicts
+    return nearest or Choice(best.backend, best.cfg, HEURISTIC), policy_verdicts
 
 
 def _key_text(inv: Invocation) -> str:

@@ -10,8 +10,9 @@ from ._display import config_text, repr_of
 from ._errors import printable
 from ._kernel import Invocation
 
-#: The beginning of reasons that say nothing about the configuration itself.
-OUT_OF_TIME = "out of time"
+#: The beginnings of reasons: of those that say nothing about the configuration itself, and of those that are only about
+#: its time.
+OUT_OF_TIME, SLOWER = "out of time", "slower"
 
 
 @attrs.frozen
@@ -34,6 +35,12 @@ class Entry:
     def is_reached(self) -> bool:
         """Whether there is a result: a time, or a reason that is about the configuration."""
         return self.milliseconds is not None or bool(self.reason and not self.reason.startswith(OUT_OF_TIME))
+
+    @property
+    def outcome(self) -> float | str:
+        """What a record has of it: its time, or else why it has none, or none that counts."""
+        is_timed = not self.reason or self.reason.startswith((OUT_OF_TIME, SLOWER))
+        return self.milliseconds if self.milliseconds is not None and is_timed else self.reason
 
 
 @attrs.frozen(eq=False)

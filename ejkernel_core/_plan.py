@@ -16,6 +16,9 @@ from ._records import Record
 if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
     from ._partitioning import Division
 
+#: The origins of a choice by rank: without a configuration for the call, and with the caller's.
+HEURISTIC, EXPLICIT = "heuristic", "explicit cfg"
+
 
 @attrs.frozen
 class Choice:
@@ -82,6 +85,14 @@ class Plan:
     @property
     def _kernel_and_cfg(self) -> str:
         return self.kernel.name if self.cfg is None else f"{self.kernel.name} with {config_text(self.cfg)}"
+
+    def why_not(self, verdict: Verdict) -> str:
+        """Why another kernel was chosen than the able one of this verdict."""
+        record = self.choice.record
+        if record is not None and record.provenance is not None:
+            return record.provenance.why_not(verdict.name.rpartition(".")[2])
+        is_by_rank = self.origin in (HEURISTIC, EXPLICIT)
+        return "with a lower rank" if is_by_rank else f"another one was chosen by {self.origin}"
 
     def run(self, inv: Invocation) -> tuple[Any, ...]:
         """Run the chosen kernel."""

@@ -26,6 +26,8 @@ SCHEMA = 2
 YEARS = 1970, 2199
 #: The beginning of the reason of a configuration that ended its process. Explanations show it with the record.
 DIED = "the process died"
+#: The beginning of the reason of a configuration whose results differ from those of the reference.
+WRONG = "wrong"
 
 
 @attrs.frozen
@@ -74,6 +76,18 @@ class Provenance:
         """The configurations that ended their processes, each with its reason, which says how to try it again."""
         reasons = [(text, reason) for text, reason in self.tried if isinstance(reason, str)]
         return [printable(f"{text}: {reason}") for text, reason in reasons if reason.startswith(DIED)]
+
+    def why_not(self, backend: str) -> str:
+        """Why the measurement did not select a backend."""
+        if backend not in self.backends:
+            return "it was not measured"
+        outcomes = [outcome for text, outcome in self.tried if text.partition(" ")[0] == backend]
+        reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        wrong = [reason for reason in reasons if reason.startswith(WRONG)]
+        if outcomes and len(reasons) == len(outcomes):
+            return f"excluded when it was measured, {(wrong or reasons)[0]}"
+        count = f"; {len(wrong)} of its {len(outcomes)} configurations {'was' if len(wrong) == 1 else 'were'} "
+        return "slower when it was measured" + (count + wrong[0] if wrong else "")
 
     def changes(self, software: Mapping[str, str]) -> str:
         """The versions in ``software`` that differ from those of the measurement, as text; "" for none."""

@@ -13,11 +13,13 @@ import pytest
 import ejkernel_core
 from ejkernel_core import (
     Axes,
+    Choice,
     NoKernel,
     NotDifferentiable,
     Operation,
     PluginError,
     Provenance,
+    Record,
     Registry,
     Unsupported,
     hookimpl,
@@ -78,6 +80,54 @@ def test_explanations_report_a_tuner_that_failed_until_it_succeeds(registry, out
         assert registry.call("scale", X).tolist() == (2 * X).tolist()
     (verdict,) = [v for v in registry.explain("scale", X).verdicts if v.name == "tuner"]
     assert (verdict.status, verdict.reason.startswith(reason)) == ("broken", True), verdict
+
+
+OUTCOMES = {
+    "slower": ({"one Config(factor=2)": 2.0, "one Config(factor=3)": 3.0}, "slower when it was measured"),
+    "wrong": (
+        {"one Config(factor=2)": "slow to compile", "one Config(factor=3)": "wrong: by 0.5"},
+        "excluded when it was measured, wrong: by 0.5",
+    ),
+    "slower and wrong": (
+        {"one Config(factor=2)": 2.0, "one Config(factor=3)": "wrong: by 0.5", "one None": "wrong: by 0.1"},
+        "slower when it was measured; 2 of its 3 configurations were wrong: by 0.5",
+    ),
+    "failed": ({"one None": "running raised: no"}, "excluded when it was measured, running raised: no"),
+    "of a kernel with a longer name": ({"one_more None": "wrong: by 0.5"}, "slower when it was measured"),
+    "not measured": (None, "it was not measured"),
+}
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_an_explanation_says_why_an_able_kernel_was_not_selected(registry, name):
+    tried, reason = OUTCOMES[name]
+    registry.register(kernel(), "scale.one")
+    plan = registry.plan("scale", X)
+    backends = ("two",) if tried is None else ("two", "one")
+    provenance = Provenance(
+        when="",
+        device="",
+        milliseconds=1.0,
+        backends=backends,
+        tried=tuple((tried or {"two Config(factor=2)": 1.0}).items()),
+    )
+    choice = Choice("two", Config(), "a store", record=Record(Config(), "two", provenance))
+    registry.register(SimpleNamespace(select_config=hookimpl(lambda: choice)), "store")
+    explanation = registry.explain("scale", X)
+    assert explanation.plan.kernel.name == "scale.two" != plan.kernel.name
+    assert f"scale.one (registered at run time): able, {reason}\n" in f"{explanation}\n"
+
+
+def test_an_explanation_without_a_measurement_says_by_what_another_kernel_was_chosen(registry):
+    registry.register(kernel(), "scale.one")
+
+    def reason():
+        (verdict,) = [v for v in registry.explain("scale", X).verdicts if v.status == "able"]
+        return verdict.name, verdict.reason
+
+    assert reason() == ("scale.two", "with a lower rank")
+    registry.remember(registry.invocation("scale", X).key, Record(Config(9), "two"))
+    assert reason() == ("scale.one", "another one was chosen by memory")
 
 
 def test_an_explanation_without_a_plan_has_the_verdicts(registry):

@@ -166,6 +166,21 @@ def test_a_kernel_that_uses_what_the_forward_saved_is_right_and_chosen(tune: Any
     np.testing.assert_allclose(gradient(registry), expected(LOGITS), rtol=1e-4, atol=1e-5)
 
 
+def test_an_explanation_tells_wrong_from_slow() -> None:
+    registry = make_registry(1.0, 1.1)
+    registry.register(kernel(gradient_by_lse, 20, **with_factors(2.0, 3.0)), "softmax_cross_entropy_bwd.wrong")
+    registry.register(kernel(fails, 5), "softmax_cross_entropy_bwd.fails")
+    tune_recorded(registry)
+    explanation = registry.explain("softmax_cross_entropy", LOGITS, LABELS)
+    reasons = {v.name.partition(".")[2]: v.reason for v in explanation.backward.verdicts if v.status == "able"}
+    assert reasons == {
+        "fails": "excluded when it was measured, compiling raised ZeroDivisionError: no rows",
+        "reference": "slower when it was measured",
+        "wrong": "excluded when it was measured, wrong: the result is off by 1 of the largest value; 0.0001 is allowed",
+    }
+    assert f"wrong (registered at run time): able, {reasons['wrong']}" in str(explanation)
+
+
 def test_calls_in_a_file_are_measured_on_the_results_of_their_forward(tmp_path: Path, use_registry: Any) -> None:
     use_registry(make_registry())
     with recording() as invocations:

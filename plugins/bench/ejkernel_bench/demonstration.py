@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 import ejkernel_core
-from ejkernel_cli.explain import origin_of, reason_of
+from ejkernel_cli.explain import origin_of
 from ejkernel_core import Example, Explanation, Plan, Registry
 from ejkernel_core._discovery import OPERATIONS
 from ejkernel_ops.flash_attention.sizes import self_attention
@@ -110,7 +110,7 @@ def _others(plan: Plan) -> Iterator[str]:
     for verdict in plan.verdicts:
         if verdict.status != "chosen":
             status = "also able" if verdict.status == "able" else verdict.status
-            text = f"{status}, {' '.join(reason_of(verdict, plan).split())}"
+            text = f"{status}, {' '.join(verdict.reason.split())}"
             backends.setdefault(text.removesuffix(", "), []).append(verdict.name.rpartition(".")[2])
     for text, names in backends.items():
         yield f"{', '.join(names)}: {text}"

@@ -68,10 +68,7 @@ def _print(explanation: Explanation) -> None:
     print_line()
     # The heading has the operation. A policy has its whole name.
     prefix = f"{explanation.op}."
-    rows = [
-        (v.name.removeprefix(prefix), v.status, _configuration(v, plan), reason_of(v, plan))
-        for v in explanation.verdicts
-    ]
+    rows = [(v.name.removeprefix(prefix), v.status, _configuration(v, plan), v.reason) for v in explanation.verdicts]
     print_table(("backend", "verdict", "configuration", "reason"), rows)
     if plan and plan.choice.record and plan.choice.record.provenance:
         _print_times(plan.choice.record.provenance, f"{plan.kernel.name.rpartition('.')[2]} {plan.cfg}")
@@ -104,19 +101,6 @@ def _part_row(part: Explanation) -> tuple[str, str, str, str]:
 def origin_of(plan: Plan) -> str:
     """What chose the kernel, with the remark of the choice."""
     return f"{plan.origin} ({plan.choice.note})" if plan.choice.note else plan.origin
-
-
-def reason_of(verdict: Verdict, plan: Plan | None) -> str:
-    """The reason of a verdict; of an able kernel, why another one was chosen."""
-    if verdict.status != "able" or verdict.reason or plan is None:
-        return verdict.reason
-    if plan.origin == "heuristic":
-        return "with a lower rank"
-    record = plan.choice.record
-    if record is None or record.provenance is None:
-        return ""
-    backend = verdict.name.rpartition(".")[2]
-    return "slower when it was measured" if backend in record.provenance.backends else "it was not measured"
 
 
 def _configuration(verdict: Verdict, plan: Plan | None) -> str:
@@ -199,7 +183,7 @@ def as_dict(explanation: Explanation) -> dict[str, Any]:
                 "distribution": v.provider,
                 "verdict": v.status,
                 "config": _configuration(v, plan),
-                "reason": reason_of(v, plan),
+                "reason": v.reason,
             }
             for v in explanation.verdicts
         ],

@@ -138,9 +138,7 @@ def _provenance(
 ) -> Callable[[Entry], Provenance]:
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     device = device_fingerprint(jax.local_devices(backend=inv.platform)[0])
-    tried = tuple(
-        (f"{e.backend} {text_of(e.cfg)}", e.reason if e.milliseconds is None else e.milliseconds) for e in entries
-    )
+    tried = tuple((f"{e.backend} {text_of(e.cfg)}", e.outcome) for e in entries)
 
     def provenance(entry: Entry) -> Provenance:
         assert entry.milliseconds is not None

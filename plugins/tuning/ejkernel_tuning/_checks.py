@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel_core._records import WRONG
+
 #: The largest difference from the reference's results, relative to the largest of them, by dtype. By default, GPUs and
 #: TPUs multiply float32 in lower precision.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
@@ -49,19 +51,20 @@ def _available_memory() -> int | None:
 def results_fault(results: Sequence[Any], expected: Sequence[Any], platform: str) -> str | None:
     """The reason of a variant with wrong results, else None."""
     if _types(results) != _types(expected):
-        return f"wrong: returned ({', '.join(_types(results))}), not ({', '.join(_types(expected))})"
+        return f"{WRONG}: returned ({', '.join(_types(results))}), not ({', '.join(_types(expected))})"
     for place, (value, expected_value) in enumerate(zip(results, expected, strict=True)):
         name = f"result {place}" if len(expected) > 1 else "the result"
         if not jnp.issubdtype(expected_value.dtype, jnp.inexact):
             if not bool(jnp.array_equal(value, expected_value)):
-                return f"wrong: {name} is another"
+                return f"{WRONG}: {name} is another"
             continue
         error, places = (np.asarray(value).item() for value in _distance(value, expected_value))
         if places:
-            return f"wrong: {name} is NaN or infinite in {places} places where the reference is not, or not where it is"
+            where = f"in {places} places where the reference is not, or not where it is"
+            return f"{WRONG}: {name} is NaN or infinite {where}"
         allowed = tolerance(expected_value.dtype, platform)
         if not error <= allowed:
-            return f"wrong: {name} is off by {error:.2g} of the largest value; {allowed:.2g} is allowed"
+            return f"{WRONG}: {name} is off by {error:.2g} of the largest value; {allowed:.2g} is allowed"
     return None
 
 

@@ -19,7 +19,8 @@ import jax
 
 from ejkernel_core._display import text_of
 from ejkernel_core._kernel import Invocation, LoadedKernel
-from ejkernel_core._measurement import OUT_OF_TIME, Entry, Trial
+from ejkernel_core._measurement import OUT_OF_TIME, SLOWER, Entry, Trial
+from ejkernel_core._records import WRONG
 
 from . import _timing
 from ._checks import fault_text, memory_fault, results_fault
@@ -198,7 +199,7 @@ class Measurement:
     def _winner(self) -> Variant | None:
         measured = [variant for variant in self.remaining_variants() if variant.samples]
         # Without a reference, it is unknown which of several different results are right.
-        is_disputed = self._has_no_reference and any((v.reason or "").startswith("wrong") for v in self.variants)
+        is_disputed = self._has_no_reference and any((v.reason or "").startswith(WRONG) for v in self.variants)
         if is_disputed:
             self.notes.append(NO_WINNER)
         if is_disputed or not measured:
@@ -443,7 +444,7 @@ class Measurement:
         best = min((variant.milliseconds for variant in self.remaining_variants()), default=math.inf)
         for variant in self.remaining_variants():
             if variant.samples and not variant.is_usual and variant.milliseconds > factor * best:
-                variant.reason = f"slower: {variant.milliseconds:.4g} ms"
+                variant.reason = f"{SLOWER}: {variant.milliseconds:.4g} ms"
 
     def _measure(self, variant: Variant, calls: int) -> None:
         compiled, arrays = variant.compiled, list(self.inputs.values())

@@ -15,7 +15,7 @@ from ejkernel_core._devices import device_name, processor
 from ejkernel_core._display import config_text, html_table, html_text, one_line, quantity
 from ejkernel_core._errors import RecordError
 from ejkernel_core._keys import Key
-from ejkernel_core._measurement import Entry
+from ejkernel_core._measurement import SLOWER, Entry
 from ejkernel_core._records import SCHEMA, Provenance, Record, record_from_json, record_to_json
 from ejkernel_core._scopes import overlay_cache
 
@@ -201,7 +201,7 @@ def records_of(entries: Iterable[Entry], provenance: Callable[[Entry], Provenanc
     winner, *others = entries
     best = {winner.backend: Record(winner.cfg, winner.backend, provenance(winner))}
     for entry in others:
-        is_correct = not entry.reason or entry.reason.startswith("slower")
+        is_correct = not entry.reason or entry.reason.startswith(SLOWER)
         if is_correct and entry.backend not in best and (entry.milliseconds or 0.0) >= (winner.milliseconds or 0.0):
             best[entry.backend] = Record(entry.cfg, entry.backend, provenance(entry))
     return tuple(best.values())

@@ -14,8 +14,8 @@ from ejkernel_core._display import text_of
 from ejkernel_core._errors import NEVER_CAUGHT, Unsupported
 from ejkernel_core._kernel import Invocation, LoadedKernel
 from ejkernel_core._keys import content
-from ejkernel_core._measurement import OUT_OF_TIME, Entry, Trial
-from ejkernel_core._records import DIED, Record
+from ejkernel_core._measurement import OUT_OF_TIME, SLOWER, Entry, Trial
+from ejkernel_core._records import DIED, WRONG, Record
 
 from ._checks import fault_text
 from ._measurement import Variant
@@ -60,7 +60,7 @@ class KnownResults:
             # The stores decide whether one that ended a process is tried again.
             variant.reason = None if outcome.startswith((OUT_OF_TIME, DIED)) else outcome
         elif outcome is not None:
-            variant.samples, variant.reason = [float(outcome)], f"slower: {outcome:.4g} ms, measured before"
+            variant.samples, variant.reason = [float(outcome)], f"{SLOWER}: {outcome:.4g} ms, measured before"
 
 
 def _is_same(variant: Variant, other: Entry | Trial | Record) -> bool:
@@ -69,7 +69,7 @@ def _is_same(variant: Variant, other: Entry | Trial | Record) -> bool:
 
 def _is_still_valid(entry: Entry) -> bool:
     """Whether an earlier result counts. One that depends on results counts only if a reference checked them."""
-    is_about_results = entry.milliseconds is not None or entry.reason.startswith("wrong")
+    is_about_results = entry.milliseconds is not None or entry.reason.startswith(WRONG)
     return entry.is_reached and (entry.is_checked or not is_about_results)
 
 

@@ -6,7 +6,7 @@ What is interrupted goes on where it ended, with the same command.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +137,8 @@ def _tune(
                 shown.start(number, len(invocations), inv)
                 for outcome in tune_each([inv], budget_s, retune=again, backend=backend):
                     outcomes.append(outcome)
-                    shown.print_line(_line(outcome))
+                    for line in (_line(outcome), *_wrong_lines(outcome)):
+                        shown.print_line(line)
     except KeyboardInterrupt:
         return outcomes, True
     return outcomes, False
@@ -362,6 +363,32 @@ def _line(outcome: Outcome) -> str:
     backend, cfg, milliseconds = best
     time = "" if milliseconds is None else f", {milliseconds:.4g} ms"
     return f"{outcome.inv.op}: {kernel_text(backend, cfg)}{time}{_gain(outcome)} ({_origin(outcome)})"
+
+
+def _wrong_lines(outcome: Outcome) -> Iterator[str]:
+    """A line for each kernel that had wrong results, with the first of its configurations and how wrong it was."""
+    from ejkernel_core._display import quantity
+    from ejkernel_core._records import WRONG
+
+    from ._bar import kernel_text
+
+    wrong: dict[str, list[tuple[Any, str]]] = {}
+    for backend, cfg, result in _tried(outcome):
+        if isinstance(result, str) and result.startswith(WRONG):
+            wrong.setdefault(backend, []).append((cfg, result.removeprefix(f"{WRONG}: ")))
+    for backend, ((cfg, reason), *others) in wrong.items():
+        count = f", and {quantity(len(others), 'other configuration')} of it" if others else ""
+        yield f"  {WRONG}: {kernel_text(backend, cfg)}{count}: {reason}"
+
+
+def _tried(outcome: Outcome) -> Iterator[tuple[str, Any, float | str]]:
+    """The backend, the configuration and the outcome of all that was tried, now or for the stored record."""
+    if outcome.tuned is not None:
+        yield from ((entry.backend, entry.cfg, entry.outcome) for entry in outcome.tuned.entries)
+    elif (provenance := _provenance(outcome)) is not None:
+        for text, result in provenance.tried:
+            backend, _, cfg = text.partition(" ")
+            yield backend, cfg, result
 
 
 def _gain(outcome: Outcome) -> str:

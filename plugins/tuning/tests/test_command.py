@@ -104,7 +104,7 @@ class Triple:
             value = inv[array]
             if cfg is not None:
                 value = jax.lax.fori_loop(0, cfg.turns * 20, lambda i, x: jnp.sin(x) * 0 + x, value)
-            return value * 3
+            return value * (3 if cfg is None or cfg.turns > 0 else 4)  # which is wrong
 
         kernel = SimpleNamespace(
             heuristic_cfg=heuristic_cfg, run_backend=run_backend, PLATFORMS={"cpu": 50 if turns else 1}
@@ -147,6 +147,20 @@ SHAPE = ("triple", "--shape", "5x30")
 
 
 # -- measure -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_wrong_is_shown_with_how_much(run: Run, triple_op: Triple) -> None:
+    triple_op.registry.register(triple_op.kernel("x", (0,)), "triple.wrong")
+    triple_op.registry.register(triple_op.kernel("x", (40, 0, -1)), "triple.loop")
+    expected = [
+        "  wrong: loop (turns=0), and 1 other configuration of it: the result is off by 0.33 of the largest value; 0.0001 "
+        "is allowed",
+        "  wrong: wrong (turns=0): the result is off by 0.33 of the largest value; 0.0001 is allowed",
+    ]
+    for _ in range(2):  # measured, and stored
+        output = run(*SHAPE, "--no-backward", "--budget", 30)
+        assert output.code == 0
+        assert sorted(line for line in output.text.splitlines() if "wrong:" in line) == expected
 
 
 def test_the_fastest_is_stored_and_shown_beside_the_heuristic(run: Run, triple_op: Triple) -> None:
