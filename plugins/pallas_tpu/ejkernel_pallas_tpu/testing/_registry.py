@@ -66,7 +66,11 @@ def _interpreted_kernel(module: Any, device_kind: str, interpret: Any) -> Any:
         def config_space(inv: Invocation) -> Any:
             return module.config_space(on_tpu(inv))
 
-        kernel.Config, kernel.config_space = module.Config, config_space
+        @hookimpl
+        def check_cfg(inv: Invocation, cfg: Any) -> None:
+            module.check_cfg(on_tpu(inv), cfg)
+
+        kernel.Config, kernel.config_space, kernel.check_cfg = module.Config, config_space, check_cfg
         kernel.CODE.append(module.config_space)
     return kernel
 

@@ -51,12 +51,16 @@ def _interpreted_kernel(module: Any, device_kind: str, compute_capability: tuple
         return hook("config_space")(inv=on_card(inv))
 
     @hookimpl
+    def check_cfg(inv: Invocation, cfg: Any) -> None:
+        hook("check_cfg")(inv=on_card(inv), cfg=cfg)
+
+    @hookimpl
     def run_backend(inv: Invocation, cfg: Any) -> Any:
         return hook("run_backend")(inv=on_card(inv), cfg=cfg)
 
     hooks: dict[str, Any] = {
         function.__name__: function
-        for function in (heuristic_cfg, config_space, run_backend)
+        for function in (heuristic_cfg, config_space, check_cfg, run_backend)
         if hasattr(module, function.__name__)
     }
     hook_functions = [getattr(module, name) for name in hooks]
