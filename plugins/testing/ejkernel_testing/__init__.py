@@ -9,7 +9,8 @@ package.
 from __future__ import annotations
 
 from ._allclose import assert_allclose
-from ._checks import accumulation, configurations, gradients, refusals, rows, sensitivity, values
+from ._checks import accumulation, gradients, refusals, rows, sensitivity, values
+from ._configurations import configuration_values, configurations
 from ._pairwise import pairwise
 from ._programs import PROGRAMS, programs
 from ._proofs import KernelProofs, kernel_proofs
@@ -21,6 +22,7 @@ __all__ = [
     "KernelProofs",
     "accumulation",
     "assert_allclose",
+    "configuration_values",
     "configurations",
     "gradients",
     "kernel_proofs",

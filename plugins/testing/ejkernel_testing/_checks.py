@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import jax
 import numpy as np
 
-from ejkernel_core import Example, Invocation, Registry
-from ejkernel_core._kernel import MAX_CONFIGURATIONS, LoadedKernel
+from ejkernel_core import Example, Registry
 
 from ._outcome import (
     REFERENCE,
+    arguments,
     backward_kernels,
-    inputs,
     machine_epsilon,
-    options,
     outcome_arrays,
     rounding_errors_of_gradients,
 )
@@ -143,40 +140,13 @@ def refusals(
     True
     """
     backend = kernel.rpartition(".")[2]
-    arguments = {**inputs(registry, example), **options(registry, example)}
     with jax.enable_x64(example.dtype == "float64"):
-        explanation = registry.explain(example.op, **arguments, backend=backend)
+        explanation = registry.explain(example.op, **arguments(registry, example), backend=backend)
     is_supported = _is_supported(kernel, example, explanation.error, refuses)
-    backward_op = registry.operation(example.op).backward
-    if not is_supported or explanation.backward is None or backend not in registry.backends(str(backward_op)):
+    backward_op, backward = registry.operation(example.op).backward, explanation.backward
+    if backward is None or not (is_supported and example.wrt and backend in registry.backends(str(backward_op))):
         return is_supported
-    return _is_supported(f"{backward_op}.{backend}", example, explanation.backward.error, refuses_gradients)
-
-
-def configurations(registry: Registry, kernel: str, example: Example) -> None:
-    """The kernel's configuration space has frozen values of its own type, each of them once. The same for its backward
-    kernel, if it has one.
-
-    >>> from ejkernel_testing._double import double
-    >>> registry, kernel, example = double()
-    >>> configurations(registry, kernel, example)
-    """
-    backend = kernel.rpartition(".")[2]
-    with jax.enable_x64(example.dtype == "float64"):
-        arguments = {**inputs(registry, example), **options(registry, example)}
-        explanation = registry.explain(example.op, **arguments, backend=backend)
-        for plan in (explanation.plan, explanation.backward.plan if explanation.backward else None):
-            if plan is not None and plan.kernel.backend == backend:
-                _check_space(plan.kernel, plan.invocation, example)
-
-
-def _check_space(kernel: LoadedKernel, inv: Invocation, example: Example) -> None:
-    prefix, faults = f"configurations: {kernel.name} on {example.name}: ", list[str]()
-    configs = list(kernel.configurations(inv, faults.append))
-    assert not faults, f"{prefix}{faults[0]}"
-    assert len(configs) < MAX_CONFIGURATIONS, f"{prefix}there are more than {MAX_CONFIGURATIONS}, or they have no end"
-    for cfg, count in Counter(configs).items():
-        assert count == 1, f"{prefix}gives {cfg} {'twice' if count == 2 else f'{count} times'}"
+    return _is_supported(f"{backward_op}.{backend}", example, backward.error, refuses_gradients)
 
 
 def _is_supported(kernel: str, example: Example, error: str | None, refuses: frozenset[str]) -> bool:
@@ -266,27 +236,52 @@ def _outcomes(
 
 
 def _check_outcomes(check: str, registry: Registry, kernel: str, example: Example, kind: str, roundings: float) -> None:
-    actual, exact = _outcomes(registry, kernel, example)
+    actual = outcome_arrays(registry, kernel.rpartition(".")[2], example)
+    check_outcome(check, registry, kernel, example, actual, roundings, kind=kind)
+
+
+def check_outcome(
+    check: str,
+    registry: Registry,
+    kernel: str,
+    example: Example,
+    actual: Mapping[str, np.ndarray],
+    roundings: float,
+    details: str = "",
+    kind: str = "",
+) -> None:
+    """Compare results and gradients with the reference's: those whose names begin with ``kind``. ``details`` are the
+    end of the message.
+    """
+    exact = outcome_arrays(registry, REFERENCE, example, is_float64=True)
     assert actual.keys() == exact.keys(), (
-        f"{check}: {kernel} on {example.name}: has {', '.join(actual)}; the reference has {', '.join(exact)}"
+        f"{check}: {kernel} on {example.name}: has {', '.join(actual)}; the reference has {', '.join(exact)}{details}"
     )
     for name, expected in exact.items():
         if name.startswith(kind):
-            tolerance = _tolerance(registry, example, name, expected, roundings)
-            is_small = kind == "gradient" and example.dtype not in TOLERANCE and expected.size <= SMALL_SIZE
-            is_comparable = is_small and actual[name].shape == expected.shape
-            if is_comparable and relative_error(actual[name], expected) > tolerance:  # last, because it takes a second
-                propagated = PROPAGATION_FACTOR * _propagated_error(registry, example, name, expected)
-                tolerance = max(tolerance, min(PROPAGATION_LIMIT, propagated))
-            details = partial(_details, registry, kernel, example, name)
-            compare(check, kernel, example, name, actual[name], expected, tolerance, details)
+            tolerance = _gradient_tolerance(registry, example, name, actual[name], expected, roundings)
+            describe = partial(_details, registry, kernel, example, name, details)
+            compare(check, kernel, example, name, actual[name], expected, tolerance, describe)
 
 
-def _details(registry: Registry, kernel: str, example: Example, name: str) -> str:
+def _gradient_tolerance(
+    registry: Registry, example: Example, name: str, actual: np.ndarray, expected: np.ndarray, roundings: float
+) -> float:
+    """The tolerance, which is larger for small gradients that are sums of rounded results."""
+    tolerance = _tolerance(registry, example, name, expected, roundings)
+    is_small = name.startswith("gradient") and example.dtype not in TOLERANCE and expected.size <= SMALL_SIZE
+    is_comparable = is_small and actual.shape == expected.shape
+    if not is_comparable or relative_error(actual, expected) <= tolerance:
+        return tolerance
+    propagated = PROPAGATION_FACTOR * _propagated_error(registry, example, name, expected)  # takes a second
+    return max(tolerance, min(PROPAGATION_LIMIT, propagated))
+
+
+def _details(registry: Registry, kernel: str, example: Example, name: str, details: str) -> str:
     """Whether the kernel is wrong or the tolerance is too small, and which backward kernel to look at."""
     rounded, exact = (outcome_arrays(registry, REFERENCE, example, is_float64=flag)[name] for flag in (False, True))
     reference = f"; the reference itself in {example.dtype} is off by {relative_error(rounded, exact):.2e}"
-    return reference + _backward_details(registry, kernel, example, name)
+    return reference + (details or _backward_details(registry, kernel, example, name))
 
 
 def _backward_details(registry: Registry, kernel: str, example: Example, name: str) -> str:

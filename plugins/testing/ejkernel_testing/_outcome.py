@@ -39,6 +39,11 @@ def outcome_arrays(
     return _cached_outcome(registry, backend, example, is_float64, weights_name).arrays
 
 
+def computed_arrays(registry: Registry, backend: str, example: Example) -> dict[str, np.ndarray]:
+    """The same in the scope of the caller, whose configurations the kernel uses: computed each time."""
+    return _evaluate(Computation(registry, backend, example, False, example.name, ())).arrays
+
+
 def backward_kernels(registry: Registry, backend: str, example: Example) -> tuple[str, ...]:
     """The kernels of the backward operation in that program; none if JAX differentiates the reference."""
     return _cached_outcome(registry, backend, example, False, None).backward_kernels
@@ -226,6 +231,11 @@ def options(registry: Registry, example: Example) -> dict[str, Any]:
     """The static arguments of the example's call."""
     arrays = registry.operation(example.op).arrays
     return {name: value for name, value in example.arguments(0).items() if name not in arrays}
+
+
+def arguments(registry: Registry, example: Example) -> dict[str, Any]:
+    """The arguments of the example's call, its arrays rounded to its dtype."""
+    return {**inputs(registry, example), **options(registry, example)}
 
 
 def weights(name: str, function: Function, arrays: Arrays) -> Results:

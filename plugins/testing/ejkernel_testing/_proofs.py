@@ -16,53 +16,65 @@ from ejkernel_core import Example, Registry
 from ejkernel_core import registry as default_registry
 
 from . import _checks
+from ._configurations import COUNTS, configuration_values, configurations
 from ._outcome import REFERENCE
 from ._processes import DEVICES, VARIABLE, has_one_accelerator, has_one_cpu, run_on_several_devices
 from ._programs import PAIRS, PROGRAMS, programs
+from ._selection import Examples, Selection, in_16_bits, select
+from ._summary import summary_of, warn_in_worker
 from ._transforms import SEVERAL_DEVICES, TRANSFORMS, transforms
 
 if TYPE_CHECKING:
     import pytest
 
 KERNELS = "ejkernel.kernels"
-Examples = Sequence[Example]
 Rows = Iterable[tuple[Any, ...]]
 
-#: For each test below, the names of its arguments, and their values for a list of examples.
-_ARGUMENTS: dict[str, tuple[str, Callable[[Examples], Rows]]] = {
-    "test_example": ("example", lambda examples: ((e,) for e in examples if "values" in e.checks)),
+#: For each test below, the names of its arguments, and their values for the examples of a kernel.
+_ARGUMENTS: dict[str, tuple[str, Callable[[Selection], Rows]]] = {
+    "test_refusals": ("example", lambda examples: ((e,) for e in (*examples.refused, *examples.without_gradients))),
+    "test_example": ("example", lambda examples: ((e,) for e in examples.values)),
     # A configuration space depends on few arguments: the examples of the long sweep would find nothing more.
-    "test_configurations": (
-        "example",
-        lambda examples: ((e,) for e in examples if "values" in e.checks and not e.long),
+    "test_configurations": ("example", lambda examples: ((e,) for e in examples.values if not e.long)),
+    "test_configuration_values": (
+        "example, count",
+        lambda examples: ((e, c) for e in examples.accepted if "configurations" in e.checks for c in COUNTS),
     ),
-    "test_sensitivity": ("example, variation", lambda examples: ((e, v) for e in examples for v in e.variations)),
+    "test_sensitivity": ("example, variation", lambda examples: examples.variations),
     "test_transforms": (
         "example, transform",
-        lambda examples: ((e, t) for e in examples for t in TRANSFORMS if t in e.checks),
+        lambda examples: ((e, t) for e in examples.accepted for t in TRANSFORMS if t in e.checks),
     ),
     "test_programs": (
         "example, transform, pairs",
-        lambda examples: ((e, t, p) for e in examples if "programs" in e.checks for t in PROGRAMS for p in PAIRS),
+        lambda examples: (
+            (e, t, p) for e in examples.accepted if "programs" in e.checks for t in PROGRAMS for p in PAIRS
+        ),
     ),
-    "test_accumulation": ("example", lambda examples: ((e,) for e in examples if "accumulation" in e.checks)),
+    "test_accumulation": (
+        "example",
+        lambda examples: ((e,) for e in examples.accepted if "accumulation" in e.checks),
+    ),
 }
 
 
 #: The words that an example's ``checks`` may contain.
-CHECKS = ("values", "accumulation", "sensitivity", "programs", *TRANSFORMS)
+CHECKS = ("values", "accumulation", "configurations", "sensitivity", "programs", *TRANSFORMS)
 
 
 class KernelProofs:
     """The tests of one kernel. Subclass it in a test module: ``class TestFlashAttention(KernelProofs)``.
 
     The kernel has to refuse, with a reason, the examples with a feature in ``refuses``, and the gradients of those with
-    a feature in ``refuses_gradients``. It may refuse nothing else.
+    a feature in ``refuses_gradients``. It may refuse nothing else. If this leaves no example for a check, a test fails,
+    unless the check is in ``unproved``.
     """
 
     kernel: str
     refuses: frozenset[str] = frozenset()
     refuses_gradients: frozenset[str] = frozenset()
+    #: The checks that cannot be made, because the kernel refuses all of their examples. pytest prints them last.
+    unproved: frozenset[str] = frozenset()
     #: The kernel that has to compute the gradients, such as "flash_attention_bwd.mine". None: the registry chooses.
     backward: str | None = None
     #: The only platform that the kernel runs on. The tests are skipped on others. None: it runs on all.
@@ -99,15 +111,19 @@ class KernelProofs:
             _skip(f"{self.kernel} runs on {self.platform}")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        if metafunc.function.__name__ in _ARGUMENTS:
-            names, arguments = _ARGUMENTS[metafunc.function.__name__]
-            rows = sorted(arguments(self._checked_examples()), key=lambda row: row[0].long)
+        test = metafunc.function.__name__
+        if test in _ARGUMENTS:
             metafunc.config.addinivalue_line("markers", "long: part of the long sweep")
-            if metafunc.function.__name__ == "test_programs":
-                groups = () if self.kernel.endswith(f".{REFERENCE}") else ("one", self.pairs)
-                rows = [row for row in rows if row[-1] in groups]
-            test = f"{self.kernel} {metafunc.definition.name}"
-            metafunc.parametrize(names, list(_parameter_sets(rows, test, self.quick, self.always)))
+            metafunc.parametrize(_ARGUMENTS[test][0], self.parameters(test))
+
+    @classmethod
+    def parameters(cls, test: str) -> list[Any]:
+        """The parameters of a test, as ``pytest.param`` returns them: the quick ones first, the others marked long."""
+        rows = sorted(_ARGUMENTS[test][1](cls._selection()), key=lambda row: row[0].long)
+        if test == "test_programs":
+            groups = () if cls.kernel.endswith(f".{REFERENCE}") else ("one", cls.pairs)
+            rows = [row for row in rows if row[-1] in groups]
+        return list(_parameter_sets(rows, f"{cls.kernel} {test}", cls.quick, cls.always))
 
     @classmethod
     @functools.cache  # pytest collects every test of a class from them
@@ -125,6 +141,30 @@ class KernelProofs:
                         raise ValueError(f"{prefix} takes {', '.join(options)}; got {word!r}")
         return examples
 
+    @classmethod
+    @functools.cache
+    def _selection(cls) -> Selection:
+        """The examples, by what the kernel has to do with them."""
+        examples, refuses = cls._checked_examples(), frozenset(cls.refuses)
+        op, _, backend = cls.kernel.rpartition(".")
+        backward = cls.registry.operation(op).backward
+        has_backward = backward is not None and backend in cls.registry.backends(backward)
+        refuses_gradients = frozenset(cls.refuses_gradients) if has_backward else frozenset()
+        return select((*examples, *in_16_bits(examples, refuses)), refuses, refuses_gradients)
+
+    def test_checks(self, request: pytest.FixtureRequest) -> None:
+        """Every check is made on some example, or declared to be impossible."""
+        selection, unproved = self._selection(), frozenset(self.unproved)
+        selection.check_complete(self.kernel, unproved)
+        examples = self.registry.operation(self.kernel.rpartition(".")[0]).examples
+        known = {word for example in (examples() if examples else ()) for word in example.checks}
+        summary_of(request.config).add(self.kernel, known | unproved, selection.checks)
+        warn_in_worker(request.config, self.kernel, unproved)
+
+    def test_refusals(self, example: Example) -> None:
+        is_run = _checks.refusals(self.registry, self.kernel, example, self.refuses, self.refuses_gradients)
+        assert not is_run, f"refusals: {self.kernel} on {example.name}: is not refused, as its features say"
+
     def test_example(self, example: Example) -> None:
         self._skip_if_refused(example)
         _checks.values(self.registry, self.kernel, example, self.roundings)
@@ -133,7 +173,13 @@ class KernelProofs:
 
     def test_configurations(self, example: Example) -> None:
         self._skip_if_refused(example)
-        _checks.configurations(self.registry, self.kernel, example)
+        configurations(self.registry, self.kernel, example)
+
+    def test_configuration_values(self, example: Example, count: str, request: pytest.FixtureRequest) -> None:
+        self._skip_if_refused(example)
+        refused = configuration_values(self.registry, self.kernel, example, count, self.roundings)
+        if count == "all":
+            summary_of(request.config).add_refused(refused)
 
     def test_sensitivity(self, example: Example, variation: Example) -> None:
         self._skip_if_refused(example)
@@ -180,9 +226,9 @@ def kernel_proofs(
 
     The kernels are those of its entry points whose operations have examples. A backward kernel is proved with the
     forward kernel of its backend. A kernel module declares in ``REFUSES`` and ``REFUSES_GRADIENTS`` the features of
-    examples that it refuses. ``fields`` are fields of ``KernelProofs``, for all kernels. ``elsewhere`` has the backends
-    that other tests prove. ``registry`` makes a registry from the kernel modules, by name, to run them in an
-    interpreter, say.
+    examples that it refuses, and in ``UNPROVED`` the checks for which this leaves no example. ``fields`` are fields of
+    ``KernelProofs``, for all kernels. ``elsewhere`` has the backends that other tests prove. ``registry`` makes a
+    registry from the kernel modules, by name, to run them in an interpreter, say.
 
     >>> sorted(kernel_proofs("ejkernel-xla"))[0]
     'TestFlashAttentionXla'
@@ -199,8 +245,8 @@ def kernel_proofs(
         # JAX differentiates a reference, without its backward operation.
         backward = None if backend == operation.reference else f"{operation.backward}.{backend}"
         own_fields: dict[str, Any] = {"kernel": kernel, "backward": backward if backward in kernels else None}
-        for field, constant in (("refuses", "REFUSES"), ("refuses_gradients", "REFUSES_GRADIENTS")):
-            own_fields[field] = frozenset({*common.get(field, ()), *getattr(module, constant, ())})
+        for field in ("refuses", "refuses_gradients", "unproved"):
+            own_fields[field] = frozenset({*common.get(field, ()), *getattr(module, field.upper(), ())})
         title = "".join(word.title() for word in f"Test_{op}_{backend}".split("_"))
         classes[title] = type(title, (KernelProofs,), {**common, **own_fields})
     if not classes:

@@ -45,7 +45,7 @@ K_LENGTH = {"equal": lambda n: n, "more": lambda n: n + 66, "fewer": lambda n: m
 
 @cache
 def examples() -> tuple[Example, ...]:
-    return (*faults(), *subjects(), *accumulations(), *grid())
+    return (*faults(), *subjects(), *plain_subjects(), *accumulations(), *grid())
 
 
 # -- the grid ------------------------------------------------------------------------------------------------------
@@ -308,6 +308,25 @@ def subjects() -> Iterator[Example]:
     yield _varied("one-at-a-time", _base, {word: VARIATIONS[word] for word in VARIATIONS if word not in RELATED})
     yield _varied("one-at-a-time-related", _base, {word: VARIATIONS[word] for word in RELATED}, long=True)
     yield _varied("one-at-a-time-packed", lambda d: packed(qkv(d, 1, 24, 30, 4, 2, 16), d), PACKED_VARIATIONS)
+
+
+def plain_subjects() -> Iterator[Example]:
+    """Each check on a call of nothing but three arrays of one shape, for kernels that refuse all else."""
+    small = partial(qkv, batch=2, q_length=6, k_length=6, heads=2, group=1, head_dim=8)
+    checks = {*TRANSFORMS} - {"shard_map", "sharding", "sharded_derivatives", "forward_mode", "jacrev_of_jacrev"}
+    yield example("plain-transformed", small, checks={"values", *checks})
+    sharded = partial(qkv, batch=8, q_length=6, k_length=6, heads=2, group=1, head_dim=8)
+    yield example("plain-sharded", sharded, checks={"values", "shard_map", "sharding"})
+    tiny = partial(qkv, batch=1, q_length=3, k_length=3, heads=1, group=1, head_dim=8)
+    yield example("plain-tiny", tiny, checks={"values", "forward_mode", "jacrev_of_jacrev"})
+    two_calls = partial(qkv, batch=1, q_length=17, k_length=17, heads=2, group=1, head_dim=8)
+    yield example("plain-two-calls", two_calls, checks={"values", "programs"})
+    base = partial(qkv, batch=2, q_length=24, k_length=24, heads=2, group=1, head_dim=16)
+    changes = {word: VARIATIONS[word] for word in ("causal", "softmax_scale", "sliding_window-causal")}
+    yield _varied("plain-one-at-a-time", base, changes)
+    for name, length in (("blocks", 128), ("blocks-and-a-tail", 300)):
+        arguments = partial(qkv, batch=1, q_length=length, k_length=length, heads=1, group=1, head_dim=16)
+        yield example(f"plain-{name}", arguments, checks={"configurations"})
 
 
 #: The sets of arguments by which two calls of one program are differentiated.

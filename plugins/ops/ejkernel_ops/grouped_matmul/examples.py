@@ -51,6 +51,7 @@ def examples() -> Iterator[Example]:
     """The examples of ``grouped_matmul``."""
     yield from faults()
     yield from subjects()
+    yield from plain_subjects()
     for number, row in enumerate(pairwise(FACTORS)):
         dtype = DTYPES[number % len(DTYPES)]
         name = f"grid{number:02}-{dtype}-{_label(row)}"
@@ -66,6 +67,8 @@ def d_rhs_examples() -> Iterator[Example]:
         dtype = DTYPES[number % len(DTYPES)]
         name = f"grid{number:02}-{dtype}-{_label(row)}"
         yield d_rhs_example(name, partial(d_rhs_grid, row, is_float64=dtype == "float64"), dtype=dtype)
+    for name, sizes, k, n in (("plain-blocks", (64, 64), 64, 64), ("plain-blocks-and-a-tail", (170, 0, 119), 40, 72)):
+        yield d_rhs_example(name, partial(_d_rhs_call, sizes, k, n), checks=frozenset({"values", "configurations"}))
     yield from (layer_d_rhs_call(layer) for layer in LAYERS)
 
 
@@ -87,6 +90,13 @@ def grid(row: Row, draw: int, *, is_float64: bool = False) -> Arguments:
         arguments["preferred_element_type"] = row["preferred"]
     transposed = np.ascontiguousarray(rhs.swapaxes(1, 2)) if row["transpose"] else rhs
     return arguments | {"rhs": transposed, "transpose_rhs": row["transpose"], "activation": row["activation"]}
+
+
+def _d_rhs_call(sizes: Sequence[int], k: int, n: int, draw: int) -> Arguments:
+    """The gradient of the matrices of groups with these sizes."""
+    ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    arrays = {"lhs": normal("lhs", draw, (sum(sizes), k)), "d_out": normal("d_out", draw, (sum(sizes), n))}
+    return {**arrays, "boundaries": ends}
 
 
 def d_rhs_grid(row: Row, draw: int, *, is_float64: bool = False) -> Arguments:
@@ -208,7 +218,8 @@ def everything(draw: int, sizes: Sequence[int] = (9, 0, 14), activation: str | N
 def subjects() -> Iterator[Example]:
     transforms = {"jit", "vmap", "vmap_of_grad", "grad_of_vmap", "vmap_with_shared", "checkpoint", "scan"}
     yield example("everything", everything, checks={"values", *transforms})
-    yield example("plain", partial(everything, activation=None), checks={"values", "jit", "checkpoint", "scan"})
+    without_activation = partial(everything, activation=None)
+    yield example("without-activation", without_activation, checks={"values", "jit", "checkpoint", "scan"})
     yield example("two-calls", everything, checks={"values", "programs"})
     yield example(
         "sharded",
@@ -240,6 +251,34 @@ def subjects() -> Iterator[Example]:
     }
     variations = tuple(example(name, _with(everything, change)) for name, change in changes.items())
     yield example("one-at-a-time", everything, checks={"values", "sensitivity"}, variations=variations)
+
+
+def plain_subjects() -> Iterator[Example]:
+    """Each check on a call without a bias, an activation, an offset and rows of no group."""
+
+    def small(draw: int) -> Arguments:
+        return call(draw, (4, 0, 5), 16, 24)
+
+    transforms = {"jit", "vmap", "vmap_of_grad", "grad_of_vmap", "vmap_with_shared", "checkpoint", "scan"}
+    yield example("plain-transformed", small, checks={"values", *transforms})
+    yield example("plain-two-calls", small, checks={"values", "programs"})
+    tiny = lambda draw: call(draw, (2, 1), 3, 4)
+    yield example("plain-tiny", tiny, checks={"values", "forward_mode", "jacrev_of_jacrev"})
+    yield example(
+        "plain-sums-over-4096",
+        lambda draw: call(draw, (5, 4096), 33, 16),
+        dtype="bfloat16",
+        checks={"accumulation"},
+    )
+    changes: dict[str, Arguments] = {
+        "other-rhs": {"rhs": -small(0)["rhs"]},
+        "other-sizes": {"group_sizes": np.array([1, 6, 2], np.int32)},
+    }
+    variations = tuple(example(name, _with(small, change)) for name, change in changes.items())
+    yield example("plain-one-at-a-time", small, checks={"values", "sensitivity"}, variations=variations)
+    yield example("plain-blocks", lambda draw: call(draw, (64, 64), 64, 64), checks={"configurations"})
+    tail = lambda draw: call(draw, (170, 0, 119), 40, 72)
+    yield example("plain-blocks-and-a-tail", tail, checks={"configurations"})
 
 
 # -- the calls that are measured, or compiled without a device -------------------------------------------------------

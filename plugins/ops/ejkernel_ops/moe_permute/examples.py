@@ -31,6 +31,9 @@ def permute_examples() -> Iterator[Example]:
             yield _example(f"{tokens}x{k}x{dim}-{dtype}", "moe_permute", arguments, dtype=dtype, wrt=("x",))
     arguments = partial(permute_arguments, 12, 2, 8)
     yield _example("transformed", "moe_permute", arguments, wrt=("x",), checks=TRANSFORMS | {"values", "programs"})
+    for name, tokens in (("blocks", 64), ("blocks-and-a-tail", 75)):
+        call = partial(permute_arguments, tokens, 2, 24)
+        yield _example(name, "moe_permute", call, wrt=("x",), checks=frozenset({"configurations"}))
     tiny = partial(permute_arguments, 3, 2, 2)
     derivatives = frozenset({"values", "forward_mode", "jacrev_of_jacrev"})
     yield _example("tiny", "moe_permute", tiny, wrt=("x",), checks=derivatives)
@@ -51,6 +54,9 @@ def combine_examples() -> Iterator[Example]:
     arguments = partial(combine_arguments, 12, 2, 8)
     checks = TRANSFORMS | {"values", "programs"}
     yield _example("transformed", "moe_combine", arguments, wrt=("y", "weights"), checks=checks)
+    for name, tokens in (("blocks", 64), ("blocks-and-a-tail", 75)):
+        call = partial(combine_arguments, tokens, 2, 24)
+        yield _example(name, "moe_combine", call, wrt=("y", "weights"), checks=frozenset({"configurations"}))
     tiny = partial(combine_arguments, 3, 2, 2)
     derivatives = frozenset({"values", "forward_mode", "jacrev_of_jacrev"})
     yield _example("tiny", "moe_combine", tiny, wrt=("y", "weights"), checks=derivatives)

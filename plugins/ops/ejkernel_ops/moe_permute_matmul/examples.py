@@ -38,6 +38,7 @@ def examples() -> Iterator[Example]:
         name = f"grid{number:02}-{dtype}-{row['chosen']}-of-{row['sizes']}-{row['k']}x{row['n']}"
         yield example(name, arguments, dtype=dtype)
     yield from _subjects()
+    yield from _plain_subjects()
     yield from (_up_call(model, tokens) for model in MODELS for tokens in TOKENS)
 
 
@@ -84,9 +85,34 @@ def _subjects() -> Iterator[Example]:
     yield example("one-at-a-time", everything, checks={"values", "sensitivity"}, variations=variations)
 
 
-def _changed(change: Callable[[Arguments], Arguments], draw: int) -> Arguments:
-    call = everything(draw)
-    return call | change(call)
+def _plain_subjects() -> Iterator[Example]:
+    """Each check on a call without a bias, an activation, an offset and rows of no group."""
+    transforms = {"jit", "vmap", "vmap_of_grad", "grad_of_vmap", "checkpoint", "scan", "sharding"}
+    yield example("plain-transformed", _plain, checks={"values", *transforms})
+    yield example("plain-two-calls", _plain, checks={"values", "programs"})
+    tiny = lambda draw: _of_tokens(grouped_matmul.call(draw, (2, 2), 3, 4), 2, draw)
+    yield example("plain-tiny", tiny, checks={"values", "forward_mode", "jacrev_of_jacrev"})
+    changes: dict[str, Callable[[Arguments], Arguments]] = {
+        "other-order": lambda call: {"token_order": call["token_order"][::-1].copy()},
+        "other-rhs": lambda call: {"rhs": -call["rhs"]},
+    }
+    variations = tuple(example(name, partial(_changed, change, call=_plain)) for name, change in changes.items())
+    yield example("plain-one-at-a-time", _plain, checks={"values", "sensitivity"}, variations=variations)
+    blocks = lambda draw: _of_tokens(grouped_matmul.call(draw, (64, 64), 64, 64), 2, draw)
+    yield example("plain-blocks", blocks, checks={"configurations"})
+    tail = lambda draw: _of_tokens(grouped_matmul.call(draw, (170, 0, 120), 40, 72), 2, draw)
+    yield example("plain-blocks-and-a-tail", tail, checks={"configurations"})
+
+
+def _plain(draw: int) -> Arguments:
+    return _of_tokens(grouped_matmul.call(draw, (4, 0, 6), 16, 24), 2, draw)
+
+
+def _changed(
+    change: Callable[[Arguments], Arguments], draw: int, call: Callable[[int], Arguments] = everything
+) -> Arguments:
+    arguments = call(draw)
+    return arguments | change(arguments)
 
 
 def _tiny(draw: int) -> Arguments:

@@ -119,17 +119,8 @@ def _infinite(draw: int, score: str) -> Arguments:
 
 
 def subjects() -> Iterator[Example]:
-    small = lambda draw: {"router_logits": logits(draw, 12, 8), "k": 2}
-    checks = {"jit", "vmap", "vmap_of_grad", "grad_of_vmap", "checkpoint", "scan"}
-    yield example("small", small, checks={"values", *checks})
-    yield example("two-calls", small, checks={"values", "programs"})
-    yield example(
-        "tiny",
-        lambda draw: {"router_logits": logits(draw, 2, 4), "k": 2, "score": "sigmoid"},
-        checks={"values", "forward_mode", "jacrev_of_jacrev"},
-    )
-    twice = lambda draw: {"router_logits": logits(draw, 4, 8), "k": 2}
-    yield example("sharded-twice", twice, checks={"sharded_derivatives"})
+    for score in ("sigmoid", "softmax"):  # a kernel may take one of them alone
+        yield from plain_subjects(score)
     base = {"num_groups": 4, "group_topk": 2, "expert_bias": biases(0, 16)}
 
     def everything(draw: int) -> Arguments:
@@ -146,6 +137,26 @@ def subjects() -> Iterator[Example]:
     }
     variations = tuple(example(name, partial(_with, everything, change)) for name, change in changes.items())
     yield example("one-at-a-time", everything, checks={"values", "sensitivity"}, variations=variations)
+
+
+def plain_subjects(score: str) -> Iterator[Example]:
+    """Each check on a call without a bias and without groups, by one of the scores."""
+    small, tiny = partial(_scored, score, 12, 8), partial(_scored, score, 2, 4)
+    transforms = {"jit", "vmap", "vmap_of_grad", "grad_of_vmap", "checkpoint", "scan", "programs"}
+    yield example(f"plain-transformed-{score}", small, checks={"values", *transforms})
+    yield example(f"plain-tiny-{score}", tiny, checks={"values", "forward_mode", "jacrev_of_jacrev"})
+    twice = partial(_scored, score, 4, 8)
+    yield example(f"plain-sharded-twice-{score}", twice, checks={"sharded_derivatives"})
+    changes: dict[str, Arguments] = {"not-renormalized": {"renormalize": False}, "factor": {"scaling_factor": 3.0}}
+    variations = tuple(example(name, partial(_with, small, change)) for name, change in changes.items())
+    for name, tokens, experts in (("blocks", 32, 16), ("blocks-and-a-tail", 37, 24)):
+        arguments = partial(_scored, score, tokens, experts)
+        yield example(f"plain-{name}-{score}", arguments, checks={"configurations"})
+    yield example(f"plain-one-at-a-time-{score}", small, checks={"values", "sensitivity"}, variations=variations)
+
+
+def _scored(score: str, tokens: int, experts: int, draw: int) -> Arguments:
+    return {"router_logits": logits(draw, tokens, experts), "k": 2, "score": score}
 
 
 def _with(arguments: Callable[[int], Arguments], changes: Arguments, draw: int) -> Arguments:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ejkernel_core import Example
-from ejkernel_testing import pairwise
+from ejkernel_testing import TRANSFORMS, pairwise
 
 from .axes import FORMATS
 from .operation import DIFFERENTIABLE
@@ -36,6 +36,7 @@ def examples(op: str) -> Iterator[Example]:
     """The examples of ``rms_norm`` or ``layer_norm``."""
     yield from faults(op)
     yield from subjects(op)
+    yield from plain_subjects(op)
     for number, row in enumerate(pairwise(FACTORS, is_possible)):
         for dtype_index, dtype in enumerate(("float32", "bfloat16", "float16", "float64")):
             name = f"grid{number:02}-{dtype}-{_label(row)}"
@@ -55,6 +56,9 @@ def quantized_examples(op: str) -> Iterator[Example]:
         yield quantized(op, f"rows-of-zeros-{word}", with_changes(zeros, {"quantize": word}))
         checks = {"values", "jit", "vmap"}
         yield quantized(op, f"mapped-{word}", with_changes(small, {"quantize": word}), checks=checks)
+        for name, call in blocks().items():
+            yield quantized(op, f"{name}-{word}", with_changes(call, {"quantize": word}), checks={"configurations"})
+        yield quantized(op, f"plain-mapped-{word}", partial(plain, (2, 5), 24, quantize=word), checks=checks)
         yield large(f"{op}_quantized", 16384, 4096, uses={"vmem", "estimate", "resources"}, quantize=word)
 
 
@@ -116,6 +120,11 @@ def faults(op: str) -> Iterator[Example]:
     yield example(op, "a-residual-that-cancels-bfloat16", cancelling, dtype="bfloat16")
     yield example(op, "longer-than-a-block-bfloat16", calls["longer-than-a-block"], dtype="bfloat16")
     yield example(op, "the-longest", lambda draw: everything(draw, (2,), 65536), long=True)
+
+
+def plain(shape: tuple[int, ...], dim: int, draw: int, **options: Any) -> Arguments:
+    """A call with a weight, and without anything that a kernel may refuse."""
+    return {"x": normal("x", draw, (*shape, dim)), "weight": normal("weight", draw, (dim,)), **options}
 
 
 def small(draw: int, shape: tuple[int, ...] = (2, 5)) -> Arguments:
@@ -195,6 +204,30 @@ def subjects(op: str) -> Iterator[Example]:
     yield example(op, "one-at-a-time", all_arguments, checks={"values", "sensitivity"}, variations=variations)
 
 
+def plain_subjects(op: str) -> Iterator[Example]:
+    """Each check on a call with a weight alone, for kernels that refuse a bias, a residual or an offset."""
+    transforms = {*TRANSFORMS} - {"shard_map", "sharding", "sharded_derivatives", "forward_mode", "jacrev_of_jacrev"}
+    yield example(op, "plain-transformed", partial(plain, (2, 5), 24), checks={"values", *transforms})
+    yield example(op, "plain-sharded", partial(plain, (8, 3), 24), checks={"values", "shard_map", "sharding"})
+    checks_of_derivatives = {"values", "forward_mode", "jacrev_of_jacrev"}
+    yield example(op, "plain-tiny", partial(plain, (2,), 5), checks=checks_of_derivatives)
+    yield example(op, "plain-two-calls", partial(plain, (3,), 24), checks={"values", "programs"})
+    rows = partial(plain, (8192,), 32)
+    yield example(op, "plain-sums-over-8192-rows", rows, dtype="bfloat16", checks={"accumulation"})
+    base = partial(plain, (2, 5), 24)
+    changes: dict[str, Arguments] = {"other-weight": {"weight": -base(0)["weight"]}, "epsilon": {"epsilon": 0.5}}
+    variations = tuple(example(op, name, with_changes(base, change)) for name, change in changes.items())
+    yield example(op, "plain-one-at-a-time", base, checks={"values", "sensitivity"}, variations=variations)
+    for name, arguments in blocks().items():
+        yield example(op, name, arguments, checks={"configurations"})
+
+
+def blocks() -> dict[str, Call]:
+    """Calls of which blocks of most sizes have a part: of rows, with a tail, and of the entries of long rows."""
+    shapes = {"plain-blocks": (64, 64), "plain-blocks-and-a-tail": (300, 40), "plain-blocks-of-long-rows": (5, 2100)}
+    return {name: partial(plain, (rows,), dim) for name, (rows, dim) in shapes.items()}
+
+
 # -- the calls that are measured, or compiled without a device -------------------------------------------------------
 
 
@@ -259,7 +292,8 @@ def quantized(op: str, name: str, arguments: Call, *, checks: Iterable[str] = ("
 
 def _features(call: Arguments, dtype: str) -> frozenset[str]:
     """The dtype, the arguments that the call has, and "empty" where it has no rows."""
-    names = {name for name in (*DIFFERENTIABLE, "weight_offset") if call.get(name) is not None and name != "x"}
+    names = {name for name in DIFFERENTIABLE if call.get(name) is not None and name != "x"}
+    names |= {"weight_offset"} if call.get("weight_offset") else set()
     return frozenset(names | {dtype} | ({"empty"} if math.prod(call["x"].shape) == 0 else set()))
 
 
