@@ -23,7 +23,7 @@ from ._devices import Target, explicit_mesh, target_of
 from ._display import brief
 from ._errors import EjkernelError, NotDifferentiable
 from ._kernel import Invocation
-from ._keys import content
+from ._keys import content, plain
 from ._lowering import apply, apply_inline, has_opaque_kernel
 from ._operation import NUMBERS, Operation, Restore
 from ._plan import Explanation, Plan
@@ -79,6 +79,9 @@ class Registry(Plugins):
         except Exception as fault:  # of any type: the class of an option may be a user's own
             static = dict(zip((*form.option_names, "backend", "cfg"), (*options, backend, cfg), strict=True))
             raise unhashable(op, static) from fault
+        values = (*options, backend)
+        if function is None and (plain_values := plain(values)) is not values:
+            return self._call_plain(op, form, arrays, plain_values, cfg, validate)
         if validate is not False:
             _check_values(self, form, arrays, options, validate)
         if function is not None:
@@ -93,6 +96,14 @@ class Registry(Plugins):
         if self.is_unchanged(context.dependencies.kinds, changes):
             form.functions[key] = run, context.dependencies
         return results
+
+    def _call_plain(
+        self, op: str, form: Form, arrays: Sequence[Any], values: tuple[Any, ...], cfg: Any, validate: Any
+    ) -> Any:
+        """The call with the plain values of its options and backend, by the function that was compiled for these."""
+        *options, backend = values
+        arguments = dict(zip((*form.array_names, *form.option_names), (*arrays, *options), strict=True))
+        return self.call(op, backend=backend, cfg=cfg, validate=validate, **arguments)
 
     def invocation(
         self, op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any
@@ -190,7 +201,7 @@ class Form:
 
     def values_by_name(self, arrays: Sequence[Any], options: Sequence[Any]) -> dict[str, Any]:
         """The values of the call by the names of their parameters."""
-        return dict(zip((*self.array_names, *self.option_names), (*arrays, *options), strict=True))
+        return dict(zip((*self.array_names, *self.option_names), (*arrays, *map(plain, options)), strict=True))
 
     def forget(self, kind: tuple[str, str]) -> None:
         """Drop the functions whose choice depends on keys of this kind."""
@@ -423,6 +434,7 @@ def _parse_abstract(
     if "validate" in kwargs:
         raise TypeError(f"{name}: validate checks values, but only shapes are used here: pass it to call or omit it")
     form, arrays, options = _parse(registry, name, args, kwargs)
+    backend = plain(backend)
     _check_backend(registry, name, backend)
     return form, arrays, options, CallContext(registry.core, backend, cfg, _scopes.current())
 

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import math
+import operator
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -92,6 +93,32 @@ def _fields(kind: Any) -> tuple[str, ...]:
     if attrs.has(kind):
         return tuple(field.name for field in attrs.fields(kind))
     return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+
+
+#: The scalars of NumPy that have a plain value. That of a long double would be rounded.
+_SCALARS = (np.bool_, np.integer, np.floating, np.complexfloating, np.str_)
+
+
+def plain(value: Any) -> Any:
+    """An option as a value of Python's own types: that of a NumPy scalar, or of a text or number that is an enum or of
+    another subclass; in a tuple, each of them. Any other value stays as it is.
+
+    >>> plain((np.str_("swish"), np.int64(3), np.bool_(True), None))
+    ('swish', 3, True, None)
+    """
+    kind = type(value)
+    if kind in _SIMPLE or kind is float:
+        return value
+    if kind is tuple:
+        parts = tuple(map(plain, value))
+        return value if all(map(operator.is_, parts, value)) else parts
+    if isinstance(value, _SCALARS) and not isinstance(value, (np.longdouble, np.clongdouble)):
+        return value.item()
+    if isinstance(value, str):
+        return str.__str__(value)  # a copy of the type itself; ``str(value)`` of an enum is another text
+    if isinstance(value, int):
+        return int.__int__(value)
+    return float.__float__(value) if isinstance(value, float) else value
 
 
 def read_only(mapping: Mapping[Any, Any]) -> Mapping[Any, Any]:

@@ -20,7 +20,7 @@ import jax
 
 from ._display import brief, suggestion
 from ._kernel import Candidate, Invocation, find_record
-from ._keys import Key, read_only, short_hash, stable_json
+from ._keys import Key, plain, read_only, short_hash, stable_json
 from ._records import Record, as_record
 
 Mode = Literal["off", "on_miss", "error_on_miss"]
@@ -57,7 +57,7 @@ class AutotunePolicy:
     "off" takes the heuristic, "on_miss" measures, "error_on_miss" raises ``NoConfig``.
     """
 
-    mode: Mode = attrs.field(default="off", validator=_is_mode)
+    mode: Mode = attrs.field(default="off", converter=plain, validator=_is_mode)
     #: The longest time for one measurement, including compilation.
     budget_s: float = attrs.field(default=60.0, validator=_is_seconds)
     #: Whether a thread waits for another one that measures the same call. If not, it takes the heuristic.

@@ -16,7 +16,7 @@ import pytest
 
 from ejkernel_classes import Kernel
 from ejkernel_core import Operation, Registry, hookimpl
-from ejkernel_core._keys import content, short_hash
+from ejkernel_core._keys import content, plain, short_hash
 
 
 class Pair(NamedTuple):
@@ -117,6 +117,8 @@ def calls(registry: Registry) -> dict[str, Any]:
 @pytest.mark.parametrize("parameter", ["option", "cfg", "class", "class cfg"])
 def test_each_value_is_a_separate_call(registry: Registry, parameter: str, group: str) -> None:
     call, values = calls(registry)[parameter], GROUPS[group]
+    if parameter == "option":  # NumPy's scalars are the plain values there
+        values = tuple(value for value in values if plain(value) is value)
     if parameter == "class":  # a kernel class takes a tuple as a pytree
         values = tuple(value for value in values if not isinstance(value, (tuple, np.generic)))
     expected = [index(value) for value in values]
