@@ -8,6 +8,7 @@ that turns them on is to work as without.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -67,6 +68,10 @@ def gradients(op: str, backend: str | None) -> Iterator[Any]:
         yield from jax.tree.leaves(jax.jit(jax.grad(loss))({name: arrays[name] for name in example.wrt}))
 
 
+def results_and_gradients(op: str, backend: str | None) -> list[Any]:
+    return [np.asarray(array) for array in gradients(op, backend)]
+
+
 def under(mode: dict[str, Any], function: Callable[[], Any]) -> Any:
     before = {name: getattr(jax.config, name) for name in mode}
     for name, value in mode.items():
@@ -83,8 +88,8 @@ def under(mode: dict[str, Any], function: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("op", OPS)
 def test_an_operation_has_the_same_results_in_a_strict_mode(op: str, mode: str) -> None:
     for backend in (None, "reference"):
-        expected = [np.asarray(array) for array in gradients(op, backend)]
-        arrays = under(MODES[mode], lambda: [np.asarray(array) for array in gradients(op, backend)])
+        expected = results_and_gradients(op, backend)
+        arrays = under(MODES[mode], partial(results_and_gradients, op, backend))
         assert len(expected) == len(arrays)
         for one, other in zip(arrays, expected, strict=True):
             np.testing.assert_array_equal(one, other)

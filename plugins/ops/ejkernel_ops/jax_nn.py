@@ -289,7 +289,7 @@ def _prefix(name: str, lengths: ArrayLike | None, batch: int, length: int) -> ja
     array = jnp.asarray(lengths)
     if array.shape != (batch,) or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name}: takes integers ({batch},); got {array.dtype} {array.shape}")
-    return jnp.arange(length) < array[:, None]
+    return jnp.arange(length)[None] < array[:, None]
 
 
 def _ids(prefix: jax.Array | None, batch: int, length: int) -> jax.Array:

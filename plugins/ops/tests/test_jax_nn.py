@@ -351,3 +351,33 @@ def test_no_mask_is_made_for_causality(sizes: Any) -> None:
     assert "ejkernel_call" in text
     assert f"{sizes[0]},{sizes[1]}]" not in text
     assert "bool[" not in text
+
+
+STRICT_MODES: dict[str, Any] = {
+    "jax_numpy_rank_promotion": "raise",
+    "jax_numpy_dtype_promotion": "strict",
+    "jax_debug_nans": True,
+    "jax_debug_infs": True,
+    "jax_enable_checks": True,
+}
+
+
+@pytest.mark.parametrize("mode", STRICT_MODES)
+def test_the_function_works_in_a_strict_mode(mode: str) -> None:
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 6, 4, 8))
+    lengths = {"query_seq_lengths": jnp.array([3, 6]), "key_value_seq_lengths": jnp.array([4, 6])}
+    if mode == "jax_debug_infs":
+        del lengths["query_seq_lengths"]  # a row without keys has the lse -inf, which is a result of the operation
+
+    def loss(query: Any, key: Any, value: Any) -> Any:
+        return dot_product_attention(query, key, value, is_causal=True, **lengths).sum()
+
+    expected = jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
+    before = getattr(jax.config, mode)
+    jax.config.update(mode, STRICT_MODES[mode])
+    try:
+        gradients = jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
+    finally:
+        jax.config.update(mode, before)
+    for one, other in zip(gradients, expected, strict=True):
+        np.testing.assert_array_equal(one, other)

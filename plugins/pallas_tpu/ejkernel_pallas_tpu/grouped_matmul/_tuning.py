@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 import attrs
-from attrs.validators import and_, ge, in_, instance_of, optional
+from attrs.validators import and_, ge, in_, instance_of, le, optional
 
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_ops.grouped_matmul.axes import AXES, D_RHS_AXES, result_dtype
@@ -55,7 +55,9 @@ def _whole_lanes(_: Any, field: Any, value: int) -> None:
         raise ValueError(f"{field.name}: takes a multiple of {LANES}; got {value}")
 
 
-_SIZE = and_(instance_of(int), ge(LANES), _whole_lanes)
+#: The longest side of a tile, far more than any memory holds: places are counted in 32 bits.
+LARGEST = 1 << 30
+_SIZE = and_(instance_of(int), ge(LANES), le(LARGEST), _whole_lanes)
 
 
 @attrs.frozen

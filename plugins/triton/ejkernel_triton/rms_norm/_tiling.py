@@ -11,7 +11,7 @@ from itertools import product
 from typing import TypeVar
 
 import attrs
-from attrs.validators import ge, in_, instance_of
+from attrs.validators import ge, in_, instance_of, le
 
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_ops.rms_norm.axes import FORMATS
@@ -46,6 +46,9 @@ FEW_ROWS = 8
 #: The same for the backward. Of rows of more entries than a key, fewer than these for each multiprocessor are left.
 FEW_ROWS_BACKWARD = {4096: 1, 8192: 3}
 
+#: The most programs of a multiprocessor: more than any holds, and few enough to number those of all in 32 bits.
+MOST_PROGRAMS = 1024
+
 
 @attrs.frozen
 class Config:
@@ -55,7 +58,7 @@ class Config:
     rows: int = attrs.field(default=1, validator=in_(tuple(1 << power for power in range(13))))
     num_warps: int = attrs.field(default=4, validator=in_(WARPS))
     #: Programs of each multiprocessor, that take one tile after the other; 0: a program for each tile.
-    programs: int = attrs.field(default=0, validator=[instance_of(int), ge(0)])
+    programs: int = attrs.field(default=0, validator=[instance_of(int), ge(0), le(MOST_PROGRAMS)])
     #: Columns of a tile of rows that are read twice; 0: whole rows are held in registers.
     block: int = attrs.field(default=0, validator=in_(BLOCKS))
 
@@ -68,7 +71,7 @@ class BackwardConfig:
     rows: int = attrs.field(default=1, validator=in_(tuple(1 << power for power in range(13))))
     num_warps: int = attrs.field(default=8, validator=in_(WARPS))
     #: Programs of each multiprocessor, that take one tile after the other.
-    programs: int = attrs.field(default=2, validator=[instance_of(int), ge(1)])
+    programs: int = attrs.field(default=2, validator=[instance_of(int), ge(1), le(MOST_PROGRAMS)])
     #: Columns of a tile of rows that are read twice; 0: whole rows are held in registers.
     block: int = attrs.field(default=0, validator=in_(BLOCKS))
     #: Columns that a program of a second kernel has of many rows; 0: a program has whole rows, and holds at least the

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import attrs
 import jax
-from attrs.validators import ge, instance_of
+from attrs.validators import ge, instance_of, not_
 
 from ejkernel_core import Invocation, hookimpl
 from ejkernel_ops.symbolic import refuse_symbolic
@@ -26,8 +26,8 @@ CPU_BLOCKS = (512, 256)
 class Config:
     """The sizes of the blocks of queries and of keys."""
 
-    q_block: int = attrs.field(default=256, validator=[instance_of(int), ge(1)])
-    kv_block: int = attrs.field(default=256, validator=[instance_of(int), ge(1)])
+    q_block: int = attrs.field(default=256, validator=[instance_of(int), not_(instance_of(bool)), ge(1)])
+    kv_block: int = attrs.field(default=256, validator=[instance_of(int), not_(instance_of(bool)), ge(1)])
 
 
 @hookimpl

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import attrs
 import jax
-from attrs.validators import ge, instance_of
+from attrs.validators import ge, instance_of, not_
 
 from ejkernel_core import Invocation, hookimpl
 from ejkernel_ops.flash_attention.far import near_and_far
@@ -27,8 +27,8 @@ CPU_BLOCKS = (1024, 128)
 class Config:
     """The sizes of the blocks of queries and of keys."""
 
-    q_block: int = attrs.field(default=512, validator=[instance_of(int), ge(1)])
-    kv_block: int = attrs.field(default=128, validator=[instance_of(int), ge(1)])
+    q_block: int = attrs.field(default=512, validator=[instance_of(int), not_(instance_of(bool)), ge(1)])
+    kv_block: int = attrs.field(default=128, validator=[instance_of(int), not_(instance_of(bool)), ge(1)])
 
 
 @hookimpl

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import attrs
 import jax
-from attrs.validators import ge, instance_of
+from attrs.validators import ge, instance_of, le, not_
 
 from ejkernel_core import Invocation, hookimpl
 from ejkernel_ops.symbolic import refuse_symbolic
@@ -23,7 +23,9 @@ PLATFORMS = {"cpu": 10, "gpu": 10, "tpu": 10}
 class Config:
     """The number of rows that are contracted at a time."""
 
-    rows: int = attrs.field(default=256, validator=[instance_of(int), ge(1)])
+    rows: int = attrs.field(
+        default=256, validator=[instance_of(int), not_(instance_of(bool)), ge(1), le(tiles.LARGEST)]
+    )
 
 
 @hookimpl
@@ -41,7 +43,7 @@ def config_space(inv: Invocation) -> Iterable[Config]:
 
 @hookimpl
 def check_cfg(inv: Invocation, cfg: Config) -> None:
-    """Raise for symbolic sizes; with others, any number of rows is right."""
+    """Raise for symbolic sizes; with others, any number of rows that a Config takes is right."""
     refuse_symbolic(inv)
 
 

@@ -19,6 +19,8 @@ Arguments = Mapping[str, Any]
 
 #: The fewest and the most rows of a tile that the heuristic takes.
 FEWEST, MOST = 16, 512
+#: The most rows of a tile: the places in the last one are counted in 32 bits.
+LARGEST = 1 << 20
 PRECISIONS = {
     None: lax.Precision.HIGHEST,
     "high": lax.Precision.HIGH,
