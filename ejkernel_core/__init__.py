@@ -22,6 +22,7 @@ from ._errors import (
     UnknownBackend,
     UnknownOperation,
     Unsupported,
+    UntrustedFolder,
 )
 from ._example import Example
 from ._hooks import hookimpl
@@ -73,6 +74,7 @@ __all__ = [
     "UnknownBackend",
     "UnknownOperation",
     "Unsupported",
+    "UntrustedFolder",
     "Verdict",
     "as_record",
     "call",

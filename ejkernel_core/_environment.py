@@ -49,6 +49,13 @@ VARIABLES = (
         "where measured configurations are stored; read when a call first needs it",
     ),
     Variable(
+        "EJKERNEL_CACHE_STRICT",
+        "ejkernel-cache",
+        "`1`",
+        "not set",
+        "a folder of measured configurations that others can write to is an error, in place of one warning",
+    ),
+    Variable(
         "EJKERNEL_AGREE_WAIT_S",
         "ejkernel-agree",
         "seconds",

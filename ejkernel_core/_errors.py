@@ -8,7 +8,8 @@ EjkernelError
 ├── NoConfig             no store has a configuration, and the policy forbids the heuristic  (also a LookupError)
 ├── RecordError          a configuration cannot be written, or a text cannot be read as one  (also a ValueError)
 ├── PluginError          a plugin breaks the contract; the message names its distribution
-└── NotDifferentiable    no installed plugin can compute this derivative         (also a TypeError)
+├── NotDifferentiable    no installed plugin can compute this derivative         (also a TypeError)
+└── UntrustedFolder      others can write to a folder of records, and the environment forbids that
 
 A wrong argument raises Python's own ``TypeError`` or ``ValueError``, and the message names the argument.
 """
@@ -19,9 +20,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-#: These pass through wherever exceptions of plugins are caught: the user's interrupt, and the closing of a generator.
-#: Everything else is caught. Some of it is no ``Exception``: a panic in Rust, an exit, the skip of a test.
-NEVER_CAUGHT = (KeyboardInterrupt, GeneratorExit)
 #: The most characters in the message of a ``RecordError``.
 MAX_RECORD_FAULT = 2000
 
@@ -113,3 +111,13 @@ class PluginError(EjkernelError):
 
 class NotDifferentiable(EjkernelError, TypeError):
     """No installed plugin can compute this derivative."""
+
+
+class UntrustedFolder(EjkernelError):
+    """Others can write to a folder of records, which the environment variable EJKERNEL_CACHE_STRICT forbids."""
+
+
+#: These pass through wherever exceptions of plugins are caught: the user's interrupt, the closing of a generator, and
+#: what the user has asked to be an error. Everything else is caught. Some of it is no ``Exception``: a panic in Rust,
+#: an exit, the skip of a test.
+NEVER_CAUGHT = (KeyboardInterrupt, GeneratorExit, UntrustedFolder)

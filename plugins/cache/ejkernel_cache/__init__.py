@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ._packaged import PackagedRecords
-    from ._store import CacheWarning, PersistentCache, default_cache
+    from ._store import PersistentCache, default_cache
+    from ._trust import CacheWarning
 
 __all__ = ["CacheWarning", "PackagedRecords", "PersistentCache", "default_cache"]
 
 #: The names of each module, as above.
 _NAMES = {
     "ejkernel_cache._packaged": ("PackagedRecords",),
-    "ejkernel_cache._store": ("CacheWarning", "PersistentCache", "default_cache"),
+    "ejkernel_cache._store": ("PersistentCache", "default_cache"),
+    "ejkernel_cache._trust": ("CacheWarning",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -19,6 +19,7 @@ import attrs
 from . import _temporary
 from ._documents import LIMIT
 from ._names import Place, below
+from ._trust import OTHERS_MAY_WRITE, expect_no_other_writers, have_others_access
 
 DAMAGED, TEMPORARY, UNFINISHED = ".damaged", ".tmp", ".tuning"
 #: How often a write is tried again because another process removes the folders meanwhile.
@@ -41,28 +42,50 @@ class Content:
     data: bytes
     when: int
     identity: tuple[int, ...]
+    mode: int
 
 
 class Directory:
-    """The files below one root. What the system refuses is an ``OSError`` that has the path."""
+    """The files below one root. What the system refuses is an ``OSError`` that has the path.
 
-    def __init__(self, root: Path) -> None:
+    With ``expects_trust``, what others can write to is told when it is used: see ``expect_no_other_writers``.
+    """
+
+    def __init__(self, root: Path, expects_trust: bool = False) -> None:
         self.root = root
+        self.expects_trust = expects_trust
+
+    def expect_trusted(self) -> None:
+        """Tell if others can write to the root, which may be missing."""
+        with contextlib.suppress(OSError):
+            self._expect_trust(self.root, os.stat(self.root).st_mode)
+
+    def _expect_trust(self, path: Path, mode: int) -> None:
+        if self.expects_trust:
+            expect_no_other_writers(path, mode, self.root)
+
+    def _permissions(self, permissions: int) -> int:
+        """The permissions of what is made. Others can write to it only if they can write to the root."""
+        is_shared = have_others_access(os.stat(self.root).st_mode)
+        return permissions if is_shared else permissions & ~OTHERS_MAY_WRITE
 
     def path(self, parts: tuple[str, ...]) -> Path:
         """The path of a file, whose folders are no links. ``OSError`` where one is, or is missing."""
         folder = self.root
         for name in parts[:-1]:
             folder /= name
-            _expect_folder(folder)
+            self._expect_trust(folder, _expect_folder(folder))
         return folder / parts[-1]
 
     def read(self, parts: tuple[str, ...]) -> Content | None:
         """The content of a file, up to one byte more than ``LIMIT``; None where there is no file."""
         try:
-            return content_of(self.path(parts))
+            path = self.path(parts)
+            content = content_of(path)
         except FileNotFoundError:
             return None
+        self._expect_trust(path, content.mode)
+        return content
 
     def write(self, place: Place, data: bytes) -> None:
         """Write a file. It is on disk when this returns; until then, readers see the old one."""
@@ -79,7 +102,7 @@ class Directory:
         """Write any file, with one try. Without ``durably``, it survives the process, and maybe not the machine."""
         temporary = self.make_folder(TEMPORARY) / _temporary.new_name()
         folder = self.make_folder(*folders)
-        descriptor = os.open(temporary, _WRITE, 0o666)
+        descriptor = os.open(temporary, _WRITE, self._permissions(0o666))
         try:
             with open(descriptor, "wb") as file:
                 file.write(data)
@@ -97,7 +120,7 @@ class Directory:
     def try_to_write(self) -> None:
         """Write a file of the size of a record, and remove it. ``OSError`` says why this cannot be done."""
         path = self.make_folder(TEMPORARY) / _temporary.new_name()
-        descriptor = os.open(path, _WRITE, 0o666)
+        descriptor = os.open(path, _WRITE, self._permissions(0o666))
         try:
             with open(descriptor, "wb") as file:
                 file.write(b" " * PROBE_SIZE)
@@ -180,7 +203,7 @@ class Directory:
     def make_folder(self, *names: str) -> Path:
         """Make a folder durably where it is missing, and return its path."""
         try:
-            os.makedirs(self.root, exist_ok=True)
+            os.makedirs(self.root, 0o755, exist_ok=True)
         except FileExistsError as fault:
             if not self.root.is_file():  # another process has removed the folder meanwhile
                 raise
@@ -189,7 +212,7 @@ class Directory:
         for name in names:
             parent, folder = folder, folder / name
             try:
-                os.mkdir(folder)
+                os.mkdir(folder, self._permissions(0o777))
             except FileExistsError:
                 _expect_folder(folder)
             else:
@@ -213,14 +236,15 @@ def content_of(path: Path, limit: int = LIMIT, follow: bool = False) -> Content:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", str(path))
         with open(descriptor, "rb", closefd=False) as file:
-            return Content(file.read(limit + 1), status.st_mtime_ns, _identity(status))
+            return Content(file.read(limit + 1), status.st_mtime_ns, _identity(status), status.st_mode)
     finally:
         os.close(descriptor)
 
 
 def open_lock(path: Path) -> int:
     """The descriptor of a file that may be locked and written to. It is made where it is missing."""
-    descriptor = os.open(path, _LOCK, 0o666)
+    is_shared = have_others_access(os.lstat(path.parent).st_mode)
+    descriptor = os.open(path, _LOCK, 0o666 if is_shared else 0o644)
     status = os.fstat(descriptor)
     # The owner writes its name into the file. A file with another name may be somebody's outside of the cache.
     if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
@@ -245,11 +269,13 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _expect_folder(folder: Path) -> None:
+def _expect_folder(folder: Path) -> int:
+    """The mode of a folder. ``OSError`` for anything else, such as a link to one."""
     mode = os.lstat(folder).st_mode
     if not stat.S_ISDIR(mode):
         reason = "is a symbolic link" if stat.S_ISLNK(mode) else "is no folder"
         raise NotADirectoryError(errno.ENOTDIR, reason, str(folder))
+    return mode
 
 
 def folders_in(folder: Path) -> list[str]:

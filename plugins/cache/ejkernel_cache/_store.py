@@ -18,15 +18,12 @@ from ._contents import Document, document_of, is_better
 from ._directory import UNFINISHED, Content, Directory
 from ._documents import LIMIT, read_record, rebuilt_key, software_in, text_of
 from ._names import Place, below, component, place_of, stem_of
+from ._trust import CacheWarning
 
 if TYPE_CHECKING:
     from ._unfinished import Unfinished
 
 VARIABLE = "EJKERNEL_CACHE_DIR"
-
-
-class CacheWarning(RuntimeWarning):
-    """Something is wrong with the files of a cache. The program goes on without them."""
 
 
 class PersistentCache:
@@ -54,9 +51,14 @@ class PersistentCache:
 
     @functools.cached_property
     def _files(self) -> Directory:
-        files = Directory(self.path)
+        files = Directory(self.path, expects_trust=True)
+        files.expect_trusted()
         files.sweep()
         return files
+
+    def expect_trusted(self) -> None:
+        """Warn once where others can write to the folder; ``UntrustedFolder`` if the environment forbids that."""
+        Directory(self.path, expects_trust=True).expect_trusted()
 
     @functools.cached_property
     def unfinished(self) -> Unfinished:

@@ -356,11 +356,17 @@ def clear_records(path: str | None, op: str | None, device: str | None, yes: boo
 
 
 def _cache(path: str | None) -> PersistentCache:
+    from ejkernel_core import UntrustedFolder
+
     from ._store import PersistentCache, default_cache
 
     cache = default_cache() if path is None else PersistentCache(path)
     if cache.path.exists() and not cache.path.is_dir():
         raise Failure(f"{cache.path} is no folder; set EJKERNEL_CACHE_DIR, or pass --path, to a folder")
+    try:
+        cache.expect_trusted()
+    except UntrustedFolder as fault:
+        raise Failure(str(fault)) from fault
     return cache
 
 

@@ -10,6 +10,7 @@ import importlib.resources
 import os
 import platform
 import re
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -174,6 +175,12 @@ def _folder_finding(folder: Path) -> Finding:
         return Finding("cache", BROKEN, f"{folder} cannot be used: {existing}: {fault.strerror or fault}", advice)
     if existing != folder:
         return Finding("cache", OK, f"{folder}, which is made when there is something to store")
+    if os.name == "posix" and folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        status = NOTE if os.environ.get("EJKERNEL_CACHE_STRICT", "") in ("", "0") else BROKEN
+        text = f"{folder} can be written to by other users, who choose configurations then"
+        return Finding(
+            "cache", status, text, f"chmod -R go-w {folder}, or set EJKERNEL_CACHE_DIR to a folder of your own"
+        )
     damaged = len(list(folder.glob(".damaged/*")))
     if damaged:
         files = "1 damaged file that was" if damaged == 1 else f"{damaged} damaged files that were"
