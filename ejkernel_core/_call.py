@@ -86,14 +86,14 @@ class Registry(Plugins):
             _check_values(self, form, arrays, options, validate)
         if function is not None:
             return _run(form, *function, arrays)
-        context, changes = CallContext(self.core, backend, cfg, scope), self.changes
+        context = CallContext(self.core, backend, cfg, scope)
         run = _jit(form, options, context)
         results = _run(form, run, context.dependencies, arrays)
         if len(form.functions) >= MAX_COMPILED:
             form.functions.pop(next(iter(form.functions)), None)
         # Stored after the call, so that a call that fails makes no other function be dropped. If a record was stored
-        # meanwhile, the function is not, and the next call chooses again.
-        if self.is_unchanged(context.dependencies.kinds, changes):
+        # after its choice, the function is not, and the next call chooses again.
+        if self.is_unchanged(context.dependencies.kinds):
             form.functions[key] = run, context.dependencies
         return results
 

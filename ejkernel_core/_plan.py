@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do no
 
 #: The origins of a choice by rank: without a configuration for the call, and with the caller's.
 HEURISTIC, EXPLICIT = "heuristic", "explicit cfg"
+#: That of a choice for which the call was measured.
+AUTOTUNED = "autotuned"
 
 
 @attrs.frozen

@@ -141,9 +141,11 @@ class Plugins:
             for form in [] if registry is None else list(registry.calls.values()):
                 form.forget(kind)
 
-    def is_unchanged(self, kinds: Iterable[tuple[str, str]], since: int) -> bool:
-        """Whether no key of these kinds has changed since ``changes`` had the value ``since``."""
-        return all(self._last_changes.get(kind, 0) <= since for kind in kinds)
+    def is_unchanged(self, kinds: Mapping[tuple[str, str], int]) -> bool:
+        """Whether no key of these kinds has changed since ``changes`` had these values."""
+        return all(
+            self._last_changes.get(kind, 0) <= since for kind, since in list(kinds.items())
+        )  # which other threads add to
 
     def _add(self, entry: Entry, plugin: Any) -> None:
         key = (entry.group, entry.name)

@@ -16,7 +16,7 @@ from ._jax_versions import Primitive, keep_weakly, lower_with_devices, vary_alik
 from ._kernel import Invocation
 from ._keys import abstract, content
 from ._operation import Arguments, Operation
-from ._plan import Plan
+from ._plan import AUTOTUNED, Plan
 from ._plugins import Plugins
 from ._scopes import EMPTY, Scope
 
@@ -57,13 +57,14 @@ def standard_promotion() -> Iterator[None]:
 
 
 class Dependencies:
-    """The kinds of keys by which a compiled function has chosen its kernels, with their operations.
+    """By what kinds of keys a compiled function has chosen its kernels, and when.
 
     An instance is equal only to itself, so that JAX does not reuse for one function what it cached for another.
     """
 
     def __init__(self) -> None:
-        self.kinds: set[tuple[str, str]] = set()
+        #: By operation and kind: the number of changes of the registry at the first choice.
+        self.kinds: dict[tuple[str, str], int] = {}
         #: What was raised last where a call was lowered. The compiler, which lowers it on a shard, shows the text of an
         #: exception and drops the exception.
         self.fault: BaseException | None = None
@@ -137,10 +138,17 @@ class Request:
         )
 
     def plan(self, values: Sequence[Any], target: Target) -> Plan:
-        context, inv = self.context, self.invocation(values, target)
+        context, inv, changes = self.context, self.invocation(values, target), self.registry.changes
+        plan = self.registry.choose(inv, context.backend, context.cfg, context.scope)
+        if plan.choice.measured or plan.origin == AUTOTUNED:
+            changes = self.registry.changes  # what was stored for this choice is no change after it
         with contextlib.suppress(TypeError):  # an option without content, so there is no key
-            context.dependencies.kinds.update((key.op, key.kind) for key in inv.tuning_keys)
-        return self.registry.choose(inv, context.backend, context.cfg, context.scope)
+            kinds = {(key.op, key.kind): changes for key in inv.tuning_keys}
+            for kind in kinds:
+                context.dependencies.kinds.setdefault(kind, changes)
+            if not self.registry.is_unchanged(kinds):  # by another thread, which did not know of this function
+                self.registry.invalidate(inv)
+        return plan
 
     def run(self, plan: Plan, values: Sequence[Any]) -> tuple[Any, ...]:
         inv = plan.invocation.with_arrays(dict(zip(self.arrays, values, strict=True)))

@@ -15,7 +15,7 @@ from ._display import quantity
 from ._errors import NoConfig, PluginError, Unsupported
 from ._kernel import Candidate, Invocation, LoadedKernel, with_versions
 from ._measurement import Earlier, Progress
-from ._plan import Choice
+from ._plan import AUTOTUNED, Choice
 from ._policies import Policies, ask_policies, fault_of_choice, is_incomplete, notify, remember, tuner_name
 from ._records import Record
 from ._scopes import Scope
@@ -171,7 +171,7 @@ def _forecast(candidates: Sequence[Candidate], record: Record | None) -> str:
 def remember_records(policies: Policies, inv: Invocation, records: Sequence[Record], previous: Record | None) -> Choice:
     """Store the best record, and a new one for the backend of the ``previous`` best if that is slower now."""
     fastest = records[0]
-    choice = Choice(fastest.backend or "", fastest.cfg, "autotuned", inv.key, fastest, measured=True)
+    choice = Choice(fastest.backend or "", fastest.cfg, AUTOTUNED, inv.key, fastest, measured=True)
     if previous is not None and previous.backend is not None and previous.backend != fastest.backend:
         record_of_previous = next((record for record in records if record.backend == previous.backend), None)
         slower_record = record_of_previous or _slower_than(previous, fastest)

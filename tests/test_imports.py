@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
@@ -235,3 +236,62 @@ def test_importing_the_package_of_a_command_does_not_import_jax(name, tmp_path):
         f"import sys, {name}\nprint([module for module in ('jax', 'ejkernel_core', 'attrs') if module in sys.modules])"
     )
     assert run_python(program, tmp_path).strip() == "[]"
+
+
+def imported_at_once(module: str, modules: set[str]) -> None:
+    """Add all modules that importing one of ours imports, by the imports outside of functions, to ``modules``."""
+    spec = importlib.util.find_spec(module)
+    if module in modules or spec is None or spec.origin is None:
+        return
+    modules.add(module)
+    if not module.startswith("ejkernel_"):
+        return
+    for node in ast.parse(Path(spec.origin).read_text()).body:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = "." * node.level + (node.module or "")
+            parent = importlib.util.resolve_name(package, spec.parent) if node.level else package
+            names = [parent, *(f"{parent}.{alias.name}" for alias in node.names)]
+        else:
+            names = []
+        for name in names:
+            if name.startswith(("ejkernel_", "jax.experimental.pallas")) and is_module(name):
+                imported_at_once(name, modules)
+
+
+def is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the name of something in a module
+        return False
+
+
+def test_no_kernel_imports_pallas_when_it_is_loaded() -> None:
+    """JAX 0.11 and later have the options of Pallas in the keys of all functions: those that were compiled before Pallas
+    is imported are compiled again. So is the first step of a program, in which the kernels are loaded.
+    """
+    modules: set[str] = set()
+    for entry in importlib.metadata.entry_points(group="ejkernel.kernels"):
+        imported_at_once(entry.value, modules)
+    assert "ejkernel_pallas_tpu.launch._launch" in modules
+    assert [name for name in modules if name.startswith("jax.experimental.pallas")] == []
+
+
+COMPILED_ONCE = """
+import jax
+import jax.numpy as jnp
+import ejkernel_core
+
+traces = []
+run = jax.jit(lambda x: traces.append(0) or ejkernel_core.call("rms_norm", x))
+x = run(jnp.ones((3, 8)))
+ejkernel_core.registry.inspect()
+run(x)
+print(len(traces))
+"""
+
+
+@pytest.mark.long
+def test_loading_all_kernels_compiles_nothing_again(tmp_path: Path) -> None:
+    assert run_python(COMPILED_ONCE, tmp_path).strip() == "1"

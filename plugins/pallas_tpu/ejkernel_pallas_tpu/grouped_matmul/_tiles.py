@@ -9,7 +9,6 @@ import attrs
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 LANES = 128
 
@@ -42,6 +41,8 @@ class Tile:
 
 def for_each_chunk(tile: Tile, start: Any, end: Any, work: Callable[[Any, Any], None]) -> None:
     """Call ``work`` with each chunk that has rows from ``start`` to ``end``, and (chunk, 1) which of its rows are."""
+    from jax.experimental import pallas as pl
+
     chunk = tile.chunk
 
     def step(i: Any, _: None) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
+
+if TYPE_CHECKING:  # importing Pallas would have JAX 0.11 and later compile all functions of the program again
+    from jax.experimental import pallas as pl
 
 #: The shape of a block. An axis with None has size 1, and the kernel does not see it.
 Block = tuple[int | None, ...]
@@ -18,9 +19,6 @@ Block = tuple[int | None, ...]
 IndexMap = Callable[..., tuple[Any, ...]]
 #: From (grid indices..., scalars...) to the coordinates of a tile.
 TileMap = Callable[..., tuple[Any, ...]]
-
-#: Older versions of JAX have the second name.
-CompilerParams: Any = getattr(pltpu, "CompilerParams", None) or getattr(pltpu, "TPUCompilerParams", None)
 
 
 @attrs.frozen(eq=False)
@@ -32,6 +30,8 @@ class Operand:
     index_map: IndexMap
 
     def spec(self, tile_map: TileMap) -> pl.BlockSpec:
+        from jax.experimental import pallas as pl
+
         return pl.BlockSpec(self.block, lambda *indices: self.index_map(*tile_map(*indices)))
 
 
@@ -45,6 +45,8 @@ class Output:
     index_map: IndexMap
 
     def spec(self, tile_map: TileMap) -> pl.BlockSpec:
+        from jax.experimental import pallas as pl
+
         return pl.BlockSpec(self.block, lambda *indices: self.index_map(*tile_map(*indices)))
 
 
@@ -71,6 +73,11 @@ class Launch:
 
     def __call__(self, scalars: Sequence[jax.Array], interpret: Any, vmem: int | None) -> list[jax.Array]:
         """The outputs. ``interpret`` is that of ``pallas_call``, ``vmem`` the bytes of vector memory it may use."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import tpu as pltpu
+
+        # Older versions of JAX have the second name.
+        compiler_params: Any = getattr(pltpu, "CompilerParams", None) or getattr(pltpu, "TPUCompilerParams", None)
         names = (*self.operands, *self.outputs, *self.scratch)
         count = len(scalars)
 
@@ -88,7 +95,7 @@ class Launch:
                 out_specs=[output.spec(self.output_tile_map or self.tile_map) for output in outputs],
                 scratch_shapes=[pltpu.VMEM(shape, jnp.dtype("float32")) for shape in self.scratch.values()],
             ),
-            compiler_params=CompilerParams(dimension_semantics=self.semantics, vmem_limit_bytes=vmem),
+            compiler_params=compiler_params(dimension_semantics=self.semantics, vmem_limit_bytes=vmem),
             interpret=interpret,
             name=self.name,
         )
@@ -97,4 +104,6 @@ class Launch:
 
 def grid_indices(axes: int) -> Sequence[Any]:
     """The grid indices of a step. Call it at the top of a kernel: an interpreter has them outside of branches only."""
+    from jax.experimental import pallas as pl
+
     return [pl.program_id(axis) for axis in range(axes)]

@@ -9,7 +9,6 @@ from typing import Any
 import attrs
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from ejkernel_pallas_tpu.launch._launch import Operand, Output
 
@@ -57,6 +56,8 @@ class Blocks:
 
     def for_each_group(self, work: Callable[[Any], None]) -> None:
         """Call ``work`` with the rows of each group of a block."""
+        from jax.experimental import pallas as pl
+
         count = self.block // self.group
         if count == 1:
             work(pl.ds(0, self.group))
@@ -69,6 +70,8 @@ class Blocks:
 
     def over_chunks(self, step: Callable[[Any, Any], Any], carry: Any = None) -> Any:
         """Fold ``step(columns, carry)`` over the chunks of a row."""
+        from jax.experimental import pallas as pl
+
         whole, rest = divmod(self.dim, self.chunk)
         if whole == 1:
             carry = step(pl.ds(0, self.chunk), carry)
@@ -181,6 +184,8 @@ def from_lanes(blocks: Blocks, row: Any, column: Any) -> None:
 
 
 def _squares(blocks: Blocks) -> list[Any]:
+    from jax.experimental import pallas as pl
+
     return [pl.ds(start, min(LANES, blocks.block)) for start in range(0, blocks.block, LANES)]
 
 
