@@ -107,6 +107,8 @@ class _CompileQueue:
     compiling: set[Variant] = attrs.field(factory=set)
     #: Whether compilation has ended. A variant that comes later is not compiled.
     is_closed: bool = False
+    #: Whether there was no time for a variant.
+    is_cut: bool = False
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     @contextlib.contextmanager
@@ -150,6 +152,9 @@ class Measurement:
     _expected: Any = None
     _has_no_reference: bool = False
     _suspects: list[Variant] = attrs.field(factory=list)
+    _compile_threads: list[threading.Thread] = attrs.field(factory=list)
+    #: By backend: the longest time that a variant of it took to compile.
+    _compile_s: dict[str, float] = attrs.field(factory=dict)
     _has_compiled: bool = False
     _trials: dict[int, Trial] = attrs.field(factory=dict)
     _trial_numbers: Iterator[int] = attrs.field(factory=itertools.count)
@@ -169,12 +174,18 @@ class Measurement:
             self._report()
             self._run_rounds()
             self._try_suspects()
+            self._wait_for_compilations()
         finally:
             with self._lock:  # no reports after the end
                 self._is_over.set()
             # The traceback of a kernel's exception, or a thread that was left behind, may keep this object.
             self.inputs, self._expected = {}, None
         return self._winner()
+
+    def _wait_for_compilations(self) -> None:
+        """Wait until the deadline for those that were left behind, which would slow down the program that goes on."""
+        for thread in self._compile_threads:
+            thread.join(max(0.0, self.deadline - time.monotonic()))
 
     def remaining_variants(self) -> list[Variant]:
         """The variants that are not excluded, without suspects that have not been tried yet."""
@@ -254,7 +265,8 @@ class Measurement:
         #: Each variant with its compiled function or exception; None when a thread ends.
         outcomes: queue.SimpleQueue[tuple[Variant | None, Any]] = queue.SimpleQueue()
         for _ in range(num_threads):
-            start_thread(functools.partial(self._compile_in_thread, pending, outcomes, until, settings))
+            work = functools.partial(self._compile_in_thread, pending, outcomes, until, settings)
+            self._compile_threads.append(start_thread(work))
         num_running = num_threads
         while num_running and (seconds_left := self._end_of_compiling(until) - time.monotonic()) > 0:
             try:
@@ -271,7 +283,7 @@ class Measurement:
             pending.is_closed = True
         for variant in pending.compiling:
             variant.reason = f"{OUT_OF_TIME}: not compiled within the budget; left behind in a thread"
-        if num_running or len(self.variants) >= MAX_VARIANTS:
+        if num_running or pending.is_cut or len(self.variants) >= MAX_VARIANTS:
             self._count_rest(pending, settings)
         for variant in (*self.remaining_variants(), *([self.reference] if self.reference else [])):
             if variant.compiled is None:
@@ -300,19 +312,31 @@ class Measurement:
         outcomes.put((None, None))
 
     def _compile_one(self, variant: Variant) -> Any:
-        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.inputs.values()]
-        return jax.jit(self._function(variant)).lower(*avals).compile()
+        avals, start = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.inputs.values()], time.monotonic()
+        compiled = jax.jit(self._function(variant)).lower(*avals).compile()
+        self._compile_s[variant.backend] = max(time.monotonic() - start, self._compile_s.get(variant.backend, 0.0))
+        return compiled
 
     def _next(self, pending: _CompileQueue, until: float) -> Variant | None:
         """The next variant to compile; None if there are no more, or no time is left."""
         with pending.lock(self._end_of_compiling(until)) as has_lock:
             while has_lock and len(self.variants) < MAX_VARIANTS:
                 if self._is_over.is_set() or time.monotonic() >= self._end_of_compiling(until):
+                    pending.is_cut = True
                     return None
                 variant = next(pending.variants, None)
-                if variant is None or self._add_to_compile(variant, pending):
+                if variant is None:
+                    return None
+                if not self._has_time_for(variant, until):
+                    pending.is_cut = True
+                    self._add_unreached(variant)
+                elif self._add_to_compile(variant, pending):
                     return variant
         return None
+
+    def _has_time_for(self, variant: Variant, until: float) -> bool:
+        """Whether it is likely to be compiled in time. If not, it would be left behind in a thread."""
+        return time.monotonic() + self._compile_s.get(variant.backend, 0.0) < self._end_of_compiling(until)
 
     def _add_to_compile(self, variant: Variant, pending: _CompileQueue) -> bool:
         with self._lock:
