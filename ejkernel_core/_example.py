@@ -35,7 +35,8 @@ class Example:
     #: Words by which a kernel declares what it refuses: "bias", "float16", "head_dim=80".
     features: frozenset[str] = frozenset()
     #: What kernels are checked for: "values" (with gradients, rows, refusals and the configuration space),
-    #: "accumulation", "sensitivity", "programs", and the names of ``ejkernel_testing.TRANSFORMS``.
+    #: "accumulation", "configurations" (all of that space are run), "sensitivity", "programs", and the names of
+    #: ``ejkernel_testing.TRANSFORMS``.
     checks: frozenset[str] = frozenset({"values"})
     #: The same call with one argument given, taken away or changed, for the check "sensitivity".
     variations: tuple[Example, ...] = ()

@@ -114,6 +114,7 @@ class KernelProofs:
         test = metafunc.function.__name__
         if test in _ARGUMENTS:
             metafunc.config.addinivalue_line("markers", "long: part of the long sweep")
+            summary_of(metafunc.config)  # a plugin, which drops tests without parameters
             metafunc.parametrize(_ARGUMENTS[test][0], self.parameters(test))
 
     @classmethod
