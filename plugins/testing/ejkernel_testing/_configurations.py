@@ -54,6 +54,8 @@ def configuration_values(
     """
     with jax.enable_x64(example.dtype == "float64"):
         spaces = [space for space in _spaces(registry, kernel, example) if space.kernel.config_type is not None]
+        for space in spaces:
+            _check_space(*space, example)
         own = [_few(space, example) if count == "few" else list(_own(space)) for space in spaces]
         further = _measured(registry, kernel) if count == "all" and spaces else {}
     refused: dict[str, list[Any]] = {space.kernel.name: [] for space in spaces}

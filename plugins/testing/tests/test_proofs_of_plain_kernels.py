@@ -246,3 +246,8 @@ def test_a_configuration_with_which_the_kernel_raises_is_named() -> None:
     with pytest.raises(ZeroDivisionError) as error:
         run_all(quick(proofs("rms_norm", space=[Config(64), Config(0)]), "test_configuration_values"))
     assert any("rms_norm.mine with Config(block=0)" in note for note in error.value.__notes__)
+
+
+def test_a_space_that_is_not_valid_is_found() -> None:
+    message = found(proofs("rms_norm", space=[Config(64), Config(128), Config(64)]), "test_configuration_values")
+    assert message == "configurations: rms_norm.mine on plain-blocks: gives Config(block=64) twice"
