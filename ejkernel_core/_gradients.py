@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from ._errors import NotDifferentiable, PluginError, UnknownOperation
-from ._jax_versions import Primitive, reshard_like
+from ._jax_versions import Primitive, reshard_like, reshard_without
 from ._kernel import LoadedKernel
 from ._lowering import apply, with_checkpoint_names
 from ._operation import Operation, gradient_signature, zero_cotangent
@@ -100,6 +100,12 @@ def _tangent_types(*avals: Any, request: Request, wrt: tuple[str, ...]) -> list[
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, request: Request, wrt: tuple[str, ...]) -> Any:
+    # JAX refuses to map over a sharded axis where an array that is not mapped is sharded over the same mesh axes.
+    mapped = [jax.typeof(o).sharding.spec[axis] for o, axis in zip(operands, axes, strict=True) if axis is not None]
+    operands = [
+        operand if axis is not None else reshard_without(operand, mapped)
+        for operand, axis in zip(operands, axes, strict=True)
+    ]
     results = jax.vmap(partial(_tangents, request=request, wrt=wrt), axes)(*operands)
     return results, [0] * len(results)
 

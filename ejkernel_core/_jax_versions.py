@@ -26,6 +26,7 @@ __all__ = [
     "mapped_mesh_axes",
     "partitioner_spec",
     "reshard_like",
+    "reshard_without",
     "short_locations",
     "unchecked_varying",
     "vary_alike",
@@ -94,7 +95,31 @@ def reshard_like(array: Any, other: Any) -> Any:
     sharding = jax.typeof(other).sharding
     if sharding.mesh.empty or jax.typeof(array).sharding == sharding:
         return array
+    if shared := mapped_mesh_axes() & _names(sharding.spec):
+        raise ValueError(
+            f"the gradient of {jax.typeof(other).str_short(True)} cannot be sharded as the array is, because a "
+            f"jax.vmap around it maps over an axis that is sharded over {', '.join(map(repr, sorted(shared)))} too: "
+            "reshard the array before, with jax.sharding.reshard"
+        )
     return jax.sharding.reshard(array, sharding)
+
+
+def reshard_without(array: Any, entries: Sequence[Any]) -> Any:
+    """The array, not sharded over the mesh axes in these entries of a ``PartitionSpec``."""
+    sharding, axes = jax.typeof(array).sharding, _names(entries)
+    if not axes & _names(sharding.spec):
+        return array
+    kept = [tuple(name for name in _names_of(entry) if name not in axes) or None for entry in sharding.spec]
+    return jax.sharding.reshard(array, sharding.update(spec=PartitionSpec(*kept)))
+
+
+def _names(entries: Sequence[Any]) -> frozenset[str]:
+    """The mesh axes in entries of a ``PartitionSpec``."""
+    return frozenset(name for entry in entries for name in _names_of(entry))
+
+
+def _names_of(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def lower_with_devices(primitive: Any) -> None:

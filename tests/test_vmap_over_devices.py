@@ -92,6 +92,25 @@ def test_an_array_that_is_not_mapped_may_be_sharded_over_the_same_devices(arrays
     assert_close(actual, np.stack(expected))
 
 
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_derivatives_beside_an_array_that_is_sharded_over_the_same_devices(
+    arrays: list[jax.Array], backend: str
+) -> None:
+    query, key, value = arrays
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    total = lambda q, k, v: loss(backend, {})(q, k, v, jnp.zeros(4))
+    slope = jax.grad(lambda q, k, v: (jax.grad(total)(q, k, v) ** 2).sum())
+    tangent = lambda q, k, v: jax.jvp(total, (q, k, v), (q, k, v))[1]
+    for function in (slope, tangent):
+        expected = [function(query[i], key[0], value[0]) for i in range(len(query))]
+        with jax.set_mesh(mesh):
+            rows = jax.device_put(query, NamedSharding(mesh, P("x")))
+            k, v = (jax.device_put(array[0], NamedSharding(mesh, P("x"))) for array in (key, value))
+            assert_close(jax.jit(jax.vmap(partial(function, k=k, v=v)))(rows), np.stack(expected))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="maps over an axis that is sharded over 'x' too: reshard"):
+        jax.vmap(lambda q: jax.grad(total, 1)(q, k, v))(rows)
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
 def test_an_array_that_is_not_mapped_may_have_no_sharding(arrays: list[jax.Array], axis_type: Any) -> None:
     """The mapped array may come second. Gradients of both arrays are compared."""

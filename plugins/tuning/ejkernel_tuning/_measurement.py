@@ -107,8 +107,6 @@ class _CompileQueue:
     compiling: set[Variant] = attrs.field(factory=set)
     #: Whether compilation has ended. A variant that comes later is not compiled.
     is_closed: bool = False
-    #: Whether there was no time for a variant.
-    is_cut: bool = False
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     @contextlib.contextmanager
@@ -283,7 +281,7 @@ class Measurement:
             pending.is_closed = True
         for variant in pending.compiling:
             variant.reason = f"{OUT_OF_TIME}: not compiled within the budget; left behind in a thread"
-        if num_running or pending.is_cut or len(self.variants) >= MAX_VARIANTS:
+        if num_running or len(self.variants) >= MAX_VARIANTS:
             self._count_rest(pending, settings)
         for variant in (*self.remaining_variants(), *([self.reference] if self.reference else [])):
             if variant.compiled is None:
@@ -322,13 +320,11 @@ class Measurement:
         with pending.lock(self._end_of_compiling(until)) as has_lock:
             while has_lock and len(self.variants) < MAX_VARIANTS:
                 if self._is_over.is_set() or time.monotonic() >= self._end_of_compiling(until):
-                    pending.is_cut = True
                     return None
                 variant = next(pending.variants, None)
                 if variant is None:
                     return None
                 if not self._has_time_for(variant, until):
-                    pending.is_cut = True
                     self._add_unreached(variant)
                 elif self._add_to_compile(variant, pending):
                     return variant
