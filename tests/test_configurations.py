@@ -326,7 +326,7 @@ def test_an_invalid_space_is_reported_and_keeps_its_valid_configurations(registr
     plan = registry.explain("double", X).plan
     assert plan is not None
     reasons = {verdict.name: (verdict.status, verdict.reason) for verdict in plan.verdicts}
-    assert reasons == {"double.good": ("able", ""), "double.bad": ("chosen", message)}
+    assert reasons == {"double.good": ("able", "with a lower rank"), "double.bad": ("chosen", message)}
     faults: list[str] = []
     bad = registry.kernel("double", "bad")
     assert list(bad.configurations(plan.invocation, faults.append)) == valid

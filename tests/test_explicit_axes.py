@@ -146,7 +146,6 @@ def expected() -> Callable[[str, str], Any]:
     return values
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize(("program", "mapped", "spec"), CASES)
 @pytest.mark.parametrize("has_axes", [True, False])
 @pytest.mark.parametrize("backend", [None, "reference"])

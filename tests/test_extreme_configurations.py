@@ -89,7 +89,6 @@ def results(op: str, call: dict[str, Any], **options: Any) -> list[Any]:
     return [np.asarray(array, np.float64) for array in found]
 
 
-@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_configuration_with_an_extreme_value_is_refused_or_right(name: str) -> None:
     found = accepted(name)

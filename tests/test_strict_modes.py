@@ -83,7 +83,6 @@ def under(mode: dict[str, Any], function: Callable[[], Any]) -> Any:
             jax.config.update(name, value)
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", OPS)
 def test_an_operation_has_the_same_results_in_a_strict_mode(op: str, mode: str) -> None:

@@ -13,7 +13,7 @@ import attrs
 import jax.numpy as jnp
 import pytest
 
-from ejkernel_cache import CacheWarning, PackagedRecords, PersistentCache
+from ejkernel_cache import CacheWarning, PackagedRecords, PersistentCache, _documents
 from ejkernel_core import Key, Record, RecordError, hookimpl, record_to_json
 from ejkernel_core._loading import config_types
 
@@ -60,7 +60,8 @@ def test_the_getattr_of_a_module_is_not_called(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["subprocess.Popen", "json", "builtins.int", "os.path.join", "a", ".", ""])
-def test_only_the_type_of_a_configuration_is_instantiated(folder, name):
+def test_only_the_type_of_a_configuration_is_instantiated(folder, name, monkeypatch):
+    monkeypatch.setattr(_documents, "config_types", {})  # other tests may have loaded a kernel whose Config is int
     cache = PersistentCache(folder)
     cache.put(key(), Block(1))
     file = cache.file(key())

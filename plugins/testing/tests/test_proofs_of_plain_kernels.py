@@ -183,7 +183,6 @@ def twice_for_the_last_alone(gradients: Callable[[Names], Gradients], wrt: Names
     return doubled(gradients(wrt)) if wrt == every[-1:] else gradients(wrt)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("fault", [twice_unless_all, ignoring_wrt, twice_for_the_last_alone])
 @pytest.mark.parametrize("op", OF_SEVERAL)
 def test_gradients_that_are_wrong_for_some_arrays_are_found(op: str, fault: Backward) -> None:
@@ -198,7 +197,6 @@ def test_gradients_that_are_wrong_for_some_arrays_are_found(op: str, fault: Back
 # -- gradients that are wrong under one transformation -----------------------------------------------------------------
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("op", REFUSED)
 def test_gradients_that_are_wrong_under_jit_alone_are_found(op: str) -> None:
     proofs_of_fault = proofs(op, registry=WrongWhere("DynamicJaxprTracer"))
@@ -206,7 +204,6 @@ def test_gradients_that_are_wrong_under_jit_alone_are_found(op: str) -> None:
     run_all(quick(proofs_of_fault, "test_programs", "eager"))
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("op", REFUSED)
 def test_gradients_that_are_wrong_under_vmap_alone_are_found(op: str) -> None:
     proofs_of_fault = proofs(op, registry=WrongWhere("BatchTracer"))
@@ -218,7 +215,6 @@ def test_gradients_that_are_wrong_under_vmap_alone_are_found(op: str) -> None:
 # -- configurations ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("op", REFUSED)
 @pytest.mark.parametrize("fault", ["wrong_block", "wrong_backward_block"])
 def test_a_wrong_configuration_is_found(op: str, fault: str) -> None:
@@ -228,7 +224,6 @@ def test_a_wrong_configuration_is_found(op: str, fault: str) -> None:
     assert f"{name}.mine with Config(block=512)" in message
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("op", REFUSED)
 def test_a_right_kernel_passes(op: str) -> None:
     right_proofs = proofs(op)
