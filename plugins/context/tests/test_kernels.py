@@ -3,4 +3,4 @@ from __future__ import annotations
 from ejkernel_testing import kernel_proofs
 
 #: On one device all kernels do the same; the tests beside this one prove them on several.
-globals().update(kernel_proofs("ejkernel-context", quick=0.1))
+globals().update(kernel_proofs("ejkernel-context"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import distribution
@@ -85,10 +83,8 @@ class KernelProofs:
     #: The pairs of sets of differentiated arrays that the long sweep tries under each transformation of "programs": a
     #: "share", so that each pair is tried under at least one transformation, or "all".
     pairs: str = "share"
-    #: The share of each quick test that stays quick, drawn by the names of the kernel and the examples: other kernels
-    #: draw others. The rest is moved to the long sweep.
-    quick: float = 1.0
-    #: The names of examples whose tests are quick whatever is drawn, because each holds a fault that a kernel has had.
+    #: The names of examples that have found a fault. Their tests have the marker ``always``, by which a run of a part
+    #: of the tests can keep them.
     always: Collection[str] = frozenset()
     #: Whether the examples named "grid..." are used: a reference, which they are compared with, needs none.
     grid: bool = True
@@ -114,6 +110,7 @@ class KernelProofs:
         test = metafunc.function.__name__
         if test in _ARGUMENTS:
             metafunc.config.addinivalue_line("markers", "long: part of the long sweep")
+            metafunc.config.addinivalue_line("markers", "always: has found a fault")
             summary_of(metafunc.config)  # a plugin, which drops tests without parameters
             metafunc.parametrize(_ARGUMENTS[test][0], self.parameters(test))
 
@@ -124,7 +121,7 @@ class KernelProofs:
         if test == "test_programs":
             groups = () if cls.kernel.endswith(f".{REFERENCE}") else ("one", cls.pairs)
             rows = [row for row in rows if row[-1] in groups]
-        return list(_parameter_sets(rows, f"{cls.kernel} {test}", cls.quick, cls.always))
+        return list(_parameter_sets(rows, cls.always))
 
     @classmethod
     @functools.cache  # pytest collects every test of a class from them
@@ -260,20 +257,14 @@ def _examples_with_checks(examples: Callable[[], Iterable[Example]]) -> Examples
     return tuple(example for example in examples() if example.checks)
 
 
-def _parameter_sets(
-    rows: Sequence[tuple[Any, ...]], test: str, quick_share: float, always: Collection[str]
-) -> Iterator[Any]:
-    """The rows as parameters of a test. Those of the long sweep are marked: long examples, further pairs of sets, and
-    what is left of the quick rows when a share of them has been drawn by the name of the test.
-    """
+def _parameter_sets(rows: Sequence[tuple[Any, ...]], always: Collection[str]) -> Iterator[Any]:
+    """The rows as parameters of a test. Long examples and further pairs of sets have the marker of the long sweep."""
     import pytest
 
-    names = ["-".join(getattr(part, "name", part) for part in row) for row in rows]
-    quick = [i for i, row in enumerate(rows) if not (row[0].long or row[-1] in PAIRS[1:])]
-    quick.sort(key=lambda i: hashlib.sha256(f"{test} {names[i]}".encode()).digest())
-    drawn = {*quick[: math.ceil(quick_share * len(quick))], *(i for i in quick if rows[i][0].name in always)}
-    for i, row in enumerate(rows):
-        yield pytest.param(*row, id=names[i], marks=[] if i in drawn else [pytest.mark.long])
+    for row in rows:
+        is_long = row[0].long or row[-1] in PAIRS[1:]
+        marks = [*([pytest.mark.long] if is_long else []), *([pytest.mark.always] if row[0].name in always else [])]
+        yield pytest.param(*row, id="-".join(getattr(part, "name", part) for part in row), marks=marks)
 
 
 def _skip(reason: str) -> None:

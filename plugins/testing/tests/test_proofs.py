@@ -336,7 +336,6 @@ class TestRightKernel(testing.KernelProofs):
 
     kernel = "flash_attention.right"
     registry = REGISTRY
-    quick = 0.25
 
     def examples(self) -> Sequence[Example]:
         return [

@@ -19,11 +19,7 @@ CLASSES = kernel_proofs(
     registry=interpreted_registry,
     refuses=frozenset({"float64"}),
     roundings=1.5,
-    quick=0.04,
     always={"no-keys-and-all-there-is-beside-them", "packed-without-keys"},  # their sinks have weights of 1
     elsewhere={"gluon_sm90"},  # in test_gluon.py, and on a card in test_kernels_gpu.py
 )
-for proofs in CLASSES.values():
-    if proofs.kernel.startswith("layer_norm"):
-        proofs.quick = 0.0  # it has the device code of rms_norm; what differs is in test_norms.py
 globals().update(CLASSES)
