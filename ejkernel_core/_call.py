@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _environment, _gradients, _scopes
+from . import _gradients, _scopes
 from ._choice import explained
 from ._devices import Target, explicit_mesh, target_of
 from ._display import brief
@@ -29,7 +29,6 @@ from ._operation import NUMBERS, Operation, Restore
 from ._plan import Explanation, Plan
 from ._plugins import Plugins
 from ._request import CallContext, Dependencies, Request, make_request, requests_in, standard_promotion
-from ._validation import check_values, clearer_error, not_static, on_other_mesh, unhashable
 
 if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
     from ._partitioning import Division
@@ -78,10 +77,13 @@ class Registry(Plugins):
             function = form.functions.get(key)
         except Exception as fault:  # of any type: the class of an option may be a user's own
             static = dict(zip((*form.option_names, "backend", "cfg"), (*options, backend, cfg), strict=True))
+            from ._validation import unhashable
+
             raise unhashable(op, static) from fault
-        values = (*options, backend)
-        if function is None and (plain_values := plain(values)) is not values:
-            return self._call_plain(op, form, arrays, plain_values, cfg, validate)
+        if function is None:
+            values = (*options, backend)
+            if (plain_values := plain(values)) is not values:
+                return self._call_plain(op, form, arrays, plain_values, cfg, validate)
         if validate is not False:
             _check_values(self, form, arrays, options, validate)
         if function is not None:
@@ -146,6 +148,8 @@ class Registry(Plugins):
         >>> explanation.op, explanation.backward.op
         ('flash_attention', 'flash_attention_bwd')
         """
+        from . import _environment
+
         call = abstract_call(self, op, args, kwargs, backend, cfg)
         explanation = _explain(call.request, call.avals, call.target)
         explanation = attrs.evolve(explanation, division=call.division, remarks=_environment.remarks())
@@ -238,6 +242,8 @@ def _jit(form: Form, options: Sequence[Any], context: CallContext) -> Callable[.
     """The jitted function of the form's arrays, for these options."""
     for name, value in zip(form.option_names, options, strict=True):
         if isinstance(value, (jax.Array, np.ndarray)):
+            from ._validation import not_static
+
             raise not_static(form.operation.name, name, value)
     _check_backend(context.registry, form.operation.name, context.backend)
     form = attrs.evolve(form, functions={})  # so that the function does not contain itself, and is freed at once
@@ -273,6 +279,8 @@ def _run(form: Form, run: Callable[..., Any], dependencies: Dependencies, arrays
             raise
         raise fault from error  # what was raised while the compiler partitioned the call
     except (TypeError, ValueError, OverflowError) as error:
+        from ._validation import clearer_error  # imported where something is wrong
+
         clearer = clearer_error(form.operation, dict(zip(form.array_names, arrays, strict=True)), error)
         if clearer is None:
             raise
@@ -311,6 +319,8 @@ def _check_values(registry: Registry, form: Form, arrays: Sequence[Any], options
     def trace(*arrays: Any) -> list[Any]:
         with standard_promotion():
             return _prepare(form, arrays, options, CallContext(registry.core))[1]
+
+    from ._validation import check_values
 
     shapes = functools.partial(jax.eval_shape, trace)
     check_shapes = functools.partial(_run, form, shapes, Dependencies(), arrays)
@@ -370,6 +380,7 @@ def abstract_call(
 ) -> AbstractCall:
     """A call, described without running it; with ``has_values``, its prepared arrays are included."""
     from ._sharding import as_explicit, is_explicit
+    from ._validation import on_other_mesh
 
     form, arrays, options, context = _parse_abstract(registry, name, args, kwargs, backend, cfg)
     context = attrs.evolve(context, scope=attrs.evolve(context.scope, may_measure=False))

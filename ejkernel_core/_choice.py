@@ -18,7 +18,6 @@ from ._errors import NEVER_CAUGHT, NoConfig, NoKernel, PluginError, Unsupported,
 from ._kernel import Candidate, Invocation, LoadedKernel, why_mutable, with_versions
 from ._plan import EXPLICIT, HEURISTIC, Choice, Plan, Verdict
 from ._policies import Policies, ask_policies, is_incomplete, kernel_of, remember, tuner_name
-from ._processes import settled_choice
 from ._scopes import Scope
 
 #: How many configurations of a space an explanation checks. Faults mostly show in the first ones, and a space may be
@@ -53,6 +52,8 @@ def choose(
         return select(inv, candidates, judge, policies, scope)
 
     if cfg is None and inv.has_several_processes:
+        from ._processes import settled_choice  # imported here, because most programs have one process
+
         choice, policy_verdicts = settled_choice(inv, candidates, verdicts, backend, policies, scope, select_for)
     else:
         choice, policy_verdicts = select_for(inv)

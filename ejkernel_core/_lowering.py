@@ -30,7 +30,6 @@ from ._jax_versions import avals_like, is_partitioned, lowering_processes, unche
 from ._labels import call_label
 from ._plan import Plan
 from ._request import CALLS, Request, bind, standard_promotion
-from ._vmap import batch, run_mapped
 
 
 def apply(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -139,7 +138,7 @@ def _run_eagerly(*arrays: Any, request: Request) -> tuple[Any, ...]:  # only und
     if on_shards is not None:
         return tuple(on_shards(*arrays))
     if request.mapped:
-        return run_mapped(request, arrays)
+        return _mapped(request, arrays)
     plan = request.plan(arrays, target_of(arrays))
     return execute(request, plan, arrays, request.outputs(arrays))
 
@@ -182,7 +181,19 @@ def _kernel(request: Request, avals: Sequence[Any], call_target: Target, declare
 
 def _run_mapped(request: Request, *arrays: Any) -> tuple[Any, ...]:
     with request.settings.in_effect():
-        return run_mapped(request, arrays)
+        return _mapped(request, arrays)
+
+
+def _mapped(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    from ._vmap import run_mapped  # imported here, because most programs map no call
+
+    return run_mapped(request, arrays)
+
+
+def _batch(arrays: Sequence[Any], axes: Sequence[int | None], *, request: Request) -> Any:
+    from ._vmap import batch
+
+    return batch(arrays, axes, request=request)
 
 
 # -- sharded arrays outside of shard_map -------------------------------------------------------------------------------
@@ -232,7 +243,7 @@ for _primitive in CALLS:
     _primitive.multiple_results = True
     _primitive.def_impl(_run_eagerly)
     _primitive.def_abstract_eval(_abstract_eval)
-    batching.primitive_batchers[_primitive] = batch
+    batching.primitive_batchers[_primitive] = _batch
     # A function that is lowered for several platforms gets a plan for each. Any other platform has the last rule.
     for _platform in ("cpu", "cuda", "rocm", "tpu"):
         mlir.register_lowering(_primitive, partial(_lower, platform=_platform), platform=_platform)
