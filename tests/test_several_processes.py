@@ -39,6 +39,7 @@ from ejkernel_core import (
 )
 from ejkernel_core._devices import processes_of
 from ejkernel_core._jax_versions import lowering_processes
+from ejkernel_core._plugins import Plugins
 from ejkernel_core._scopes import current
 
 X = jnp.arange(1.0, 6.0)
@@ -67,9 +68,9 @@ def kernel(refusal: str | None = None) -> SimpleNamespace:
     return SimpleNamespace(Config=Config, heuristic_cfg=heuristic_cfg, run_backend=run_backend)
 
 
-def make_registry(refusal: str | None = None, kind: type[Registry] = Registry) -> Registry:
+def make_registry(refusal: str | None = None) -> Registry:
     """The operation ``scale`` with the kernel ``scale.one``, whose heuristic is the factor 2."""
-    registry = kind(plugins="")
+    registry = Registry(plugins="")
     registry.register(Operation(name="scale", signature=scale, outputs=lambda a: (a["x"],)))
     registry.register(kernel(refusal), "scale.one")
     return registry
@@ -367,19 +368,18 @@ def test_records_of_a_package_are_the_same_everywhere_and_those_of_a_folder_are_
 # -- which processes --------------------------------------------------------------------------------------------------
 
 
-class Listening(Registry):
-    """A registry with the processes of the invocations that it has chosen for."""
-
-    def choose(self, inv: Invocation, *arguments: Any) -> Plan:
-        vars(self).setdefault("processes", []).append(inv.processes)
-        return super().choose(inv, *arguments)
-
-
-def test_the_processes_are_those_of_the_devices_that_the_program_is_for() -> None:
+def test_the_processes_are_those_of_the_devices_that_the_program_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = jax.make_mesh((5,), ("i",), devices=jax.devices()[:5])
     sharded = jax.device_put(X, NamedSharding(mesh, P("i")))
 
-    registry = make_registry(kind=Listening)
+    registry, choose = make_registry(), Plugins.choose
+    processes: list[Any] = []
+
+    def noting(self: Plugins, inv: Invocation, *arguments: Any) -> Plan:
+        processes.append(inv.processes)
+        return choose(self, inv, *arguments)
+
+    monkeypatch.setattr(Plugins, "choose", noting)
 
     def call(x: Any) -> Any:
         return registry.call("scale", x)
@@ -387,7 +387,7 @@ def test_the_processes_are_those_of_the_devices_that_the_program_is_for() -> Non
     part = jax.shard_map(call, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
     for function, x in ((call, X), (jax.jit(call), sharded), (jax.jit(part), sharded)):
         np.testing.assert_array_equal(function(x), 2 * X)
-    assert vars(registry)["processes"] == [(0,), (0,), (0,)]
+    assert processes == [(0,), (0,), (0,)]
 
 
 def context(**fields: Any) -> Any:
