@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterable, Mapping, Set
 from datetime import UTC, datetime
 from typing import Any, get_origin
@@ -386,7 +387,7 @@ def _dump(data: Any) -> str:
 
 def _parse(text: str) -> dict[str, Any]:
     try:
-        data = json.loads(text, parse_constant=_no_number)
+        data = json.loads(text, parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError) as fault:
         raise RecordError(f"no JSON: {fault}", damaged=True) from fault
     if not isinstance(data, dict):
@@ -396,6 +397,13 @@ def _parse(text: str) -> dict[str, Any]:
 
 def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is no number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is too large for a number")
+    return number
 
 
 def _check_schema(data: Mapping[str, Any]) -> None:

@@ -315,6 +315,7 @@ def test_a_document_without_fields_is_refused() -> None:
         (to_json(Tile()).replace("16", "NaN"), "no JSON: NaN is no number"),
         (to_json(Tile()).replace("16", "-Infinity"), "no JSON: -Infinity is no number"),
         (to_json(Tile()).replace("16", "9" * 5000), "no JSON"),
+        (to_json(Tile()).replace("16", "1e999"), "no JSON: 1e999 is too large for a number"),
     ],
 )
 def test_invalid_json_is_damaged(text: str, message: str) -> None:
