@@ -95,9 +95,16 @@ class Scale:
         self.use(Config())
         self.registry.register(policy, "cache")
 
-    def use(self, heuristic: Any, config_space: Callable[[Any], Any] | None = None, backend: str = "two") -> None:
-        """Register a kernel with this heuristic, its type as Config, and this ``config_space``."""
+    def use(
+        self,
+        heuristic: Any,
+        config_space: Callable[[Any], Any] | None = None,
+        backend: str = "two",
+        **hooks: Any,
+    ) -> None:
+        """Register a kernel with this heuristic, its type as Config, this ``config_space``, and other hooks."""
         kernel = _kernel(heuristic)
+        vars(kernel).update(hooks)
         if config_space is not None:
             kernel.config_space = hookimpl(config_space)
         self.registry.register(kernel, f"scale.{backend}")
