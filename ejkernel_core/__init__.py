@@ -6,125 +6,122 @@ device at hand. See ``docs/index.md``.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._axes import Axes
-from ._cache import ConfigCache
-from ._call import Registry
-from ._discovery import CORE, version_of
-from ._errors import (
-    EjkernelError,
-    NoConfig,
-    NoKernel,
-    NotDifferentiable,
-    PluginError,
-    RecordError,
-    UnknownBackend,
-    UnknownOperation,
-    Unsupported,
-    UntrustedFolder,
-)
-from ._example import Example
-from ._hooks import hookimpl
-from ._kernel import Candidate, Invocation, matching_record
-from ._keys import Key, stable_json
-from ._loading import config_types
-from ._operation import Cost, Operation, gradient_signature
-from ._plan import Choice, Explanation, Plan, Verdict
-from ._policies import recall
-from ._records import (
-    Provenance,
-    Record,
-    as_record,
-    from_json,
-    record_from_json,
-    record_to_json,
-    successor,
-    to_json,
-)
-from ._scopes import AutotunePolicy, Scope, overlay_cache, policy_override
+# Now, because it adds to JAX's keys: what was compiled before would be compiled again.
+from ._scopes import AutotunePolicy as AutotunePolicy
+from ._scopes import Scope as Scope
+from ._scopes import overlay_cache as overlay_cache
+from ._scopes import policy_override as policy_override
 
+# What type checkers and editors see. At run time each name is imported when it is first used.
 if TYPE_CHECKING:
-    from ._partitioning import Partitioning
+    from ._axes import Axes as Axes
+    from ._cache import ConfigCache as ConfigCache
+    from ._call import Registry as Registry
+    from ._default import call as call
+    from ._default import config_type as config_type
+    from ._default import explain as explain
+    from ._default import invocation as invocation
+    from ._default import plan as plan
+    from ._default import registry as registry
+    from ._errors import EjkernelError as EjkernelError
+    from ._errors import NoConfig as NoConfig
+    from ._errors import NoKernel as NoKernel
+    from ._errors import NotDifferentiable as NotDifferentiable
+    from ._errors import PluginError as PluginError
+    from ._errors import RecordError as RecordError
+    from ._errors import UnknownBackend as UnknownBackend
+    from ._errors import UnknownOperation as UnknownOperation
+    from ._errors import Unsupported as Unsupported
+    from ._errors import UntrustedFolder as UntrustedFolder
+    from ._example import Example as Example
+    from ._hooks import hookimpl as hookimpl
+    from ._kernel import Candidate as Candidate
+    from ._kernel import Invocation as Invocation
+    from ._kernel import matching_record as matching_record
+    from ._keys import Key as Key
+    from ._keys import stable_json as stable_json
+    from ._operation import Cost as Cost
+    from ._operation import Operation as Operation
+    from ._operation import gradient_signature as gradient_signature
+    from ._partitioning import Partitioning as Partitioning
+    from ._plan import Choice as Choice
+    from ._plan import Explanation as Explanation
+    from ._plan import Plan as Plan
+    from ._plan import Verdict as Verdict
+    from ._policies import recall as recall
+    from ._records import Provenance as Provenance
+    from ._records import Record as Record
+    from ._records import as_record as as_record
+    from ._records import from_json as from_json
+    from ._records import record_from_json as record_from_json
+    from ._records import record_to_json as record_to_json
+    from ._records import successor as successor
+    from ._records import to_json as to_json
 
-__all__ = [
-    "AutotunePolicy",
-    "Axes",
-    "Candidate",
-    "Choice",
-    "ConfigCache",
-    "Cost",
-    "EjkernelError",
-    "Example",
-    "Explanation",
-    "Invocation",
-    "Key",
-    "NoConfig",
-    "NoKernel",
-    "NotDifferentiable",
-    "Operation",
-    "Partitioning",
-    "Plan",
-    "PluginError",
-    "Provenance",
-    "Record",
-    "RecordError",
-    "Registry",
-    "Scope",
-    "UnknownBackend",
-    "UnknownOperation",
-    "Unsupported",
-    "UntrustedFolder",
-    "Verdict",
-    "as_record",
-    "call",
-    "config_type",
-    "explain",
-    "from_json",
-    "gradient_signature",
-    "hookimpl",
-    "invocation",
-    "matching_record",
-    "overlay_cache",
-    "plan",
-    "policy_override",
-    "recall",
-    "record_from_json",
-    "record_to_json",
-    "registry",
-    "stable_json",
-    "successor",
-    "to_json",
-]
+#: The modules of the other public names.
+_MODULES = {
+    "Axes": "_axes",
+    "Candidate": "_kernel",
+    "Choice": "_plan",
+    "ConfigCache": "_cache",
+    "Cost": "_operation",
+    "EjkernelError": "_errors",
+    "Example": "_example",
+    "Explanation": "_plan",
+    "Invocation": "_kernel",
+    "Key": "_keys",
+    "NoConfig": "_errors",
+    "NoKernel": "_errors",
+    "NotDifferentiable": "_errors",
+    "Operation": "_operation",
+    "Partitioning": "_partitioning",
+    "Plan": "_plan",
+    "PluginError": "_errors",
+    "Provenance": "_records",
+    "Record": "_records",
+    "RecordError": "_errors",
+    "Registry": "_call",
+    "UnknownBackend": "_errors",
+    "UnknownOperation": "_errors",
+    "Unsupported": "_errors",
+    "UntrustedFolder": "_errors",
+    "Verdict": "_plan",
+    "as_record": "_records",
+    "call": "_default",
+    "config_type": "_default",
+    "explain": "_default",
+    "from_json": "_records",
+    "gradient_signature": "_operation",
+    "hookimpl": "_hooks",
+    "invocation": "_default",
+    "matching_record": "_kernel",
+    "plan": "_default",
+    "recall": "_policies",
+    "record_from_json": "_records",
+    "record_to_json": "_records",
+    "registry": "_default",
+    "stable_json": "_keys",
+    "successor": "_records",
+    "to_json": "_records",
+}
 
-#: The registry that the functions below use. It has the installed plugins that EJKERNEL_PLUGINS selects.
-registry = Registry()
-
-
-call = registry.call
-invocation = registry.invocation
-plan = registry.plan
-explain = registry.explain
-
-
-def config_type(kernel: str) -> type | None:
-    """The type of a kernel's configurations; None unless it is installed or was registered in this process.
-
-    >>> config_type("flash_attention.xla").__name__, config_type("nobodys.kernel")
-    ('Config', None)
-    """
-    op, _, backend = kernel.rpartition(".")
-    kind = config_types.get(kernel)
-    if kind is None and backend and backend in registry.backends(op):
-        return registry.kernel(op, backend).config_type
-    return kind
+__all__ = sorted([*_MODULES, "AutotunePolicy", "Scope", "overlay_cache", "policy_override"])
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return version_of(CORE)
-    if name == "Partitioning":  # imported when it is used, which most programs do not
-        from ._partitioning import Partitioning
+        from ._discovery import CORE, version_of
 
-        return Partitioning
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return version_of(CORE)
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = value  # so that the next use does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

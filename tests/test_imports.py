@@ -42,6 +42,7 @@ def state():
 import jax
 before = state()
 import ejkernel_core
+ejkernel_core.call, ejkernel_core.Partitioning  # loads nearly all of it
 after = state()
 print(json.dumps({"modules": sorted(sys.modules), "before": before, "after": after}))
 """
@@ -116,6 +117,27 @@ def test_the_core_names_no_plugin_in_an_import():
     }
 
 
+def test_importing_the_core_loads_few_of_its_modules(tmp_path):
+    program = "import sys, ejkernel_core\nprint(*(name for name in sys.modules if name.startswith('ejkernel_core.')))"
+    modules = run_python(program, tmp_path).split()
+    assert "ejkernel_core._scopes" in modules  # later, it would make JAX compile everything again
+    assert {"ejkernel_core._call", "ejkernel_core._hooks", "ejkernel_core._policies"} & {*modules} == set()
+
+
+def test_types_are_known_of_every_public_name():
+    """Those names are imported for type checkers, and when they are used."""
+    tree = ast.parse(Path(ejkernel_core.__file__).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+    names = {alias.name: node.module for node in imports for alias in node.names if alias.name == alias.asname}
+    assert sorted(names) == ejkernel_core.__all__
+    for name, module in names.items():
+        value = getattr(importlib.import_module(f"ejkernel_core.{module}"), name)
+        assert getattr(ejkernel_core, name) == value, name
+    with pytest.raises(AttributeError, match="module 'ejkernel_core' has no attribute 'flash'"):
+        _ = ejkernel_core.flash
+    assert {*ejkernel_core.__all__} <= {*dir(ejkernel_core)}
+
+
 def test_there_are_installed_plugins():
     assert {"ejkernel_ops", "ejkernel_xla"} <= plugin_packages()
 
@@ -145,7 +167,7 @@ def test_no_file_is_written(import_effects):
 
 def test_no_jax_backend_is_initialized(tmp_path):
     """After importing the core, one can still set flags of JAX, or fork."""
-    program = "import ejkernel_core\nfrom jax._src import xla_bridge\nprint(xla_bridge.backends_are_initialized())"
+    program = "import ejkernel_core\nejkernel_core.call\nfrom jax._src import xla_bridge\nprint(xla_bridge.backends_are_initialized())"
     assert run_python(program, tmp_path).strip() == "False"
 
 

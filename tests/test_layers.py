@@ -17,6 +17,7 @@ PACKAGE = Path(ejkernel_core.__file__).parent
 #: From the top down, as in docs/design.md. Modules of one line do not import one another.
 LAYERS = """
     __init__
+    _default
     _call
     _gradients
     _lowering
