@@ -7,6 +7,7 @@ beside the tests, for the budget of `make test`.
 
     long_sweeps.py                   runs the sweeps that are not recorded, and records those that pass
     long_sweeps.py --all             runs all of them, and records anew
+    long_sweeps.py plugins/xla/tests the same of these packages
     long_sweeps.py --tenth COMMIT    records nothing; and of each recorded sweep runs a tenth of the tests, drawn by the
                                      commit's hash, so that a file that is wrong is found
 """
@@ -21,13 +22,11 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = Path("tests") / "long-sweeps.json"
@@ -172,69 +171,47 @@ def record(root: Path, name: str, passed: Mapping[str, str]) -> None:
 # -- the run ---------------------------------------------------------------------------------------------------------
 
 
-def run(root: Path, whole: Collection[Package], tenth: Collection[Package], seed: str) -> tuple[bool, set[str]]:
-    """Whether all passed, and the tests that did: of the packages to be run whole, and of those to be run in part.
-
-    Without a seed, costs are recorded.
-    """
-    groups = [
-        {one for one in (*whole, *tenth) if (one.folder in OPTIMIZED) is optimized} for optimized in (False, True)
-    ]
-    passed, all_passed = set[str](), True
-    for group in filter(None, groups):
-        in_part = [f"--share-of={one.tests}" for one in group if one in tenth]
-        options = [*(["--share=0.1", f"--seed={seed}", *sorted(in_part)] if in_part else [])]
-        options += [] if seed else ["--record-costs"]
-        quick = not any(one.folder in OPTIMIZED for one in group)
-        failed = pytest(root, sorted(one.tests for one in group), options, quick)
-        passed |= {one.tests for one in group} - failed
-        all_passed = all_passed and not failed
-    return all_passed, passed
+def run(root: Path, sweeps: Collection[Package], options: Sequence[str] = ()) -> bool:
+    """Run all tests of these packages, or as many as the options of pytest say. Whether they passed."""
+    passed = True
+    for is_optimized in (False, True):
+        tests = sorted(one.tests for one in sweeps if (one.folder in OPTIMIZED) is is_optimized)
+        passed = (not tests or pytest(root, tests, options, is_optimized)) and passed
+    return passed
 
 
-def pytest(root: Path, tests: list[str], options: list[str], quick: bool) -> set[str]:
-    """Run all tests. Returns those of the folders that have failed: all, unless it is certain which."""
+def pytest(root: Path, tests: Sequence[str], options: Sequence[str], is_optimized: bool) -> bool:
     # Programs that an earlier run has compiled would make costs too low.
     cold = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    settings = {**os.environ, **cold, "EJKERNEL_TESTS": "quick" if quick else ""}
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", *WORKERS, f"--junitxml={report}"]
-        code = subprocess.run([*command, *options, *tests], cwd=root, env=settings, check=False).returncode
-        if code in (0, NO_TESTS):
-            return set()
-        return _failed(report, tests) if code == 1 and report.exists() else set(tests)
-
-
-def _failed(report: Path, tests: list[str]) -> set[str]:
-    cases = [
-        case
-        for case in ElementTree.parse(report).iter("testcase")
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
-    starts = {f"{one.replace('/', '.')}.": one for one in tests}
-    failed = {one for case in cases for start, one in starts.items() if case.get("classname", "").startswith(start)}
-    return failed or set(tests)
+    settings = {**os.environ, **cold, "EJKERNEL_TESTS": "" if is_optimized else "quick"}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", *WORKERS, *options, *tests]
+    return subprocess.run(command, cwd=root, env=settings, check=False).returncode in (0, NO_TESTS)
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description="the long sweeps, where something has changed")
     parser.add_argument("--all", action="store_true", help="run those that are recorded, too")
     parser.add_argument("--tenth", metavar="COMMIT", help="of those that are recorded, run a tenth; record nothing")
+    parser.add_argument("folders", nargs="*", help="tests of packages, such as plugins/xla/tests; by default all")
     chosen = parser.parse_args(arguments)
     every, installed = packages(root), versions()
     name = environment(installed)
     # A folder that is not there is, to pytest with workers, one without tests.
-    sweeps = [one for one in every if (root / one.tests).is_dir()]
+    sweeps = [one for one in every if (root / one.tests).is_dir() and one.tests in (chosen.folders or (one.tests,))]
     hashes = {one.tests: content(one, every, installed) for one in sweeps}
     known = recorded(root).get(name, {})
     changed = [one for one in sweeps if chosen.all or known.get(one.tests) != hashes[one.tests]]
     same = [one for one in sweeps if one not in changed]
     print(f"{name}: {', '.join(one.tests for one in changed) or 'nothing'} to run; recorded: {len(same)}", flush=True)
-    all_passed, passed = run(root, changed, same if chosen.tenth else [], chosen.tenth or "")
-    if not chosen.tenth:
-        # What has changed meanwhile was not tested as it is now.
-        record(root, name, {one: hashes[one] for one in passed if hashes[one] == _now(root, one, installed)})
+    if chosen.tenth:
+        in_part = ["--share=0.1", f"--seed={chosen.tenth}", *(f"--share-of={one.tests}" for one in same)]
+        return 0 if run(root, sweeps, in_part if same else []) else 1
+    all_passed = True
+    for one in changed:  # each recorded at once, so that a run that is interrupted loses one
+        passed = run(root, [one], ["--record-costs"])
+        if passed and hashes[one.tests] == _now(root, one.tests, installed):  # else it was not tested as it is now
+            record(root, name, {one.tests: hashes[one.tests]})
+        all_passed = all_passed and passed
     return 0 if all_passed else 1
 
 
