@@ -106,7 +106,11 @@ def test_attention(launches: list[Any], name: str) -> None:
 
 # -- normalizations --------------------------------------------------------------------------------------------------
 
-ROWS = (2**15 + 8, 2**16)
+ROWS = (2**16 + 8, 2**15)
+#: As long as a program of the backward can hold.
+SHORT_ROWS = (2**17 + 8, 2**14)
+#: Of a row that ends with ones, and is 0 before.
+RSTD = (ROWS[1] / ONES) ** 0.5
 Forward, Backward = rms_norm.Config, rms_norm_bwd.Config
 
 
@@ -115,7 +119,7 @@ def test_normalization(launches: list[Any], cfg: Any) -> None:
     lower("rms_norm", {"x": ROWS, "residual": ROWS}, {}, cfg=cfg)
     ((launch, inputs),) = launches
     out, total, _, rstd = last_elements(launch, inputs, [0])
-    assert (out, total, rstd) == pytest.approx((16, 1, 16), rel=1e-3)
+    assert (out, total, rstd) == pytest.approx((RSTD, 1, RSTD), rel=4e-3)
 
 
 @pytest.mark.parametrize("cfg", [Forward(1, 16), Forward(1, 4, 0, 4096)])
@@ -123,14 +127,14 @@ def test_quantized_normalization(launches: list[Any], cfg: Any) -> None:
     lower("rms_norm_quantized", {"x": ROWS}, {}, quantize="int8_row", cfg=cfg)
     ((launch, inputs),) = launches
     value, scale, _ = last_elements(launch, inputs, [0])
-    assert (value, scale) == pytest.approx((127, 16 / 127), rel=1e-3)
+    assert (value, scale) == pytest.approx((127, RSTD / 127), rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("shape", "wrt", "cfg"),
     [
-        (ROWS, ("x", "weight"), Backward(1, 16, 1024)),
-        (ROWS, ("x", "weight"), Backward(1, 16, 1024, 4096)),
+        (SHORT_ROWS, ("x", "weight"), Backward(1, 16, 1024)),
+        (SHORT_ROWS, ("x", "weight"), Backward(1, 16, 1024, 4096)),
         ((17, 2**27), ("weight",), Backward(1, 4, 1, 4096, 256)),
     ],
 )
@@ -139,4 +143,4 @@ def test_gradients_of_a_normalization(launches: list[Any], shape: Shape, wrt: tu
     lower("rms_norm_bwd", shapes, {"rstd": jnp.float32}, wrt=wrt, cfg=cfg)
     ((launch, inputs),) = launches
     d_x, _, d_weight, _ = last_elements(launch, inputs, [0, 1, 2, 5 if "x" in wrt else 3, 7 if "x" in wrt else 5])
-    assert (d_x, d_weight) == pytest.approx((2 if "x" in wrt else 0, 1), rel=4e-3)
+    assert (d_x, d_weight) == pytest.approx((2 - ONES / shape[1] if "x" in wrt else 0, 1), rel=4e-3)
