@@ -478,6 +478,16 @@ def test_a_failure_of_an_unknown_type_is_a_disagreement() -> None:
     assert (type(exception), str(exception)) == (Disagreement, "process 3 failed with Strange: odd")
 
 
+def test_a_failure_whose_text_cannot_be_made_has_the_name_of_its_type() -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    exception = Failure.of(Silent(), 3).exception
+    assert isinstance(exception, Disagreement)
+    assert str(exception) == "process 3 failed with Silent: Silent"
+
+
 # -- questions --------------------------------------------------------------------------------------------------------
 
 
