@@ -56,6 +56,7 @@ def write_paths(backend: str) -> None:
     """Count in this process, before any other call, and print the counts as JSON."""
     jax.config.update("jax_platforms", "cpu")
     folder = Path(ejkernel_core.__file__).parent
+    _ = ejkernel_core.call  # which is imported when it is first used
     ejkernel_core.registry.inspect()  # it loads the plugins
     paths = {name: trace_files(call, folder) for name, call in _calls(backend).items()}
     data = {name: (path.entries, [(*pair, n) for pair, n in path.pairs.items()]) for name, path in paths.items()}
