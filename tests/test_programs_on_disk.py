@@ -36,7 +36,8 @@ def root_conftest(request: pytest.FixtureRequest) -> ModuleType:
 @pytest.fixture
 def environ(root_conftest: ModuleType, tmp_path: Path) -> dict[str, str]:
     """The environment of the tests, with an empty cache folder."""
-    environ = {name: value for name, value in os.environ.items() if name not in ("JAX_COMPILATION_CACHE_DIR", "CI")}
+    settings = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE", "CI")
+    environ = {name: value for name, value in os.environ.items() if name not in settings}
     root_conftest.keep_programs(tmp_path / "jax", environ)
     return environ
 
