@@ -219,7 +219,7 @@ def reduced_words(op: str, word: str, example: Example) -> frozenset[str]:
 
 
 def only(op: str, word: str, example: Example) -> dict[str, Any] | None:
-    """An example without the options and optional arrays that have nothing to do with a word; None if that is no call.
+    """An example without the options and optional arrays that have nothing to do with a word; None if it is not a call.
 
     A call without a batch axis, for example, needs its boundaries, whatever the word is.
     """

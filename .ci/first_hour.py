@@ -84,7 +84,7 @@ def replay(page: str, folder: Path) -> int:
             print(f"  {time.monotonic() - start:.0f} s", flush=True)
             failed = code != 0
         elif language == "text":
-            # What pip says about an index or a new version of itself is no part of the page.
+            # What pip says about an index or a new version of itself is not part of the page.
             output = re.sub(r"^(WARNING: |\[notice\]).*\n", "", output, flags=re.MULTILINE)
             failed = failed or not doctest.OutputChecker().check_output(content, output, OPTIONS)
             if failed:

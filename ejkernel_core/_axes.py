@@ -355,9 +355,9 @@ def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
     if duplicates := {*axes.independent} & {*axes.whole}:
         raise ValueError(f"axes: {', '.join(sorted(duplicates))} cannot be independent and whole")
     for field, names in {"dtypes": [*axes.dtypes], "statistics": axes.statistics}.items():
-        _check_names(f"axes, {field}", names, axes.results, "no result")
+        _check_names(f"axes, {field}", names, axes.results, "not a result")
     for texts in axes.when.values():
-        _check_names("axes, when", texts, {*axes.arrays, *axes.results}, "no array or result")
+        _check_names("axes, when", texts, {*axes.arrays, *axes.results}, "not an array or result")
 
 
 def _check_other_word(axes: Axes, array: str, word: str, names_in_arrays: Iterable[str]) -> None:

@@ -104,7 +104,7 @@ def installed_entries(selection: str | None) -> tuple[Entry, ...]:
 
 
 def selection_fault(selection: str | None) -> str | None:
-    """The end of a sentence about the first name in ``selection`` that is no distribution's; None where there is none.
+    """The end of a sentence about the first name in ``selection`` that is not a distribution's, or None.
 
     A distribution of this project may be left out where it is not installed.
     """

@@ -95,7 +95,7 @@ class NoConfig(EjkernelError, LookupError):
 class RecordError(EjkernelError, ValueError):
     """A configuration cannot be written as JSON, or a text cannot be read as a configuration of the expected type.
 
-    ``damaged`` is True where the text is no record of any version, because it is truncated or something else.
+    ``damaged`` is True where the text is not a record of any version, because it is truncated or something else.
     """
 
     def __init__(self, message: str, *, damaged: bool = False) -> None:

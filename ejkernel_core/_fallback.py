@@ -27,7 +27,7 @@ def warn_of_reference(plan: Plan, registry: Plugins) -> None:
 
 
 def _is_meant_to_run(plan: Plan) -> bool:
-    """Whether the reference has a rank of its own on the platform: then it is no fallback."""
+    """Whether the reference has a rank of its own on the platform: then it is not a fallback."""
     rank = (plan.kernel.platforms or {}).get(plan.invocation.platform, 0)
     return callable(rank) or rank > 0
 

@@ -217,7 +217,7 @@ class LoadedKernel:
             raise
 
     def config_fault(self, cfg: Any) -> str | None:
-        """Why a value is no configuration of this kernel, in words that follow "gives"; None where it is one."""
+        """Why a value is not a configuration of this kernel, in words that follow "gives"; None where it is one."""
         if self.config_type is not None and not isinstance(cfg, self.config_type):
             return f"a value of type {type(cfg).__qualname__}, not its Config"
         reason = why_mutable(cfg)

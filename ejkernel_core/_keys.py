@@ -344,7 +344,7 @@ class Key:
 
     @property
     def _content(self) -> dict[str, Any]:
-        """The content of ``problem``, or its text if that is no JSON object, as in a key made by hand."""
+        """The content of ``problem``, or its text if that is not a JSON object, as in a key made by hand."""
         try:
             content = json.loads(self.problem)
         except (ValueError, RecursionError):

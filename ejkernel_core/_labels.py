@@ -106,7 +106,7 @@ def _is_literal(text: str) -> bool:
     """Whether the text would be read as a value other than text."""
     try:
         ast.literal_eval(text)
-    except Exception:  # it is no Python literal
+    except Exception:  # it is not a Python literal
         return text[:1].isdigit() or not text
     return True
 

@@ -162,7 +162,7 @@ def _misspelt_hooks(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:
     for name in list(names):
         if name not in specs and _is_marked(getattr(plugin, name, None)):
             matches = difflib.get_close_matches(name, specs, 1)
-            yield f"{name} is marked @hookimpl but is no hook" + (f"; did you mean {matches[0]}?" if matches else "")
+            yield f"{name} is marked @hookimpl but is not a hook" + (f"; did you mean {matches[0]}?" if matches else "")
 
 
 def _wrong_functions(plugin: Any, specs: Mapping[str, Any]) -> Iterator[str]:

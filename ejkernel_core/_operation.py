@@ -159,7 +159,7 @@ class Operation:
         for name in names:
             if name not in self.signature.parameters:
                 hint = suggestion(name, self.signature.parameters)
-                raise ValueError(f"axes of {self.name}: {name!r} is no parameter{hint}")
+                raise ValueError(f"axes of {self.name}: {name!r} is not a parameter{hint}")
 
     def _check_other_names(self) -> None:
         names = (*self.signature.parameters, *CALL_OPTIONS)
@@ -167,7 +167,7 @@ class Operation:
             if other in names:
                 raise ValueError(f"other_names of {self.name}: {other!r} is a parameter, and no other name")
             if name.isidentifier() and name not in names:
-                raise ValueError(f"other_names of {self.name}: {name!r} is no parameter{suggestion(name, names)}")
+                raise ValueError(f"other_names of {self.name}: {name!r} is not a parameter{suggestion(name, names)}")
 
     def prepared(self, arguments: Arguments) -> tuple[Arguments, Restore]:
         """The checked canonical arguments, and the function that turns the results into what the caller gets."""
@@ -245,7 +245,7 @@ class Operation:
         return wrt
 
     def check_arrays(self, arrays: Mapping[str, Any]) -> None:
-        """Raise where one of these is no array. None is allowed where it is the parameter's default."""
+        """Raise where one of these is not an array. None is allowed where it is the parameter's default."""
         for name, value in arrays.items():
             is_left_out = value is None and self.signature.parameters[name].default is None
             is_array = hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.ma.MaskedArray)

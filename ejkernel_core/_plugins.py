@@ -358,7 +358,7 @@ class Plugins:
         names = [name for name in self.backends(op) if name]
         end = f"Known: {', '.join(names) or 'none'}. {self.listing_hint()}"
         if not backend:
-            return f"{op}: backend='' is no name. {end}"
+            return f"{op}: backend='' is not a name. {end}"
         return f"no backend {backend!r} of {op!r} is installed{self._backend_hint(backend, names)} {end}"
 
     def _backend_hint(self, backend: str, names: Iterable[str]) -> str:

@@ -355,7 +355,7 @@ def _may_be_a_dtype(kind: Any) -> bool:
 def _dtype_json(value: Any) -> dict[str, str]:
     content: Any = json.loads(stable_json(value))
     if not isinstance(content, dict) or not isinstance(content.get(f"{TAG}dtype"), str):
-        raise TypeError(f"{brief(value)} is no dtype of numbers")
+        raise TypeError(f"{brief(value)} is not a dtype of numbers")
     dtype_json: dict[str, str] = content
     return dtype_json
 
@@ -389,14 +389,14 @@ def _parse(text: str) -> dict[str, Any]:
     try:
         data = json.loads(text, parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError) as fault:
-        raise RecordError(f"no JSON: {fault}", damaged=True) from fault
+        raise RecordError(f"not JSON: {fault}", damaged=True) from fault
     if not isinstance(data, dict):
         raise RecordError(f"$ is a {type(data).__name__}, no object", damaged=True)
     return data
 
 
 def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _finite(text: str) -> float:

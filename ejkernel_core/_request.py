@@ -141,7 +141,7 @@ class Request:
         context, inv, changes = self.context, self.invocation(values, target), self.registry.changes
         plan = self.registry.choose(inv, context.backend, context.cfg, context.scope)
         if plan.choice.measured or plan.origin == AUTOTUNED:
-            changes = self.registry.changes  # what was stored for this choice is no change after it
+            changes = self.registry.changes  # what was stored for this choice is not a change after it
         with contextlib.suppress(TypeError):  # an option without content, so there is no key
             kinds = {(key.op, key.kind): changes for key in inv.tuning_keys}
             for kind in kinds:

@@ -106,9 +106,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "multiples": ({"multiples": {"dim": "heads"}}, "axes, multiples: 'heads' is an axis of no array"),
     "vmap that is whole": ({"vmap": "dim"}, "axes, vmap: takes an independent axis; got 'dim'"),
     "both": ({"whole": "dim batch"}, "axes: batch cannot be independent and whole"),
-    "statistics": ({"statistics": "lse"}, "axes, statistics: 'lse' is no result"),
-    "dtypes": ({"dtypes": {"ou": "int32"}}, "axes, dtypes: 'ou' is no result; did you mean 'out'?"),
-    "when": ({"when": {("flag", True): {"z": "dim"}}}, "axes, when: 'z' is no array or result"),
+    "statistics": ({"statistics": "lse"}, "axes, statistics: 'lse' is not a result"),
+    "dtypes": ({"dtypes": {"ou": "int32"}}, "axes, dtypes: 'ou' is not a result; did you mean 'out'?"),
+    "when": ({"when": {("flag", True): {"z": "dim"}}}, "axes, when: 'z' is not an array or result"),
     "no result": ({"results": {}}, "axes: takes at least one result"),
     "one name for two": ({"results": {"x": "batch"}}, "axes: x cannot be an array and a result"),
     "a result that broadcasts": ({"results": {"out": "#batch"}}, "axes of out: a result is as long as its axes say"),
@@ -138,9 +138,9 @@ def test_axes_are_strings() -> None:
 
 
 def test_an_operation_has_a_parameter_for_each_array() -> None:
-    with pytest.raises(ValueError, match="axes of norm: 'weight' is no parameter; did you mean 'weights'?"):
+    with pytest.raises(ValueError, match="axes of norm: 'weight' is not a parameter; did you mean 'weights'?"):
         Operation(name="norm", signature=lambda x, weights=None: None, axes=NORM)
-    with pytest.raises(ValueError, match="axes of grouped: 'gated' is no parameter"):
+    with pytest.raises(ValueError, match="axes of grouped: 'gated' is not a parameter"):
         Operation(name="grouped", signature=lambda lhs, rhs, sizes, scale, transposed: None, axes=GROUPED)
 
 

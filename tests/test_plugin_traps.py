@@ -49,7 +49,7 @@ BROKEN_KERNELS = {
     "raises while imported": ("raise RuntimeError('licence expired')", "RuntimeError: licence expired"),
     "misspelt hook": (
         KERNEL + "\n    @hookimpl\n    def config_spaces(inv):\n        return []\n",
-        "config_spaces is marked @hookimpl but is no hook; did you mean config_space?",
+        "config_spaces is marked @hookimpl but is not a hook; did you mean config_space?",
     ),
     "jitted hook": (
         KERNEL + "\n    import jax\n    run_backend = hookimpl(jax.jit(run_backend))\n",

@@ -306,16 +306,16 @@ def test_a_document_without_fields_is_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no JSON"),
-        (to_json(Tile())[:-3], "no JSON"),
-        ("\0\0\0", "no JSON"),
+        ("", "not JSON"),
+        (to_json(Tile())[:-3], "not JSON"),
+        ("\0\0\0", "not JSON"),
         ("[1]", "$ is a list, no object"),
         ("null", "$ is a NoneType, no object"),
-        ("[" * 100_000, "no JSON"),
-        (to_json(Tile()).replace("16", "NaN"), "no JSON: NaN is no number"),
-        (to_json(Tile()).replace("16", "-Infinity"), "no JSON: -Infinity is no number"),
-        (to_json(Tile()).replace("16", "9" * 5000), "no JSON"),
-        (to_json(Tile()).replace("16", "1e999"), "no JSON: 1e999 is too large for a number"),
+        ("[" * 100_000, "not JSON"),
+        (to_json(Tile()).replace("16", "NaN"), "not JSON: NaN is not a number"),
+        (to_json(Tile()).replace("16", "-Infinity"), "not JSON: -Infinity is not a number"),
+        (to_json(Tile()).replace("16", "9" * 5000), "not JSON"),
+        (to_json(Tile()).replace("16", "1e999"), "not JSON: 1e999 is too large for a number"),
     ],
 )
 def test_invalid_json_is_damaged(text: str, message: str) -> None:
@@ -341,15 +341,15 @@ def test_invalid_json_is_damaged(text: str, message: str) -> None:
         (float("inf"), "Out of range float values"),
         (object(), "cannot be written down"),
         (1j, "cannot be written down"),
-        (dict, "<class 'dict'> is no dtype"),
-        (int, "<class 'int'> is no dtype"),
-        (Tile, "Tile'> is no dtype"),
+        (dict, "<class 'dict'> is not a dtype"),
+        (int, "<class 'int'> is not a dtype"),
+        (Tile, "Tile'> is not a dtype"),
         ((1, 2), "would be read back as"),
         ([jnp.float32], "would be read back as"),
         ({"!dtype": "float32"}, "would be read back as"),
         (Order.ROWS, "would be read back as"),
         (Tile(), "would be read back as"),
-        (np.dtype([("a", "f4")]), "cannot be written down: .* is no dtype of numbers"),
+        (np.dtype([("a", "f4")]), "cannot be written down: .* is not a dtype of numbers"),
         ({1: 2}, "would be read back as"),
     ],
 )
@@ -366,7 +366,7 @@ def test_a_value_that_would_not_be_read_back_is_refused(value: Any, message: str
         (int, 3.0, r"\$.x is 3.0; of its type it would be 3"),
         (str, 3, r'\$.x is 3; of its type it would be "3"'),
         (Literal["a"], "b", "b not in literal"),
-        (np.dtype, "float32", "'float32' is no dtype"),
+        (np.dtype, "float32", "'float32' is not a dtype"),
     ],
 )
 def test_a_field_that_is_not_of_its_type_is_refused(field_type: Any, value: Any, message: str) -> None:

@@ -178,7 +178,7 @@ def test_other_names_are_checked() -> None:
     signature = lambda x, *, scale=1.0: None
     with pytest.raises(ValueError, match="other_names of product: 'scale' is a parameter, and no other name"):
         Operation(name="product", signature=signature, other_names={"scale": "x"})
-    with pytest.raises(ValueError, match="other_names of product: 'scael' is no parameter; did you mean 'scale'"):
+    with pytest.raises(ValueError, match="other_names of product: 'scael' is not a parameter; did you mean 'scale'"):
         Operation(name="product", signature=signature, other_names={"factor": "scael"})
 
 
@@ -348,7 +348,7 @@ def test_a_kernel_needs_operation_and_backend_in_its_name(registry: Registry, na
 
 def test_an_empty_backend_is_refused(registry: Registry) -> None:
     for method in (registry.call, registry.plan, registry.explain):
-        with pytest.raises(UnknownBackend, match=r"scale: backend='' is no name\. Known: two\."):
+        with pytest.raises(UnknownBackend, match=r"scale: backend='' is not a name\. Known: two\."):
             method("scale", X, backend="")
 
 
@@ -362,7 +362,7 @@ def test_an_entry_point_with_an_incomplete_name_is_broken(distribution: MakeDist
         "measure or settle"
         for name in ("double.", ".xla")
     }
-    with pytest.raises(UnknownBackend, match=r"double: backend='' is no name\. Known: good\."):
+    with pytest.raises(UnknownBackend, match=r"double: backend='' is not a name\. Known: good\."):
         registry.call("double", X, backend="")
 
 

@@ -17,9 +17,10 @@ class CallPath:
     """Which files of a package a call enters, and how often it moves between two of them.
 
     A call is in the file of the innermost running function of the package. It moves when this becomes another file:
-    when it calls a function of another file, and when that function returns. The first entry is no move. Code outside
-    of the package (JAX, pluggy, the methods that attrs writes) has no file: a function of the package that it calls is
-    a move from the package's file that called it. A generator is entered by each ``next``, and left by each ``yield``.
+    when it calls a function of another file, and when that function returns. The first entry is not a move. Code
+    outside of the package (JAX, pluggy, the methods that attrs writes) has no file: a function of the package that it
+    calls is a move from the package's file that called it. A generator is entered by each ``next``, and left by each
+    ``yield``.
     """
 
     #: How often a function of each file is entered, in the order of the first entries.

@@ -49,7 +49,7 @@ def describe(example: Example) -> dict[str, Any]:
 
 
 def options_of(example: Example) -> dict[str, Any]:
-    """The arguments that are no arrays."""
+    """The arguments that are not arrays."""
     return {name: value for name, value in describe(example).items() if not _is_array(value)}
 
 

@@ -24,7 +24,7 @@ def examples_of(operation: str, words: Sequence[str]) -> list[Example]:
 
 
 def by_shape(words: Sequence[str]) -> Iterator[list[str]]:
-    """The words of each call: one shape, and all that is no shape.
+    """The words of each call: one shape, and all that is not a shape.
 
     >>> list(by_shape(["--shape", "2x8", "--causal", "--shape=4x8"]))
     [['--shape', '2x8', '--causal'], ['--shape', '4x8', '--causal']]

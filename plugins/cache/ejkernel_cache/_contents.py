@@ -180,7 +180,7 @@ def _key_of(data: Mapping[str, Any]) -> Key:
 def _without_config(data: Mapping[str, Any]) -> str:
     """The record without its configuration, which takes a kernel to be read."""
     if not isinstance(data["config"], dict | None) or not isinstance(data.get("type"), str | None):
-        raise RecordError("$.config is no configuration", damaged=True)
+        raise RecordError("$.config is not a configuration", damaged=True)
     return json.dumps({name: value for name, value in data.items() if name != "type"} | {"config": None})
 
 
@@ -240,7 +240,7 @@ def _misplaced_reason(path: Path, depth: int) -> str | None:
         # The files of a package, beside the folders of its devices, may be links to where they are installed from.
         return None if depth == 0 and path.is_file() else reason
     is_in_package = depth == 0 and (path.parent / "__init__.py").is_file()
-    return None if path.suffix or is_in_package else "is no folder"
+    return None if path.suffix or is_in_package else "is not a folder"
 
 
 def _fault(root: Path, path: Path, reason: str) -> Fault:

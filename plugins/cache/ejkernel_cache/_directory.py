@@ -70,7 +70,7 @@ class Directory:
         return permissions if is_shared else permissions & ~OTHERS_MAY_WRITE
 
     def path(self, parts: tuple[str, ...]) -> Path:
-        """The path of a file, whose folders are no links. ``OSError`` where one is, or is missing."""
+        """The path of a file, whose folders are not links. ``OSError`` where one is, or is missing."""
         folder = self.root
         for name in parts[:-1]:
             folder /= name
@@ -234,7 +234,7 @@ def content_of(path: Path, limit: int = LIMIT, follow: bool = False) -> Content:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "is no regular file", str(path))
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
         with open(descriptor, "rb", closefd=False) as file:
             return Content(file.read(limit + 1), status.st_mtime_ns, _identity(status), status.st_mode)
     finally:
@@ -261,7 +261,7 @@ def not_a_file_reason(path: Path) -> str | None:
         return None
     if stat.S_ISREG(mode):
         return None
-    return "is a symbolic link" if stat.S_ISLNK(mode) else "is no regular file"
+    return "is a symbolic link" if stat.S_ISLNK(mode) else "is not a regular file"
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
@@ -273,7 +273,7 @@ def _expect_folder(folder: Path) -> int:
     """The mode of a folder. ``OSError`` for anything else, such as a link to one."""
     mode = os.lstat(folder).st_mode
     if not stat.S_ISDIR(mode):
-        reason = "is a symbolic link" if stat.S_ISLNK(mode) else "is no folder"
+        reason = "is a symbolic link" if stat.S_ISLNK(mode) else "is not a folder"
         raise NotADirectoryError(errno.ENOTDIR, reason, str(folder))
     return mode
 

@@ -82,7 +82,7 @@ def object_of(text: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as fault:
-        raise RecordError(f"no record: no JSON: {fault}", damaged=True) from fault
+        raise RecordError(f"no record: not JSON: {fault}", damaged=True) from fault
     if not isinstance(data, dict):
         raise RecordError(f"no record: it takes an object of JSON; got {json.dumps(data):.40}", damaged=True)
     missing = [repr(name) for name in ("problem", "kernel", "config", "provenance") if name not in data]

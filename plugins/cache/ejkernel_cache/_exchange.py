@@ -100,7 +100,7 @@ def pack(folder: Path, name: str, version: str, contents: Contents) -> list[Path
     if not _VERSION.fullmatch(version):
         raise ValueError(f"version: takes numbers with dots, as 1.0 or 2.1.post3; got {version!r}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(errno.EEXIST, "exists, and is no empty folder", str(folder))
+        raise FileExistsError(errno.EEXIST, "exists, and is not an empty folder", str(folder))
     documents = list(contents.latest().values())
     texts = {
         "pyproject.toml": _pyproject(name, version, package),

@@ -77,8 +77,8 @@ class PackagedRecords:
             return record
 
         origin = f"packaged records ({self.where})"
-        # Where the fastest kernel of this call is known, and is no candidate, a heuristic knows more than the record of
-        # another call.
+        # Where the fastest kernel of this call is known, and is not a candidate, a heuristic knows more than the record
+        # of another call.
         near = None if self._is_won_by_others(inv, backends) else self.near
         return recall(inv, candidates, origin, find_offered, near=near, other_versions=True)
 

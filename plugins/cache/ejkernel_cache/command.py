@@ -362,7 +362,7 @@ def _cache(path: str | None) -> PersistentCache:
 
     cache = default_cache() if path is None else PersistentCache(path)
     if cache.path.exists() and not cache.path.is_dir():
-        raise Failure(f"{cache.path} is no folder; set EJKERNEL_CACHE_DIR, or pass --path, to a folder")
+        raise Failure(f"{cache.path} is not a folder; set EJKERNEL_CACHE_DIR, or pass --path, to a folder")
     try:
         cache.expect_trusted()
     except UntrustedFolder as fault:

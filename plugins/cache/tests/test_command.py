@@ -389,10 +389,10 @@ NO_RECORDS = {
     "text": ('"x"', 'no record: it takes an object of JSON; got "x"'),
     "null": ("null", "no record: it takes an object of JSON; got null"),
     "empty": ("{}", "no record: it lacks 'problem', 'kernel', 'config', 'provenance'"),
-    "half": ("{", "no record: no JSON: Expecting property name"),
+    "half": ("{", "no record: not JSON: Expecting property name"),
     "other format": ('{"schema": 9}', "$.schema is 9; this version reads 2"),
     "link": (None, "is a symbolic link"),
-    "folder": (..., "is no regular file"),
+    "folder": (..., "is not a regular file"),
 }
 
 
@@ -457,7 +457,7 @@ def test_a_file_without_any_record_is_told_in_few_lines(run: Run, cache: Persist
     output = run("import", file)
     assert output.code == 1
     *faults, rest, last = output.errors.splitlines()
-    assert [fault.partition(": no record: no JSON: ")[0] for fault in faults] == [
+    assert [fault.partition(": no record: not JSON: ")[0] for fault in faults] == [
         f"ejkernel: {file}, line {number}" for number in (1, 2, 3)
     ]
     assert rest == "ejkernel: ... and 101 more"
@@ -708,7 +708,7 @@ def test_a_file_in_the_place_of_the_folder_is_told(run: Run, tmp_path: Path, mon
     output = run("ls")
     assert output.code == 1
     assert output.errors == (
-        f"ejkernel: {tmp_path / 'file'} is no folder; set EJKERNEL_CACHE_DIR, or pass --path, to a folder\n"
+        f"ejkernel: {tmp_path / 'file'} is not a folder; set EJKERNEL_CACHE_DIR, or pass --path, to a folder\n"
     )
 
 

@@ -30,17 +30,17 @@ def files_moved_aside(folder: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: b"", "no JSON: Expecting value"),
-        (lambda data: data[: len(data) // 2], "no JSON"),
-        (lambda data: data[:-1], "no JSON"),
-        (lambda data: bytes(len(data)), "no JSON"),
+        (lambda data: b"", "not JSON: Expecting value"),
+        (lambda data: data[: len(data) // 2], "not JSON"),
+        (lambda data: data[:-1], "not JSON"),
+        (lambda data: bytes(len(data)), "not JSON"),
         (lambda data: b"[1, 2]", "$ is a list, no object"),
         (lambda data: b"\xff\xfe" + data, "no UTF-8"),
         (lambda data: b'{"schema": 2}', "$ lacks config, kernel"),
         (lambda data: b'"' + b"x" * 10 * MIB + b'"', "larger than 1048576 bytes"),
         (lambda data: data + b" " * MIB, "larger than 1048576 bytes"),
-        (lambda data: b"[" * 100_000, "no JSON"),
-        (lambda data: b'{"a":' * 100_000, "no JSON"),
+        (lambda data: b"[" * 100_000, "not JSON"),
+        (lambda data: b'{"a":' * 100_000, "not JSON"),
     ],
     ids=["empty", "half", "short", "zeros", "a list", "no text", "lacks", "huge", "padded", "deep list", "deep object"],
 )
@@ -91,7 +91,7 @@ def test_a_valid_file_that_replaces_a_damaged_one_is_not_moved(scale_op, folder,
     monkeypatch.setattr(os, "rename", rename)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(RecordError, match="no JSON"):
+        with pytest.raises(RecordError, match="not JSON"):
             PersistentCache().read(scale_op.keys()[0], "two", scale_op.Config)
     assert PersistentCache().read(scale_op.keys()[0], "two", scale_op.Config) == scale_op.record(7)
     assert files_moved_aside(folder) == []
@@ -108,7 +108,7 @@ def test_a_file_that_another_process_moves_causes_no_warning(scale_op, monkeypat
     monkeypatch.setattr(os, "rename", rename)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert scale_op.reason() == f"{file}: no JSON: Expecting value: line 1 column 1 (char 0)"
+        assert scale_op.reason() == f"{file}: not JSON: Expecting value: line 1 column 1 (char 0)"
 
 
 def test_a_damaged_file_that_cannot_be_moved_is_a_miss(scale_op, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_damaged_file_that_cannot_be_moved_is_a_miss(scale_op, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied", source)
 
     monkeypatch.setattr(os, "rename", rename)
-    assert "no JSON" in scale_op.reason()
+    assert "not JSON" in scale_op.reason()
     assert "and cannot be moved aside: [Errno 13] Permission denied" in scale_op.reason()
     assert scale_op.used_factor() == 2
     assert file.exists()

@@ -182,7 +182,7 @@ def test_a_record_without_a_backend_and_one_for_the_bucket(scale_op, folder, tmp
         (b"\xff", "no UTF-8"),
         (b"[" * 100_000, "no record: RecursionError"),
         (b" " * 2_000_000, "larger than 1048576 bytes"),
-        (None, "is no regular file"),
+        (None, "is not a regular file"),
     ],
     ids=["empty", "list", "no text", "deep", "huge", "fifo"],
 )

@@ -59,10 +59,10 @@ def device_for_file(file: Path) -> None:
 
 
 REPLACEMENTS = [
-    pytest.param(fifo_for_file, "is no regular file", id="fifo"),
-    pytest.param(folder_for_file, "is no regular file", id="folder for file"),
+    pytest.param(fifo_for_file, "is not a regular file", id="fifo"),
+    pytest.param(folder_for_file, "is not a regular file", id="folder for file"),
     pytest.param(link_for_file, "is a symbolic link", id="link for file"),
-    *(pytest.param(file_for_folder(d), "is no folder", id=f"file for folder {d}") for d in range(3)),
+    *(pytest.param(file_for_folder(d), "is not a folder", id=f"file for folder {d}") for d in range(3)),
     *(pytest.param(link_for_folder(d), "is a symbolic link", id=f"link for folder {d}") for d in range(3)),
     pytest.param(file_for_folder(3), "Not a directory", id="file for the cache"),
 ]
@@ -86,7 +86,7 @@ def test_a_device_does_not_hang_the_call(scale_op):
     except PermissionError:
         pytest.skip("not even root may, here")
     scale_op.reset()
-    assert scale_op.reason() in (f"{file}: is no regular file", f"{file}: Permission denied")
+    assert scale_op.reason() in (f"{file}: is not a regular file", f"{file}: Permission denied")
 
 
 def test_an_unreadable_file_is_a_miss_with_a_reason(scale_op, monkeypatch):
@@ -256,7 +256,7 @@ def test_the_commands_follow_and_wait_for_nothing(folder, scale_op, outside, wat
     before = outside_state(outside)
     device = file.parents[2]
     IN_THE_WAY[kind](lines := device / "other.jsonl")
-    reason = "is a symbolic link" if "link" in kind else "is no regular file"
+    reason = "is a symbolic link" if "link" in kind else "is not a regular file"
     for words in (
         ["ls"],
         ["pack", tmp_path / "package", "--name", "mine"],
@@ -271,7 +271,7 @@ def test_the_commands_follow_and_wait_for_nothing(folder, scale_op, outside, wat
 
 
 @pytest.mark.parametrize("depth", range(3))
-@pytest.mark.parametrize(("replace", "reason"), [(os.mkfifo, "is no regular file"), (Path.touch, "is no folder")])
+@pytest.mark.parametrize(("replace", "reason"), [(os.mkfifo, "is not a regular file"), (Path.touch, "is not a folder")])
 def test_ls_tells_what_is_in_place_of_a_folder(folder, scale_op, watchdog, run_command, depth, replace, reason):
     file = scale_op.on_disk()
     shutil.rmtree(file.parents[depth])
@@ -286,7 +286,7 @@ def test_a_package_waits_for_nothing(scale_op, outside, watchdog, tmp_path, kind
     device.mkdir(parents=True)
     IN_THE_WAY[kind](device / "scale.jsonl")
     scale_op.registry.register(PackagedRecords(tmp_path / "package"), "packaged")
-    assert scale_op.reason("packaged") == f"{device.name}/scale.jsonl: is no regular file"
+    assert scale_op.reason("packaged") == f"{device.name}/scale.jsonl: is not a regular file"
     assert scale_op.used_factor() == 2
 
 

@@ -89,7 +89,7 @@ class Written:
             try:
                 hash(static)
             except TypeError:
-                return f"{place(path)} is no array, so it is static and has to be hashable; got {static!r:.60}"
+                return f"{place(path)} is not an array, so it is static and has to be hashable; got {static!r:.60}"
         raise AssertionError("every static is hashable")
 
 

@@ -24,7 +24,7 @@ ANY = "any"
 
 @attrs.frozen
 class Plain:
-    """The text of a configuration that is no object with fields."""
+    """The text of a configuration that is not an object with fields."""
 
     text: str
 
@@ -109,7 +109,7 @@ class PersistentCache(ejkernel_cache.PersistentCache):
         except RecordError as fault:
             if kind is not None or fault.damaged:
                 raise
-            with contextlib.suppress(RecordError):  # the configuration may be no object with fields
+            with contextlib.suppress(RecordError):  # the configuration may not be an object with fields
                 return super()._read_record(place, key, Plain)
             raise
 

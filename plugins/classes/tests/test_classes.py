@@ -557,10 +557,10 @@ class Unhashable:
 @pytest.mark.parametrize(
     ("args", "kwargs", "where"),
     [
-        ((X, {1, 2}), {}, r"args\[1\] is no array.*got \{1, 2\}"),
-        ((X,), {"set": {1}}, r"kwargs\['set'\] is no array"),
-        ((X, [3, {"a": Unhashable()}]), {}, r"args\[1\]\[1\]\['a'\] is no array.*got Unhashable\(\)"),
-        ((X, (bytearray(b"1"),)), {}, r"args\[1\]\[0\] is no array"),
+        ((X, {1, 2}), {}, r"args\[1\] is not an array.*got \{1, 2\}"),
+        ((X,), {"set": {1}}, r"kwargs\['set'\] is not an array"),
+        ((X, [3, {"a": Unhashable()}]), {}, r"args\[1\]\[1\]\['a'\] is not an array.*got Unhashable\(\)"),
+        ((X, (bytearray(b"1"),)), {}, r"args\[1\]\[0\] is not an array"),
     ],
 )
 def test_an_argument_that_is_neither_array_nor_hashable_is_refused_by_path(args: Any, kwargs: Any, where: str) -> None:

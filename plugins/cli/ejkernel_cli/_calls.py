@@ -390,7 +390,7 @@ def _dtype(name: str) -> Any:
         names = ("bfloat16", "float16", "float32", "float64", "int8", "int32", "int64", "bool", "uint32")
         similar = difflib.get_close_matches(name, names, 1)
         hint = f"; did you mean {similar[0]}?" if similar else f", as {', '.join(names[:3])}"
-        raise click.UsageError(f"{name!r} is no dtype{hint}") from None
+        raise click.UsageError(f"{name!r} is not a dtype{hint}") from None
 
 
 def _dtypes_in_examples(operation: Operation, names: Collection[str]) -> dict[str, Any]:

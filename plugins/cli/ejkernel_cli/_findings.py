@@ -305,7 +305,7 @@ def commands() -> Findings:
             yield Finding(f"ejkernel {point.name}", BROKEN, text, f"pip install -U {distribution(point)}")
             continue
         if not isinstance(value, click.Command):
-            text = f"{point.value} of {provider(point)} is no click.Command"
+            text = f"{point.value} of {provider(point)} is not a click.Command"
             yield Finding(f"ejkernel {point.name}", BROKEN, text, f"pip install -U {distribution(point)}")
 
 

@@ -38,7 +38,7 @@ class _ClosedPipe(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command and exit: 0, 1 where it failed, 2 where it was used wrongly. A closed pipe is no failure."""
+    """Run the command and exit: 0, 1 where it failed, 2 where it was used wrongly. A closed pipe is not a failure."""
     words = _debug_first(sys.argv[1:] if arguments is None else list(arguments))
     _open_closed_streams()
     try:
@@ -179,7 +179,7 @@ class Commands(click.Group):
         if not isinstance(command, click.Command):
             kind = type(command).__name__
             raise click.ClickException(
-                f"{name!r} of {provider(points[0])}: {points[0].value} is no command, but a {kind}"
+                f"{name!r} of {provider(points[0])}: {points[0].value} is not a command, but a {kind}"
             )
         return command
 

@@ -136,7 +136,7 @@ def is_selected(name: str, words: str | None) -> bool:
 
 
 def check_selection(words: str | None) -> None:
-    """Raise ``Failure`` for a name in EJKERNEL_PLUGINS that is no distribution's."""
+    """Raise ``Failure`` for a name in EJKERNEL_PLUGINS that is not a distribution's."""
     known = {name for names in extras().values() for name in names}
     for word in filter(None, (word.strip() for word in (words or "").split(","))):
         name = normalized(word.removeprefix("-"))

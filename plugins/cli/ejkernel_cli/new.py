@@ -69,7 +69,9 @@ def _module(name: str) -> str:
     """The name of the package's module. Raises for a name that no distribution or module may have."""
     module = re.sub(r"[-.]+", "_", name).lower()
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name) or not module.isidentifier():
-        raise click.UsageError(f"{name!r} is no name for a package; take letters, digits and '-', as in my-attention")
+        raise click.UsageError(
+            f"{name!r} is not a name for a package; take letters, digits and '-', as in my-attention"
+        )
     if keyword.iskeyword(module):
         raise click.UsageError(f"{name!r} is a word of Python; take another name, as my-{name}")
     if version(normalized(name)) is not None or importlib.util.find_spec(module) is not None:
@@ -97,7 +99,7 @@ def _operation(kind: str, operation: str | None, module: str) -> str:
         return operation
     name = operation or module
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise click.UsageError(f"{name!r} is no name for an operation; take letters, digits and '_', as in my_norm")
+        raise click.UsageError(f"{name!r} is not a name for an operation; take letters, digits and '_', as in my_norm")
     if kind == "operation" and name in known:
         raise click.UsageError(f"an operation {name!r} is installed already; take another name")
     return name
@@ -109,7 +111,7 @@ def _backend(backend: str | None, default: str, operation: str) -> str:
         if point.name == f"{operation}.{name}":
             raise click.UsageError(f"{provider(point)} has a kernel {point.name}; name another --backend")
     if not re.fullmatch(r"[A-Za-z]\w*", name) or name == "reference":
-        raise click.UsageError(f"{name!r} is no name for a backend; take letters, digits and '_', as in my_gpu")
+        raise click.UsageError(f"{name!r} is not a name for a backend; take letters, digits and '_', as in my_gpu")
     return name
 
 

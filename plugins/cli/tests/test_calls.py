@@ -235,8 +235,8 @@ def test_the_dtype_is_that_of_floating_arrays_and_has_a_default():
         ("context_attention", "--shape 1x2x3x4", "context_attention needs --axis with a value"),
         ("rms_norm_bwd", "--shape 3x4", "rms_norm_bwd needs --wrt with a value"),
         ("flash_attention", "--shape 1x2x3x4 --no-causal 1", "--no-causal takes no value; got '1'"),
-        ("flash_attention", "--shape 1x2x3x4 --dtype bf16", "'bf16' is no dtype; did you mean bfloat16?"),
-        ("flash_attention", "--shape 1x2x3x4:zzz", "'zzz' is no dtype, as bfloat16, float16, float32"),
+        ("flash_attention", "--shape 1x2x3x4 --dtype bf16", "'bf16' is not a dtype; did you mean bfloat16?"),
+        ("flash_attention", "--shape 1x2x3x4:zzz", "'zzz' is not a dtype, as bfloat16, float16, float32"),
     ],
 )
 def test_wrong_words_are_refused_by_what_to_write(operation, line, message):

@@ -71,7 +71,7 @@ def test_without_a_device_a_call_is_not_explained(run_process):
 
 BROKEN = {
     "raises": ("raise RuntimeError('no sun\\ntoday')", "'bad' of bad-dist 1.0 cannot be imported: RuntimeError: no sun today"),
-    "has no command": ("def command(words): ...", "'bad' of bad-dist 1.0: bad:command is no command, but a function"),
+    "has no command": ("def command(words): ...", "'bad' of bad-dist 1.0: bad:command is not a command, but a function"),
     "fails": (
         "import click\n@click.command()\ndef command(): raise KeyError('no sun')",
         "KeyError: 'no sun' (--debug shows where)",

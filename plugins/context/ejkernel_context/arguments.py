@@ -80,8 +80,8 @@ def shards_of(names: Names, size: Any) -> int:
     if here is None and size is None:
         axis = in_words(names)
         raise ValueError(
-            f"axis: {axis} is no axis of a shard_map around this call. Make the call inside jax.shard_map over {axis}, "
-            "or give ejkernel_context.context_attention a mesh=; for plan and explain, axis_size= is enough"
+            f"axis: {axis} is not an axis of a shard_map around this call. Make the call inside jax.shard_map over "
+            f"{axis}, or give ejkernel_context.context_attention a mesh=; for plan and explain, axis_size= is enough"
         )
     if here is not None and size not in (None, here):
         raise ValueError(f"axis_size: there are {here} devices along {in_words(names)}; got {size}")

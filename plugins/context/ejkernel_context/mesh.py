@@ -36,7 +36,7 @@ def in_words(names: Names) -> str:
 
 
 def check_names(names: Names, mesh: Any) -> None:
-    """Raise for a name that is no axis of the mesh."""
+    """Raise for a name that is not an axis of the mesh."""
     for name in names:
         if name not in mesh.axis_names:
             raise ValueError(f"axis: takes axes of the mesh, {in_words(tuple(mesh.axis_names))}; got {name!r}")
@@ -53,11 +53,11 @@ def num_shards(names: Names, mesh: Any) -> int:
 
 
 def check_inside(inv: Mapping[str, Any]) -> None:
-    """Raise where a call outside of ``shard_map`` would run: its arrays are no shards. ``axis_size=`` is for plans."""
+    """Raise where a call outside of ``shard_map`` would run: its arrays are not shards. ``axis_size=`` is for plans."""
     if not inv["is_inside"]:
         raise ValueError(
-            f"axis: {in_words(inv['axis'])} is no axis of a shard_map around this call. Call it inside jax.shard_map, "
-            "or call ejkernel_context.context_attention with mesh="
+            f"axis: {in_words(inv['axis'])} is not an axis of a shard_map around this call. Call it inside "
+            "jax.shard_map, or call ejkernel_context.context_attention with mesh="
         )
 
 

@@ -103,8 +103,8 @@ def _mesh(mesh: Any, arrays: Mapping[str, Any], names: Names) -> Any:
     if mesh is None:
         axis = in_words(names)
         raise ValueError(
-            f"axis: {axis} is no axis of a shard_map around this call, and the arrays are on no mesh. Call it inside "
-            f"jax.shard_map(..., in_specs=P(None, {axis})), or pass mesh= with this axis"
+            f"axis: {axis} is not an axis of a shard_map around this call, and the arrays are on no mesh. Call it "
+            f"inside jax.shard_map(..., in_specs=P(None, {axis})), or pass mesh= with this axis"
         )
     check_names(names, mesh)
     for name, of_array in known.items():

@@ -38,7 +38,7 @@ def on_shards(query: Any = X, key: Any = X, manual: set[str] | None = None, **op
 
 ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "an unknown axis": (ValueError, "axis: takes axes of the mesh, 'data', 'seq'; got 'sq'", {"axis": "sq"}),
-    "an axis that is no name": (
+    "an axis that is not a name": (
         TypeError,
         "axis: takes the name of a mesh axis, or a tuple of names; got int 1",
         {"axis": 1},
@@ -133,14 +133,16 @@ def test_a_kernel_refuses_when_the_program_is_lowered() -> None:
 
 
 def test_no_mesh() -> None:
-    with pytest.raises(ValueError, match=r"axis: 'seq' is no axis of a shard_map around.*pass mesh= with this axis"):
+    with pytest.raises(
+        ValueError, match=r"axis: 'seq' is not an axis of a shard_map around.*pass mesh= with this axis"
+    ):
         context_attention(X, X, X, axis="seq")
-    with pytest.raises(ValueError, match="axis: 'seq' is no axis of a shard_map around this call"):
+    with pytest.raises(ValueError, match="axis: 'seq' is not an axis of a shard_map around this call"):
         ejkernel_core.call("context_attention", X, X, X, axis="seq")
 
 
 def test_an_axis_of_vmap_is_no_mesh_axis() -> None:
-    with pytest.raises(ValueError, match="axis: 'seq' is no axis of a shard_map around this call"):
+    with pytest.raises(ValueError, match="axis: 'seq' is not an axis of a shard_map around this call"):
         jax.vmap(lambda x: ejkernel_core.call("context_attention", x, x, x, axis="seq"), axis_name="seq")(X[None])
 
 
@@ -196,5 +198,5 @@ def test_a_call_outside_of_shard_map_does_not_run(kind: Any) -> None:
     mesh = jax.make_mesh((2,), ("seq",), axis_types=(kind,), devices=jax.devices()[:2])
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "seq"))
     array = jax.device_put(jnp.ones((1, 8, 2, 4)), sharding)
-    with pytest.raises(ValueError, match="'seq' is no axis of a shard_map around this call"):
+    with pytest.raises(ValueError, match="'seq' is not an axis of a shard_map around this call"):
         ejkernel_core.call("context_attention", array, array, array, axis="seq", axis_size=2, causal=True)

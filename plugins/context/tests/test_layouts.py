@@ -85,5 +85,5 @@ def test_errors_name_the_argument() -> None:
         zigzag(tokens, "seq")
     with pytest.raises(ValueError, match="axis: takes axes of the mesh, 'data', 'seq'; got 'sq'"):
         zigzag(tokens, "sq", mesh=mesh_of())
-    with pytest.raises(ValueError, match="axis: 'seq' is no axis of a shard_map around this call"):
+    with pytest.raises(ValueError, match="axis: 'seq' is not an axis of a shard_map around this call"):
         positions(4, "seq")

@@ -148,7 +148,7 @@ def attend(
     """The output and the log-sum-exp, (B, T, N), of query, key and value with all four axes.
 
     A bias and a mask have four axes too. ``limits`` are those of `placed`. ``in_query``, (B, T), and ``in_keys``,
-    (B, S), are False after the end of a sequence. ``options`` are the operation's; None is no option.
+    (B, S), are False after the end of a sequence. ``options`` are the operation's; None means no option.
     """
     q, k, v = arrays
     batch, length, kv_length = q.shape[0], q.shape[1], k.shape[1]
@@ -172,7 +172,7 @@ def attend(
 def placed(length: int, kv_length: int, left: int | None, right: int | None) -> tuple[int, int, dict[str, Any]]:
     """How many queries see a key, how many keys are seen, and the options by which the operation computes these.
 
-    Query ``i`` sees the keys from ``i - left`` to ``i + right``; None is no limit, and a side may be below 0.
+    Query ``i`` sees the keys from ``i - left`` to ``i + right``; None means no limit, and a side may be below 0.
 
     >>> placed(4, 9, None, 0)  # causal, with more keys than queries: a square
     (4, 4, {'causal': True})
@@ -198,7 +198,7 @@ def placed(length: int, kv_length: int, left: int | None, right: int | None) -> 
 
 
 def sides(is_causal: bool, window: Any) -> tuple[int | None, int | None]:
-    """How many keys before and after the key of its own index a query sees; None is no limit."""
+    """How many keys before and after the key of its own index a query sees; None means no limit."""
     if not isinstance(is_causal, (bool, np.bool_)):
         raise TypeError(f"is_causal: takes True or False, known while tracing; got {type_and_value(is_causal)}")
     pair = (window, window) if isinstance(window, numbers.Integral) else window

@@ -226,7 +226,7 @@ def test_an_invalid_chunk_size_is_refused(name, size, error):
 
 INVALID_CALLS = {
     "a total that is too small": (lambda: packed.prepare_position_ids([0, 3], total_length=2), ValueError, "total_length: takes an integer of at least 3 for these values; got 2"),
-    "a total that is no int": (lambda: packed.prepare_position_ids([0, 3], total_length=2.5), TypeError, "total_length: takes a static int"),
+    "a total that is not an int": (lambda: packed.prepare_position_ids([0, 3], total_length=2.5), TypeError, "total_length: takes a static int"),
     "a total below 0": (lambda: packed.prepare_position_ids([0], total_length=-1), ValueError, "total_length: takes an integer of at least 0"),
     "too few chunks": (lambda: packed.prepare_chunk_indices([0, 3], 2, total_chunks=1), ValueError, "total_chunks: takes an integer of at least 2"),
     "no total under jit": (lambda: jax.jit(packed.prepare_position_ids)(jnp.array([0])), ValueError, "total_length: takes a static int where the values are traced"),

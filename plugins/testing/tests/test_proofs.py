@@ -357,7 +357,7 @@ class TestRightKernel(testing.KernelProofs):
     [
         ({"independent": "rows", "whole": "columns"}, lambda x, d: (x * d).sum(0), None),
         ({"independent": "rows columns"}, lambda x, d: (x * d).sum(0), "axis 1 of x sharded: .* is off by"),
-        # Each shard returns the mean over its rows, and the sum of two means is no mean.
+        # Each shard returns the mean over its rows, and the sum of two means is not a mean.
         (
             {"independent": "rows", "whole": "columns"},
             lambda x, d: (x * d).mean(0),

@@ -75,7 +75,7 @@ class Launch:
 
     @property
     def types(self) -> list[str]:
-        """Triton's types of the parameters that are no constants."""
+        """Triton's types of the parameters that are not constants."""
         return [*map(_type, [*self.arrays, *self.scalars, *self.outputs])]
 
     @property

@@ -66,7 +66,7 @@ def torch(tmp_path):
     """A folder with a package named torch, which prints a line when it is imported, and fails."""
     package = tmp_path / "site" / "torch"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("print('torch is imported')\nraise ImportError('this is no torch')\n")
+    (package / "__init__.py").write_text("print('torch is imported')\nraise ImportError('this is not torch')\n")
     return package.parent
 
 
@@ -210,7 +210,7 @@ def test_torch_is_blocked_for_one_thread(monkeypatch, torch):
         thread.start()
         thread.join()
     work()
-    assert messages == ["torch is blocked while Triton is initialized", *["this is no torch"] * 2]
+    assert messages == ["torch is blocked while Triton is initialized", *["this is not torch"] * 2]
 
 
 @pytest.mark.skipif(_jax_triton.triton_version() >= (3, 8), reason="Triton does not import torch from 3.8 on")

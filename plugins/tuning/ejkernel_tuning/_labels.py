@@ -170,5 +170,5 @@ def _value(text: str, hint: Any) -> Any:
         return dict(zip(names, map(int, filter(None, text.split("x"))), strict=False))
     try:
         return ast.literal_eval(text)
-    except Exception:  # it is no Python literal, so it is text
+    except Exception:  # it is not a Python literal, so it is text
         return text

@@ -50,11 +50,11 @@ def load_invocations(file: str | os.PathLike[str]) -> list[Invocation]:
     ...     load_invocations(file.name)
     []
     """
-    refusal = f"{file} is no file of save_invocations"
+    refusal = f"{file} is not a file of save_invocations"
     try:
         data = json.loads(Path(file).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as fault:
-        raise RecordError(f"{refusal}: no JSON: {fault}", damaged=True) from fault
+        raise RecordError(f"{refusal}: not JSON: {fault}", damaged=True) from fault
     if not isinstance(data, dict) or not isinstance(data.get("invocations"), list):
         raise RecordError(f"{refusal}: it takes an object of JSON with a list of invocations", damaged=True)
     if data.get("schema") != SCHEMA:

@@ -22,7 +22,7 @@ Arguments = dict[str, Any]
 Row = Mapping[str, Any]
 Call = Callable[[int], Arguments]
 
-#: The sizes of the groups. They are no multiples of a block, some are empty, and some leave rows without a group.
+#: The sizes of the groups. They are not multiples of a block, some are empty, and some leave rows without a group.
 SIZES: dict[str, tuple[int, ...]] = {
     "one-group": (75,),
     "uneven": (1, 70, 0, 33, 129, 2),
@@ -170,7 +170,7 @@ def faults() -> Iterator[Example]:
     yield example("aligned-bfloat16", calls["aligned"], dtype="bfloat16")
     yield example("many-groups", lambda draw: call(draw, tuple(range(1, 65)), 72, 136), dtype="bfloat16", long=True)
     for precision in ("high", "default"):
-        # Less exact on devices that have faster products, where it is no fault.
+        # Less exact on devices that have faster products, where it is not a fault.
         yield example(
             f"precision-{precision}",
             _with(lambda draw: call(draw, (33, 40), 64, 48), {"precision": precision}),

@@ -28,7 +28,7 @@ def check_values(arguments: Mapping[str, Any], rows_of: str = "lhs") -> None:
 
 
 def check_boundaries(arguments: Mapping[str, Any]) -> None:
-    """Raise for boundaries that fall or are no rows."""
+    """Raise for boundaries that fall or are not rows."""
     previous, rows = 0, arguments["lhs"].shape[0]
     for index, boundary in enumerate(np.asarray(arguments["boundaries"]).tolist()):
         if not previous <= boundary <= rows:

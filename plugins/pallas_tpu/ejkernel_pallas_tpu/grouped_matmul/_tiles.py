@@ -50,7 +50,7 @@ def for_each_chunk(tile: Tile, start: Any, end: Any, work: Callable[[Any, Any], 
         row = first + lax.broadcasted_iota(jnp.int32, (chunk, 1), 0)
         work(pl.ds(first, chunk), (row >= start) & (row < end))
 
-    if chunk == tile.rows:  # which may be no multiple of what a register has
+    if chunk == tile.rows:  # which may not be a multiple of what a register has
         pl.when(start < end)(lambda: step(0, None))
     else:
         lax.fori_loop(start // chunk, (end + chunk - 1) // chunk, step, None)

@@ -343,7 +343,7 @@ def sum_into_bias(
                         HEADS, GROUP, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS,
                         BIAS_UNIT, MASK, MASK_UNIT, DROPOUT, THRESHOLD, PRECISION, Q_BLOCK, K_BLOCK,
                     )  # fmt: skip
-    # The gradient is contiguous. Its larger strides are no arguments: jax-triton takes none of more than 31 bits.
+    # The gradient is contiguous. Its larger strides are not arguments: jax-triton takes none of more than 31 bits.
     stride = k_length if BIAS_UNIT > 0 else 1
     base = d_bias + row.to(tl.int64) * (q_length if BIAS_Q else 1) * stride
     queries = q_start * Q_BLOCK + tl.arange(0, Q_BLOCK)

@@ -156,5 +156,5 @@ def segment_table(ids: jax.Array | None, block: int) -> jax.Array | None:
 
 
 def backward_rows(a: Arguments) -> BackwardRows:
-    """What every backward pass reads for each query; an lse is no lower than the product of the lowest logit."""
+    """What every backward pass reads for each query; an lse is not lower than the product of the lowest logit."""
     return BackwardRows.of(a, LOWEST / 2)

@@ -151,7 +151,7 @@ def _activated(gate, up, ACTIVATION: tl.constexpr):
         # The tanh is -1 where that of the definition is, so that the result is 0 there.
         tanh = 2 * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) - 1
         return 0.5 * gate * (1 + tanh) * up
-    # By comparisons, which keep what is no number.
+    # By comparisons, which keep what is not a number.
     gate = tl.where(gate > 7.0, 7.0, gate)
     up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
     return gate * tl.sigmoid(1.702 * gate) * (up + 1)

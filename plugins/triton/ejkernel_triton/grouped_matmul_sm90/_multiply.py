@@ -270,7 +270,7 @@ def _activated(gate, up, ACTIVATION: gl.constexpr):
         tanh = 2 * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) - 1
         result = 0.5 * gate * (1 + tanh) * up
     else:
-        # By comparisons, which keep what is no number.
+        # By comparisons, which keep what is not a number.
         gate = gl.where(gate > 7.0, 7.0, gate)
         up = gl.where(up > 7.0, 7.0, gl.where(up < -7.0, -7.0, up))
         result = gate * _sigmoid(1.702 * gate) * (up + 1)

@@ -87,7 +87,7 @@ def _assembled(ptx: str) -> tuple[int, int]:
     """The registers of a thread and the spilled bytes that ptxas reports."""
     target = re.search(r"^\.target\s+(sm_(\d+)\w*)", ptx, re.MULTILINE)
     if target is None:
-        raise ValueError("this is no PTX: it has no .target")
+        raise ValueError("this is not PTX: it has no .target")
     from triton.backends.nvidia.compiler import get_ptxas
 
     with tempfile.TemporaryDirectory() as folder:

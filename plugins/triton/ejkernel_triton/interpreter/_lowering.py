@@ -173,7 +173,7 @@ def _specialised(argument: Any) -> Any:
 
 
 def _bound(params: Mapping[str, Any], inputs: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """jax-triton 0.4 has a tree of operands for the parameters that are no constants, in their order."""
+    """jax-triton 0.4 has a tree of operands for the parameters that are not constants, in their order."""
     library = _library()
     kernel = library.TritonFunction(params["fn"])
     names = kernel.non_constexpr_param_names

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Below every number's key: what is chosen, or is no expert.
+#: Below every number's key: what is chosen, or is not an expert.
 TAKEN = tl.constexpr(-2147483648)
 #: The largest number of float32, as which inf counts.
 LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -27,7 +27,7 @@ def choose(
     """The weights and the experts of a block of tokens, ``ROWS`` at a time; how many of the block's places each expert
     has, and how many the experts before it have; and the number of each place among those of its expert in the block.
 
-    A group of experts has ``WIDTH`` columns, of which the last ones may be no experts; so have ``HEIGHT`` groups, of
+    A group of experts has ``WIDTH`` columns, of which the last ones may not be experts; so have ``HEIGHT`` groups, of
     which the last ones may be none. Without groups there is one.
     """
     column = tl.arange(0, HEIGHT * WIDTH)
