@@ -16,7 +16,7 @@ import sys
 import termios
 import time
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -134,6 +134,15 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
     ejkernel_cache.default_cache.cache_clear()
     return folder
+
+
+@pytest.fixture(autouse=True)
+def scope_of_the_thread() -> Iterator[None]:
+    """No test leaves a scope, or its part of JAX's jit key, to those after it."""
+    yield
+    from ejkernel_core import _scopes
+
+    assert (_scopes.current(), _scopes.jit_key.value) == (_scopes.EMPTY, "")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import gc
 import threading
 from collections.abc import Callable
@@ -226,16 +225,16 @@ def test_an_overlay_with_the_backward_key_of_explain_applies_to_the_backward() -
     @hookimpl
     def check_cfg(inv, cfg):
         if cfg.q_block == 7:
-            raise Unsupported("seven is no block")
+            raise Unsupported("seven is not a block")
 
     registry = Registry()
     registry.register(SimpleNamespace(**{**vars(xla_backward), "check_cfg": check_cfg}), "flash_attention_bwd.xla")
     backward = registry.explain("flash_attention", *arrays).backward.plan
     loss = jax.grad(lambda *a: registry.call("flash_attention", *a).sum(), (0, 1, 2))
     with overlay_cache({backward.invocation.key: attrs.evolve(backward.cfg, q_block=7)}):
-        with pytest.raises(Unsupported, match="seven is no block"):
+        with pytest.raises(Unsupported, match="seven is not a block"):
             loss(*arrays)
-        assert "seven is no block" in str(registry.explain("flash_attention", *arrays).backward.error)
+        assert "seven is not a block" in str(registry.explain("flash_attention", *arrays).backward.error)
 
 
 def test_a_scope_applies_to_a_call_under_vmap(recorder: TraceRecorder) -> None:
@@ -418,7 +417,10 @@ def test_a_configuration_without_content_is_refused(recorder: TraceRecorder) -> 
 
 
 def in_thread(function: Callable[[], Any]) -> None:
-    """Run a function in a thread of its own, and raise here what it raises there."""
+    """Run a function in a thread of its own, and raise here what it raises there.
+
+    The thread has its own context and its own part of JAX's jit key, so a scope that stays there reaches no other test.
+    """
     faults: list[BaseException] = []
 
     def run() -> None:
@@ -445,13 +447,7 @@ def budget() -> float:
     return _scopes.current().policy.budget_s
 
 
-@pytest.fixture
-def own_context() -> Any:
-    """Run a function in a context of its own, so that a scope that stays there does not reach other tests."""
-    return contextvars.copy_context().run
-
-
-def test_a_generator_that_is_closed_in_another_thread_leaves_both_scopes_as_they_are(own_context) -> None:
+def test_a_generator_that_is_closed_in_another_thread_leaves_both_scopes_as_they_are() -> None:
     budgets = budgets_inside(7.0)
 
     def close_inside_of_a_scope() -> None:
@@ -468,11 +464,11 @@ def test_a_generator_that_is_closed_in_another_thread_leaves_both_scopes_as_they
             assert budget() == 5.0
         assert budget() == 7.0
 
-    own_context(run)
+    in_thread(run)
 
 
 @pytest.mark.parametrize("enter", [lambda: policy_override(budget_s=7.0), lambda: overlay_cache({"a key": 1})])
-def test_a_block_that_is_left_in_a_thread_without_scopes_raises_nothing(enter: Any, own_context) -> None:
+def test_a_block_that_is_left_in_a_thread_without_scopes_raises_nothing(enter: Any) -> None:
     block = enter()
 
     def run() -> None:
@@ -482,10 +478,10 @@ def test_a_block_that_is_left_in_a_thread_without_scopes_raises_nothing(enter: A
             assert _scopes.current() is inside
         assert _scopes.current() is _scopes.EMPTY
 
-    own_context(run)
+    in_thread(run)
 
 
-def test_a_collected_generator_leaves_the_scope_of_the_collecting_thread(own_context) -> None:
+def test_a_collected_generator_leaves_the_scope_of_the_collecting_thread() -> None:
     holder: list[Any] = []
 
     def run() -> None:
@@ -498,11 +494,11 @@ def test_a_collected_generator_leaves_the_scope_of_the_collecting_thread(own_con
             gc.collect()
             assert budget() == 3.0
 
-    own_context(run)
+    in_thread(run)
     in_thread(collect)
 
 
-def test_a_task_that_inherits_a_block_does_not_leave_it(own_context) -> None:
+def test_a_task_that_inherits_a_block_does_not_leave_it() -> None:
     """A task and ``asyncio.to_thread`` have a copy of the context, with the block in it."""
 
     async def main() -> None:
@@ -525,14 +521,14 @@ def test_a_task_that_inherits_a_block_does_not_leave_it(own_context) -> None:
         ended.set()
         await task
 
-    own_context(lambda: asyncio.run(main()))
+    in_thread(lambda: asyncio.run(main()))
 
 
 def assert_budget(expected: float) -> None:
     assert budget() == expected
 
 
-def test_an_asynchronous_generator_that_the_loop_ends_raises_nothing(own_context) -> None:
+def test_an_asynchronous_generator_that_the_loop_ends_raises_nothing() -> None:
     faults: list[Any] = []
 
     async def budgets() -> Any:
@@ -553,11 +549,11 @@ def test_an_asynchronous_generator_that_the_loop_ends_raises_nothing(own_context
             gc.collect()
             await asyncio.sleep(0)
 
-    own_context(lambda: asyncio.run(main()))
+    in_thread(lambda: asyncio.run(main()))
     assert faults == []
 
 
-def test_generators_of_one_thread_may_be_closed_in_any_order(own_context) -> None:
+def test_generators_of_one_thread_may_be_closed_in_any_order() -> None:
     def run() -> None:
         first = budgets_inside(7.0)
         next(first)
@@ -568,4 +564,4 @@ def test_generators_of_one_thread_may_be_closed_in_any_order(own_context) -> Non
         assert _scopes.current() == _scopes.EMPTY
         assert _scopes.jit_key.value == ""
 
-    own_context(run)
+    in_thread(run)

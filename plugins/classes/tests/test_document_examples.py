@@ -546,6 +546,7 @@ def kernel(basic: types.ModuleType, run: Run) -> Iterator[Any]:
     class Both(basic.MyKernel):  # type: ignore[name-defined,misc]
         config_space = module_with_space.MyKernel.config_space
 
+    clear_invocations()  # those of other packages' tests
     yield Both()
     ejkernel_classes.stop_recording()
     clear_invocations()
