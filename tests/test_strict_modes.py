@@ -35,14 +35,14 @@ OPS = [op for op in REGISTRY.names(OPERATIONS) if REGISTRY.operation(op).example
 
 
 def plain_example(op: str) -> Example:
-    """The smallest example with gradients, if there is one, and the fewest arguments."""
+    """The smallest example with gradients, if there is one, and the fewest arguments. No array of it is empty."""
     operation = REGISTRY.operation(op)
     examples = [e for e in operation.examples() if e.dtype == "float32" and not (e.uses or e.long)]
 
-    def rank(example: Example) -> tuple[bool, int, int]:
+    def rank(example: Example) -> tuple[bool, bool, int, int]:
         arguments = example.arguments(0)
         sizes = [np.size(value) for name, value in arguments.items() if name in operation.arrays]
-        return not example.wrt, len(arguments), sum(sizes)
+        return not example.wrt, 0 in sizes, len(arguments), sum(sizes)
 
     return min(examples, key=rank)
 

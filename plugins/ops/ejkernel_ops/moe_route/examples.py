@@ -102,9 +102,12 @@ def _without_some(draw: int) -> Arguments:
 
 
 def _disabled(draw: int, score: str) -> Arguments:
-    """No expert of another group is chosen, where those of the best group are disabled."""
+    """No expert of another group is chosen, where those of the best group are disabled.
+
+    Each group has two that are not, and three are chosen: the third is a disabled one of the best group.
+    """
     bias = biases(draw, 16)
-    bias[[1, 2, 3, 4, 8, 10, 11]] = -np.inf
+    bias[[1, 2, 4, 5, 8, 10, 13, 14]] = -np.inf
     numbers = logits(draw, 30, 16)
     numbers[:9, 12:] = -np.inf
     groups = {"num_groups": 4, "group_topk": 1}
