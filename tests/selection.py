@@ -28,7 +28,7 @@ import pytest
 #: Beside the tests of each package.
 COSTS = "costs.json"
 #: Seconds of the processor. They are recorded as one of these, so that small changes do not change the file.
-PRICES = tuple(float(f"{digit}e{power}") for power in (-2, -1, 0, 1, 2) for digit in (1, 2, 5))
+PRICES = tuple(float(f"{digit}e{power}") for power in range(-3, 3) for digit in (1, 2, 5))
 #: Of a case whose test has no recorded case.
 UNKNOWN = 1.0
 #: What is hashed for the seed, in the folders that have sources.

@@ -96,6 +96,7 @@ def used_block(registry: Registry, rows: int, dim: int = 8, **options: Any) -> t
 # -- nearest records -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.always
 def test_the_nearest_record_comes_before_the_heuristic(registry: Registry) -> None:
     assert used_block(registry, 100) == (1, "heuristic")
     remember(registry, 16, 4)

@@ -82,7 +82,8 @@ def test_another_seed_draws_other_cases_and_the_same_seed_the_same() -> None:
 @pytest.mark.parametrize(
     ("cost", "before", "expected"),
     [
-        (0.0, None, 0.01),
+        (0.0, None, 0.001),
+        (0.0033, None, 0.005),
         (0.013, None, 0.01),
         (0.016, None, 0.02),
         (0.33, None, 0.5),
@@ -93,7 +94,7 @@ def test_another_seed_draws_other_cases_and_the_same_seed_the_same() -> None:
         (1.1, 0.5, 1.0),
         (0.26, 0.5, 0.5),
         (0.21, 0.5, 0.2),
-        (0.0, 0.02, 0.02),
+        (0.0, 0.002, 0.002),
     ],
 )
 def test_prices(cost: float, before: float | None, expected: float) -> None:

@@ -400,6 +400,7 @@ def test_a_derivative_is_computed_with_the_settings_of_its_call(
     np.testing.assert_allclose(transform(tangent)(x), expected, rtol=1e-14)
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("backward", [False, True])
 def test_two_pullbacks_in_one_program_have_their_own_settings(backward: bool) -> None:
     def cast(a: Mapping[str, Any], results: Any) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ def files(folder: Path) -> list[Path]:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.always
 def test_a_heuristic_is_never_on_disk(scale_op, folder):
     assert (scale_op.used_factor(), scale_op.origin()) == (2, "heuristic")
     assert not folder.exists()

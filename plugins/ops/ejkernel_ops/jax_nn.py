@@ -114,7 +114,8 @@ def dot_product_attention(
 
     Returns:
       The output in the query's shape and dtype. A row that sees no key is the mean of all S values, as in
-      ``jax.nn``; where S is 0, it is 0.
+      ``jax.nn``; where S is 0, it is 0. Such a row has the log-sum-exp -inf on the way, so outside of ``jit`` it ends a
+      program under ``jax_debug_infs``.
     """
     shape = jnp.shape(query)
     q, k, v = (_with_batch(name, array) for name, array in (("query", query), ("key", key), ("value", value)))

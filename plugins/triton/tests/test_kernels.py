@@ -19,7 +19,12 @@ CLASSES = kernel_proofs(
     registry=interpreted_registry,
     refuses=frozenset({"float64"}),
     roundings=1.5,
-    always={"no-keys-and-all-there-is-beside-them", "packed-without-keys"},  # their sinks have weights of 1
+    always={
+        "no-keys-and-all-there-is-beside-them",  # its sinks have weights of 1
+        "packed-without-keys",
+        "bias-of-each-query-head",
+        "disabled-in-groups",
+    },
     elsewhere={"gluon_sm90"},  # in test_gluon.py, and on a card in test_kernels_gpu.py
 )
 globals().update(CLASSES)

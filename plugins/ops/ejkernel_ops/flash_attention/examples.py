@@ -317,6 +317,8 @@ def plain_subjects() -> Iterator[Example]:
     yield example("plain-transformed", small, checks={"values", *checks})
     sharded = partial(qkv, batch=8, q_length=6, k_length=6, heads=2, group=1, head_dim=8)
     yield example("plain-sharded", sharded, checks={"values", "shard_map", "sharding"})
+    twice = partial(qkv, batch=2, q_length=4, k_length=4, heads=2, group=1, head_dim=2)
+    yield example("plain-sharded-twice", twice, checks={"sharded_derivatives"}, long=True)
     tiny = partial(qkv, batch=1, q_length=3, k_length=3, heads=1, group=1, head_dim=8)
     yield example("plain-tiny", tiny, checks={"values", "forward_mode", "jacrev_of_jacrev"})
     two_calls = partial(qkv, batch=1, q_length=17, k_length=17, heads=2, group=1, head_dim=8)
