@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from ._choice import explained
 from ._devices import Target, explicit_mesh, target_of
 from ._display import brief
 from ._errors import EjkernelError, NotDifferentiable
+from ._jax_versions import hide_frames, without_hidden_frames
 from ._kernel import Invocation
 from ._keys import content, plain
 from ._lowering import apply, apply_inline, has_opaque_kernel
@@ -35,6 +37,9 @@ if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do no
 
 #: How many jitted functions a form of a call keeps, one for each set of options. The oldest one is dropped first.
 MAX_COMPILED = 512
+
+# Tracebacks end at the user's line, and locations in programs name it.
+hide_frames(os.path.dirname(__file__))
 
 
 class Registry(Plugins):
@@ -69,7 +74,16 @@ class Registry(Plugins):
         >>> ejkernel_core.call("flash_attention", query, query, query, causal=True).shape
         (1, 4, 2, 8)
         """
-        # Every eager call runs this code, so each line costs time.
+        # Every eager call runs this code and that of ``_called``, so each line costs time.
+        try:
+            return self._called(op, args, backend, cfg, validate, kwargs)
+        except Exception as fault:
+            fault.__traceback__ = without_hidden_frames(fault.__traceback__)
+            raise
+
+    def _called(
+        self, op: str, args: tuple[Any, ...], backend: Any, cfg: Any, validate: Any, kwargs: dict[str, Any]
+    ) -> Any:
         form, arrays, options = _parse(self, op, args, kwargs)
         scope = _scopes.current()
         try:
@@ -105,7 +119,7 @@ class Registry(Plugins):
         """The call with the plain values of its options and backend, by the function that was compiled for these."""
         *options, backend = values
         arguments = dict(zip((*form.array_names, *form.option_names), (*arrays, *options), strict=True))
-        return self.call(op, backend=backend, cfg=cfg, validate=validate, **arguments)
+        return self._called(op, (), backend, cfg, validate, arguments)
 
     def invocation(
         self, op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any

@@ -48,6 +48,21 @@ def message(fault: BaseException) -> str:
         return type(fault).__name__
 
 
+def name_operation(fault: Exception, op: str) -> None:
+    """Have the message of a wrong argument begin with the name of the operation. Another exception gets a note.
+
+    >>> fault = ValueError("key: takes 4 axes")
+    >>> name_operation(fault, "flash_attention")
+    >>> fault
+    ValueError('flash_attention: key: takes 4 axes')
+    """
+    if type(fault) in (TypeError, ValueError) and len(fault.args) == 1:
+        if not str(fault).startswith(f"{op}: "):
+            fault.args = (f"{op}: {fault}",)
+    else:
+        fault.add_note(f"in prepare of {op}")
+
+
 def printable(text: str) -> str:
     r"""The text with an escape, as in JSON, for each character that may control a terminal or that none can show. Line
     breaks and tabs stay.
@@ -65,7 +80,19 @@ def _escape(character: str) -> str:
 
 
 class EjkernelError(Exception):
-    """The base class of the framework's exceptions."""
+    """The base class of the framework's exceptions.
+
+    ``line`` is that of the call in the user's program, where the exception was raised after JAX had traced it: the
+    traceback does not lead there.
+    """
+
+    line: str | None = None
+
+    def name_line(self, line: str | None) -> None:
+        """Add the line of the call to the message, once."""
+        if line is not None and self.line is None:
+            self.line = line
+            self.args = (f"{self}\ncalled at {line}", *self.args[1:])
 
 
 class Unsupported(EjkernelError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType, TracebackType
 from typing import Any
 
 import jax
@@ -19,8 +21,10 @@ __all__ = [
     "Primitive",
     "avals_like",
     "by_custom_partitioning",
+    "hide_frames",
     "is_partitioned",
     "keep_weakly",
+    "line_of_call",
     "lower_with_devices",
     "lowering_processes",
     "mapped_mesh_axes",
@@ -30,6 +34,7 @@ __all__ = [
     "short_locations",
     "unchecked_varying",
     "vary_alike",
+    "without_hidden_frames",
 ]
 
 
@@ -216,6 +221,55 @@ def short_locations() -> None:
         from jax._src import config
 
         config.include_full_tracebacks_in_locations.set_local(False)
+
+
+def hide_frames(folder: str) -> None:
+    """Have JAX treat the code in this folder as its own, in tracebacks and in the locations of programs: they end at
+    the user's line (``_exclude_paths`` of two modules of ``jax._src``, in 0.10.2, 0.11.2 and 0.12.0.1).
+    """
+    from jax._src import source_info_util, traceback_util
+
+    for module in (source_info_util, traceback_util):
+        module.register_exclusion(folder)
+
+
+def without_hidden_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """What JAX leaves of a traceback where it hides frames (``filter_traceback``, in 0.10.2, 0.11.2 and 0.12.0.1)."""
+    if traceback is None or jax.config.jax_traceback_filtering == "off":  # type: ignore[attr-defined]
+        return traceback
+    from jax._src import traceback_util
+
+    visible: TracebackType | None = traceback_util.filter_traceback(traceback)
+    return visible
+
+
+def line_of_call() -> str | None:
+    """Where the user's program makes the call that JAX lowers now, as in ``model.py:31, in attention``.
+
+    JAX lowers programs one inside another, so the equations that it is at are in the frames of ``jaxpr_subcomp``. Each
+    has the lines at which it was traced, inside of the program that it is in (in 0.10.2, 0.11.2 and 0.12.0.1). An eager
+    call is still running.
+    """
+    from jax._src import source_info_util
+
+    frames = [*_frames()]
+    for frame in frames:
+        eqn = frame.f_locals.get("eqn") if frame.f_code.co_name == "jaxpr_subcomp" else None
+        for line in () if eqn is None else source_info_util.user_frames(eqn.source_info.traceback):
+            return f"{line.file_name}:{line.start_line}, in {line.function_name}"
+    for frame in frames:
+        code = frame.f_code
+        if source_info_util.is_user_filename(code.co_filename):
+            return f"{code.co_filename}:{frame.f_lineno}, in {code.co_qualname}"
+    return None
+
+
+def _frames() -> Iterator[FrameType]:
+    """The frames of this thread, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _varying(array: Any) -> frozenset[str]:

@@ -24,9 +24,9 @@ from jax.sharding import PartitionSpec
 
 from ._choice import candidates_for
 from ._devices import Target, explicit_mesh, partly_manual_mesh, target, target_of
-from ._errors import NotDifferentiable, PluginError
+from ._errors import EjkernelError, NotDifferentiable, PluginError
 from ._fallback import warn_of_reference
-from ._jax_versions import avals_like, is_partitioned, lowering_processes, unchecked_varying, vary_alike
+from ._jax_versions import avals_like, is_partitioned, line_of_call, lowering_processes, unchecked_varying, vary_alike
 from ._labels import call_label
 from ._plan import Plan
 from ._request import CALLS, Request, bind, standard_promotion
@@ -147,6 +147,8 @@ def _lower(ctx: Any, *operands: Any, request: Request, platform: str | None) -> 
     try:
         return _lowered(ctx, operands, request, platform or ctx.module_context.platforms[0])
     except BaseException as fault:
+        if isinstance(fault, EjkernelError):
+            fault.name_line(line_of_call())
         request.context.dependencies.fault = fault
         raise
 

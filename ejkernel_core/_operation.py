@@ -13,7 +13,7 @@ import numpy as np
 
 from ._axes import Axes
 from ._display import brief, suggestion
-from ._errors import PluginError
+from ._errors import PluginError, name_operation
 from ._example import Example
 from ._keys import read_only
 
@@ -172,11 +172,14 @@ class Operation:
     def prepared(self, arguments: Arguments) -> tuple[Arguments, Restore]:
         """The checked canonical arguments, and the function that turns the results into what the caller gets."""
         try:
-            canonical, restore = self.prepare(arguments)
-            return (canonical if self.axes is None else self.axes.canonical(canonical)), restore
+            return self._prepared(arguments)
         except Exception as fault:
-            fault.add_note(f"in prepare of {self.name}")
+            name_operation(fault, self.name)
             raise
+
+    def _prepared(self, arguments: Arguments) -> tuple[Arguments, Restore]:
+        canonical, restore = self.prepare(arguments)
+        return (canonical if self.axes is None else self.axes.canonical(canonical)), restore
 
     def gradients(self, **fields: Any) -> Operation:
         """The backward operation that follows from this operation's axes. ``fields`` replace what is derived."""
@@ -199,7 +202,7 @@ class Operation:
 
     def prepare_gradients(self, arguments: Arguments) -> tuple[Arguments, Restore]:
         """Check the arguments of the backward operation; its gradients have the shapes of the caller's arrays."""
-        canonical, _ = self.prepared(arguments)
+        canonical, _ = self._prepared(arguments)
         shapes = [arguments[name].shape for name in self._checked_wrt(arguments)]
         assert self.outputs is not None
         for name, declared in zip(self.results, self.outputs(canonical), strict=True):

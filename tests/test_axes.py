@@ -735,8 +735,7 @@ def test_a_backward_operation_needs_a_name_and_axes() -> None:
             incomplete.gradients()
 
 
-@pytest.mark.parametrize("fault", [TypeError("'>' not supported"), ValueError("limit: too large"), KeyError("limit")])
-def test_an_exception_of_prepare_has_a_note_with_the_operation(fault: Exception) -> None:
+def raised_by_prepare(fault: Exception) -> Exception:
     def prepare(arguments: Any) -> Any:
         raise fault
 
@@ -744,16 +743,30 @@ def test_an_exception_of_prepare_has_a_note_with_the_operation(fault: Exception)
     registry.register(operation(prepare=prepare))
     with pytest.raises(type(fault)) as caught:
         registry.plan("norm", struct(2, 8))
-    assert caught.value is fault
+    return caught.value
+
+
+@pytest.mark.parametrize("fault", [TypeError("'>' not supported"), ValueError("limit: too large")])
+def test_the_message_of_a_wrong_argument_begins_with_the_operation(fault: Exception) -> None:
+    message = str(fault)
+    assert raised_by_prepare(fault) is fault
+    assert str(fault) == f"norm: {message}"
+    assert str(raised_by_prepare(fault)) == f"norm: {message}"  # once
+
+
+@pytest.mark.parametrize("fault", [KeyError("limit"), ValueError("limit", 3), UnicodeError("limit")])
+def test_another_exception_of_prepare_has_a_note_with_the_operation(fault: Exception) -> None:
+    arguments = fault.args
+    assert raised_by_prepare(fault) is fault
+    assert fault.args == arguments
     assert fault.__notes__[0] == "in prepare of norm"
 
 
-def test_an_error_for_a_wrong_shape_has_a_note_with_the_operation() -> None:
+def test_an_error_for_a_wrong_shape_begins_with_the_operation() -> None:
     registry = Registry(plugins="")
     registry.register(operation())
-    with pytest.raises(ValueError, match="weight: dim must be 8, as in x; got 5") as caught:
+    with pytest.raises(ValueError, match="^norm: weight: dim must be 8, as in x; got 5"):
         registry.plan("norm", struct(2, 8), struct(5))
-    assert caught.value.__notes__[0] == "in prepare of norm"
 
 
 @pytest.mark.parametrize(("results", "count"), [({"out": "..."}, 1), ({"out": "...", "rest": "..."}, 2)])

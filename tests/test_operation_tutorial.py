@@ -78,10 +78,10 @@ from my_norm import my_rms_norm
 try:
     my_rms_norm(jnp.ones((2, 8), "int32"), jnp.ones(8))
 except TypeError as error:
-    print(error, *error.__notes__, sep="\\n")
+    print(error)
 """
     lines = run_python(folder, "-c", source).splitlines()
-    assert lines[:2] == ["x: takes floating-point numbers; got int32", "in prepare of my_rms_norm"]
+    assert lines[0] == "my_rms_norm: x: takes floating-point numbers; got int32"
 
 
 @pytest.mark.long

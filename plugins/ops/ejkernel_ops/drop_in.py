@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from ejkernel_core._jax_versions import without_hidden_frames
+
 from .flash_attention.other_names import BY_NAME
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -30,11 +32,15 @@ def drop_in(names: Mapping[str, str]) -> Callable[[Function], Function]:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            for name in kwargs:
-                if name in names_here and name not in parameters:
-                    hint = f"{name!r} is called {names_here[name]!r} here"
-                    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {hint}")
-            return function(*args, **kwargs)
+            try:
+                for name in kwargs:
+                    if name in names_here and name not in parameters:
+                        hint = f"{name!r} is called {names_here[name]!r} here"
+                        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {hint}")
+                return function(*args, **kwargs)
+            except Exception as fault:
+                fault.__traceback__ = without_hidden_frames(fault.__traceback__)
+                raise
 
         return call  # type: ignore[return-value]
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import ejkernel_core
+from ejkernel_core._jax_versions import hide_frames, without_hidden_frames
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+hide_frames(os.path.dirname(__file__))
 
 
 def front_door(function: Function) -> Function:
@@ -24,12 +28,16 @@ def front_door(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs.keys() <= parameters.keys():
-            operation = ejkernel_core.registry.operation(name)
-            known = operation.signature.parameters
-            # Without options of the function that are none of the operation: those are right.
-            raised = {key: value for key, value in kwargs.items() if key in known or key not in parameters}
-            operation.bind(args, raised)
-        return function(*args, **kwargs)
+        try:
+            if not kwargs.keys() <= parameters.keys():
+                operation = ejkernel_core.registry.operation(name)
+                known = operation.signature.parameters
+                # Without options of the function that are none of the operation: those are right.
+                raised = {key: value for key, value in kwargs.items() if key in known or key not in parameters}
+                operation.bind(args, raised)
+            return function(*args, **kwargs)
+        except Exception as fault:
+            fault.__traceback__ = without_hidden_frames(fault.__traceback__)
+            raise
 
     return call  # type: ignore[return-value]
