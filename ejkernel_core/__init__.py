@@ -117,10 +117,23 @@ def __getattr__(name: str) -> Any:
 
         return version_of(CORE)
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_hint(name)}")
     value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
     globals()[name] = value  # so that the next use does not come here
     return value
+
+
+def _hint(name: str) -> str:
+    """The end of a sentence about a name that is not here: how the operation of that name is called."""
+    if name.startswith("_"):  # Python and tools ask for many of these
+        return ""
+    from ._discovery import OPERATIONS, all_entries
+
+    modules = {
+        entry.value.partition(".")[0] for entry in all_entries() if (entry.group, entry.name) == (OPERATIONS, name)
+    }
+    typed = "".join(f", or {module}.{name}(...)" for module in modules if name in dir(importlib.import_module(module)))
+    return f"; it is an operation: {__name__}.call({name!r}, ...){typed}" if modules else ""
 
 
 def __dir__() -> list[str]:

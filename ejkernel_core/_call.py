@@ -93,7 +93,7 @@ class Registry(Plugins):
             static = dict(zip((*form.option_names, "backend", "cfg"), (*options, backend, cfg), strict=True))
             from ._validation import unhashable
 
-            raise unhashable(op, static) from fault
+            raise unhashable(self, op, static) from fault
         if function is None:
             values = (*options, backend)
             if (plain_values := plain(values)) is not values:

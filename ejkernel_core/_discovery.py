@@ -21,6 +21,8 @@ GROUPS = (OPERATIONS, KERNELS, POLICIES)
 #: The distribution of the core. Its extras name the project's other distributions, which share the prefix ``FAMILY``.
 CORE = "ejkernel-core"
 FAMILY = "ejkernel-"
+#: The extras for one kind of device, by the platform.
+EXTRAS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 #: The distribution that has the command ``ejkernel``.
 COMMAND = "ejkernel-cli"
 #: One line of a distribution's requirements that holds for an extra alone.
@@ -94,7 +96,7 @@ def installed_entries(selection: str | None) -> tuple[Entry, ...]:
 
     Of a distribution that is on the path twice, the first one counts, as it does for imports.
     """
-    entries = _all_entries()
+    entries = all_entries()
     claims = Counter((entry.group, entry.name) for entry in entries)
     unique: dict[tuple[str, ...], Entry] = {}
     for entry in filter(lambda entry: _is_selected(entry, selection), entries):
@@ -112,7 +114,7 @@ def selection_fault(selection: str | None) -> str | None:
         name = normalized(word.removeprefix("-"))
         is_of_project = any(name in names for names in extras().values())
         if not _is_installed(name) and not (is_of_project and word.startswith("-")):
-            distributions = {entry.distribution for entry in _all_entries()}
+            distributions = {entry.distribution for entry in all_entries()}
             hint = f"; 'pip install {name}' installs it" if is_of_project else suggestion(name, distributions)
             return f"takes names of installed distributions, with or without '-' in front; got {word!r}{hint}"
     return None
@@ -126,7 +128,8 @@ def _is_installed(distribution: str) -> bool:
     return True
 
 
-def _all_entries() -> list[Entry]:
+def all_entries() -> list[Entry]:
+    """What all installed distributions declare, whatever is selected."""
     entry_points = metadata.entry_points()
     return [Entry(p.group, p.name, p.value, p) for group in GROUPS for p in entry_points.select(group=group)]
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import attrs
+import jax
 
 from . import _discovery
 from ._cache import ConfigCache
@@ -365,10 +366,20 @@ class Plugins:
         """The end of a sentence about an unknown backend: the most similar name, and how to install it."""
         installable = {_discovery.backend_of(name): name for absent in self._absent().values() for name in absent}
         nearest = backend if backend in installable else _nearest(backend, [*names, *installable])
-        install = f"'pip install {installable[nearest]}' brings that backend." if nearest in installable else ""
+        install = _how_to_install(installable[nearest]) if nearest in installable else ""
         if nearest is None or nearest == backend:
             return f"; {install}" if install else "."
         return f"; did you mean {nearest!r}? {install}".rstrip()
+
+
+def _how_to_install(distribution: str) -> str:
+    """The sentence about a distribution that is not installed. One for other devices is of no use here."""
+    extras, platform = _discovery.extras(), jax.default_backend()
+    here = extras.get(_discovery.EXTRAS.get(platform, ""), (distribution,))
+    elsewhere = [extra for extra in _discovery.EXTRAS.values() if distribution in extras.get(extra, ())]
+    if distribution in here or not elsewhere:
+        return f"'pip install {distribution}' brings that backend."
+    return f"{distribution} has that backend for {' and '.join(elsewhere)}; this is {platform}."
 
 
 def _nearest(name: str, names: Iterable[str]) -> str | None:

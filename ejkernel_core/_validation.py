@@ -10,6 +10,7 @@ import numpy as np
 
 from ._display import brief
 from ._operation import Arguments, Operation
+from ._plugins import Plugins
 
 
 def clearer_error(operation: Operation, arrays: Mapping[str, Any], error: Exception) -> Exception | None:
@@ -67,7 +68,7 @@ def not_static(op: str, name: str, value: Any) -> TypeError:
     )
 
 
-def unhashable(op: str, options: Mapping[str, Any]) -> TypeError:
+def unhashable(registry: Plugins, op: str, options: Mapping[str, Any]) -> TypeError:
     """The error for the first option that is not hashable."""
     for name, value in options.items():
         for leaf in jax.tree.leaves(value):
@@ -78,15 +79,20 @@ def unhashable(op: str, options: Mapping[str, Any]) -> TypeError:
         except Exception:  # of any type: the class of an option may be a user's own
             return TypeError(
                 f"{op}: {name} is a static option and takes a hashable value; "
-                f"got {type(value).__name__} {brief(value)}" + _advice(name, value)
+                f"got {type(value).__name__} {brief(value)}" + _advice(registry, op, options, name)
             )
     return TypeError(f"{op}: an option is not hashable")
 
 
-def _advice(name: str, value: Any) -> str:
+def _advice(registry: Plugins, op: str, options: Mapping[str, Any], name: str) -> str:
     if name == "cfg":
-        return " (give a frozen Config of the kernel)"
-    return " (give a tuple)" if isinstance(value, list) and name != "backend" else ""
+        configs = [
+            f"{kernel.backend!r} takes {kernel.config_name}"
+            for kernel in registry.kernels(op)[0]
+            if kernel.config_type is not None and options["backend"] in (None, kernel.backend)
+        ]
+        return f" (a kernel takes its own frozen Config: {', '.join(configs)})" if configs else ""
+    return " (give a tuple)" if isinstance(options[name], list) and name != "backend" else ""
 
 
 def check_values(operation: Operation, arguments: Arguments, validate: Any, check_shapes: Callable[[], object]) -> None:

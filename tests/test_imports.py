@@ -133,9 +133,25 @@ def test_types_are_known_of_every_public_name():
     for name, module in names.items():
         value = getattr(importlib.import_module(f"ejkernel_core.{module}"), name)
         assert getattr(ejkernel_core, name) == value, name
-    with pytest.raises(AttributeError, match="module 'ejkernel_core' has no attribute 'flash'"):
-        _ = ejkernel_core.flash
     assert {*ejkernel_core.__all__} <= {*dir(ejkernel_core)}
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("flash", ""),
+        ("__wrapped__", ""),
+        ("rms_norm_bwd", "; it is an operation: ejkernel_core.call('rms_norm_bwd', ...)"),
+        (
+            "flash_attention",
+            "; it is an operation: ejkernel_core.call('flash_attention', ...), or ejkernel_ops.flash_attention(...)",
+        ),
+    ],
+)
+def test_a_name_that_the_core_does_not_have_may_be_an_operation(name: str, hint: str):
+    with pytest.raises(AttributeError) as caught:
+        getattr(ejkernel_core, name)
+    assert str(caught.value) == f"module 'ejkernel_core' has no attribute {name!r}{hint}"
 
 
 def test_there_are_installed_plugins():

@@ -77,6 +77,22 @@ def test_the_error_for_a_backend_of_an_extra_names_its_package(
     )
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_package_for_other_devices_is_not_suggested_for_installation(
+    double: None, monkeypatch: pytest.MonkeyPatch, platform: str
+) -> None:
+    requires = ['ejkernel-sun; extra == "cpu"', 'ejkernel-sun; extra == "cuda"', 'ejkernel-moon; extra == "cuda"']
+    monkeypatch.setattr(metadata, "requires", lambda name: requires if name == "ejkernel-core" else None)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    expected = {
+        "cpu": "; ejkernel-moon has that backend for cuda; this is cpu. Known: good. ",
+        "gpu": "; 'pip install ejkernel-moon' brings that backend. Known: good. ",
+    }
+    assert f"is installed{expected[platform]}" in message(UnknownBackend, Registry(), "double", backend="moon")
+    text = message(UnknownBackend, Registry(), "double", backend="sun")
+    assert "; 'pip install ejkernel-sun' brings that backend. Known: good. " in text
+
+
 @pytest.mark.parametrize(
     ("backend", "suggestion", "package"),
     [
@@ -182,18 +198,18 @@ def test_backends_of_this_repository_are_suggested(monkeypatch: pytest.MonkeyPat
     ]
     monkeypatch.setattr(metadata, "requires", lambda name: lines)
     registry = Registry(plugins="ejkernel-ops")
-    for backend, package in {
-        "triton": "ejkernel-triton",
-        "pallas_tpu": "ejkernel-pallas-tpu",
-        "xla": "ejkernel-xla",
-    }.items():
+    for backend, package, hint in (
+        ("triton", "ejkernel-triton", "ejkernel-triton has that backend for cuda; this is cpu."),
+        ("pallas_tpu", "ejkernel-pallas-tpu", "ejkernel-pallas-tpu has that backend for tpu; this is cpu."),
+        ("xla", "ejkernel-xla", "'pip install ejkernel-xla' brings that backend."),
+    ):
         assert backend in plugins()[package]
         query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
-        with pytest.raises(UnknownBackend, match=f"; 'pip install {package}' brings that backend. Known: reference. "):
+        with pytest.raises(UnknownBackend, match=f"; {hint} Known: reference. "):
             registry.plan("flash_attention", query, query, query, backend=backend)
     with pytest.raises(
         UnknownBackend,
-        match=r"no backend 'trition' of 'flash_attention' is installed; did you mean 'triton'\? 'pip install ejkernel-tri",
+        match=r"no backend 'trition' of 'flash_attention' is installed; did you mean 'triton'\? ejkernel-triton has",
     ):
         registry.plan("flash_attention", query, query, query, backend="trition")
 

@@ -191,6 +191,9 @@ def test_unknown_and_unhashable_options_are_refused_by_name(registry: Registry) 
         registry.call("scale", lout=True)
     with pytest.raises(TypeError, match=r"loud is a static option.*got list \[1\] \(give a tuple\)"):
         registry.call("scale", X, loud=[1])
+    two = rf"\(a kernel takes its own frozen Config: 'two' takes {__name__}\.\w+\)"
+    with pytest.raises(TypeError, match=rf"cfg is a static option.*got dict \{{'by': 2\}} {two}"):
+        registry.call("scale", X, cfg={"by": 2})
     for value in (X, jnp.asarray(X)):
         with pytest.raises(TypeError, match=r"loud is a static option.*array of shape \(2,\)"):
             registry.call("scale", X, loud=value)

@@ -35,6 +35,15 @@ Shape = tuple[int, ...]
 CALL_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 #: What else may be written for these values.
 CONSTANTS = {"true": True, "false": False, "none": None}
+#: Other names of dtypes.
+SHORT_DTYPES = {
+    "bf16": "bfloat16",
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    **dict.fromkeys(("fp32", "f32"), "float32"),
+    **dict.fromkeys(("fp64", "f64", "double"), "float64"),
+}
+#: By a name that does not say how many bits are the exponent's.
+EIGHT_BITS = dict.fromkeys(("fp8", "f8", "float8"), ("float8_e4m3fn", "float8_e5m2"))
 #: The largest array of XLA, which ends the process for a larger one.
 MAX_BYTES = 2**63 - 1
 #: An array in words: a shape, and a dtype if it is to have another one than ``--dtype``.
@@ -384,8 +393,10 @@ def default_dtype() -> str:
 def _dtype(name: str) -> Any:
     import jax.numpy as jnp
 
+    if name in EIGHT_BITS:
+        raise click.UsageError(f"{name!r} stands for several dtypes: {' and '.join(EIGHT_BITS[name])}")
     try:
-        return jnp.dtype(name)
+        return jnp.dtype(SHORT_DTYPES.get(name, name))
     except TypeError:
         names = ("bfloat16", "float16", "float32", "float64", "int8", "int32", "int64", "bool", "uint32")
         similar = difflib.get_close_matches(name, names, 1)

@@ -56,6 +56,14 @@ def test_an_axis_has_the_size_that_a_given_array_has():
     assert shapes("flash_attention", line) == {"query": (2, 7, 8, 64), "key": (2, 9, 4, 64), "value": (2, 9, 4, 32)}
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("fp32", "float32")]
+)
+def test_a_short_name_of_a_dtype_is_understood(name: str, dtype: str):
+    assert dtypes("rms_norm", f"--shape 3x4 --dtype {name}") == {"x": dtype}
+    assert dtypes("rms_norm", f"--shape 3x4:{name} --dtype float64") == {"x": dtype}
+
+
 def test_an_array_larger_than_any_is_refused():
     assert shapes("rms_norm", f"--shape 1x{2**61 - 1}")["x"] == (1, 2**61 - 1)
     for shape in (f"1x{2**61}", f"{2**40}x{2**40}", f"1x{10**30}"):
@@ -235,7 +243,12 @@ def test_the_dtype_is_that_of_floating_arrays_and_has_a_default():
         ("context_attention", "--shape 1x2x3x4", "context_attention needs --axis with a value"),
         ("rms_norm_bwd", "--shape 3x4", "rms_norm_bwd needs --wrt with a value"),
         ("flash_attention", "--shape 1x2x3x4 --no-causal 1", "--no-causal takes no value; got '1'"),
-        ("flash_attention", "--shape 1x2x3x4 --dtype bf16", "'bf16' is not a dtype; did you mean bfloat16?"),
+        ("flash_attention", "--shape 1x2x3x4 --dtype bfloat", "'bfloat' is not a dtype; did you mean bfloat16?"),
+        (
+            "flash_attention",
+            "--shape 1x2x3x4 --dtype fp8",
+            "'fp8' stands for several dtypes: float8_e4m3fn and float8_e5m2",
+        ),
         ("flash_attention", "--shape 1x2x3x4:zzz", "'zzz' is not a dtype, as bfloat16, float16, float32"),
     ],
 )
