@@ -73,6 +73,39 @@ def call_options(function: Function) -> Function:
     return click.argument("operation", shell_complete=matching_operations)(with_words(function))
 
 
+class CallCommand(click.Command):
+    """A command with ``call_options``, whose help has the options of the operation on the line, too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_WORDS] = tuple(args)  # --help ends the reading of the line before there is an operation
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        name = next((word for word in ctx.meta.get(_WORDS, ()) if not word.startswith("-")), None)
+        if name in {point.name for point in entry_points(OPERATIONS)}:
+            import ejkernel_core
+
+            with formatter.section(f"Options of {name}"):
+                formatter.write_dl([*_descriptions(ejkernel_core.registry.operation(name))])
+
+
+_WORDS = f"{__name__}.words"
+
+
+def _descriptions(operation: Operation) -> Iterator[tuple[str, str]]:
+    """The options of an operation, and what each takes."""
+    axes = {} if operation.axes is None else operation.axes.arrays
+    for name, parameter in operation.signature.parameters.items():
+        is_required = parameter.default is parameter.empty
+        if name in operation.arrays:
+            shape = str(axes.get(name, "")) or ("a number" if name in axes else "")
+            yield _option(name), f"an array{f' ({shape})' if shape else ''}{'' if is_required else ', may be left out'}"
+        else:
+            default = "no default" if is_required else f"default {parameter.default}"
+            yield _option(name), default
+
+
 def matching_operations(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """The names of installed operations that begin with a text, for completion."""
     return sorted({point.name for point in entry_points(OPERATIONS) if point.name.startswith(incomplete)})

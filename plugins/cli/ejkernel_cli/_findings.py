@@ -12,7 +12,7 @@ import platform
 import re
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -257,11 +257,15 @@ def _has_nvidia_device() -> bool:
 
 def flags(machine: Machine) -> Findings:
     """Whether XLA_FLAGS has what jaxlib 0.10 needs on a CPU."""
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version("jaxlib") or "99")[:2])
-    is_set = FUSION_FLAG in os.environ.get("XLA_FLAGS", "").split()
-    if machine.platform == "cpu" and numbers < (0, 11) and not is_set:
+    if machine.platform == "cpu" and lacks_fusion_flag(os.environ):
         text = f"jaxlib {version('jaxlib')} can give wrong sums in float32 on a CPU without {FUSION_FLAG}"
         yield Finding("XLA_FLAGS", NOTE, text, f'export XLA_FLAGS="{FUSION_FLAG} $XLA_FLAGS"')
+
+
+def lacks_fusion_flag(environment: Mapping[str, str]) -> bool:
+    """Whether the installed jaxlib needs the flag, and XLA_FLAGS does not have it."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version("jaxlib") or "99")[:2])
+    return numbers < (0, 11) and FUSION_FLAG not in environment.get("XLA_FLAGS", "").split()
 
 
 def plugins(machine: Machine) -> Findings:

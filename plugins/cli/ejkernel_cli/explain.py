@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._calls import CALL_SETTINGS, call_options, clear_refusals, matching_backends, parse_call
+from ._calls import CALL_SETTINGS, CallCommand, call_options, clear_refusals, matching_backends, parse_call
 from ._output import Failure, config_text, json_option, print_json, print_line, print_table
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MOST_TIMES = 8
 
 
-@click.command("explain", context_settings=CALL_SETTINGS)
+@click.command("explain", cls=CallCommand, context_settings=CALL_SETTINGS)
 @call_options
 @click.option("--backend", shell_complete=matching_backends, help="Explain the choice for this backend alone.")
 @json_option

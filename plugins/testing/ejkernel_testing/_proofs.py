@@ -6,12 +6,14 @@ import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import distribution
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from ejkernel_core import Example, Registry
+from ejkernel_core import Example, Registry, hookimpl
 from ejkernel_core import registry as default_registry
+from ejkernel_core._discovery import KERNELS, OPERATIONS
 
 from . import _checks
 from ._configurations import COUNTS, configuration_values, configurations
@@ -25,7 +27,6 @@ from ._transforms import SEVERAL_DEVICES, TRANSFORMS, transforms
 if TYPE_CHECKING:
     import pytest
 
-KERNELS = "ejkernel.kernels"
 Rows = Iterable[tuple[Any, ...]]
 
 #: For each test below, the names of its arguments, and their values for the examples of a kernel.
@@ -223,7 +224,8 @@ def kernel_proofs(
         globals().update(kernel_proofs("my-attention"))
 
     The kernels are those of its entry points whose operations have examples. A backward kernel is proved with the
-    forward kernel of its backend. A kernel module declares in ``REFUSES`` and ``REFUSES_GRADIENTS`` the features of
+    forward kernel of its backend; where the distribution has none, after a forward by the reference. A kernel module
+    declares in ``REFUSES`` and ``REFUSES_GRADIENTS`` the features of
     examples that it refuses, and in ``UNPROVED`` the checks for which this leaves no example. ``fields`` are fields of
     ``KernelProofs``, for all kernels. ``elsewhere`` has the backends that other tests prove. ``registry`` makes a
     registry from the kernel modules, by name, to run them in an interpreter, say.
@@ -234,22 +236,85 @@ def kernel_proofs(
     entry_points = [point for point in distribution(name).entry_points if point.group == KERNELS]
     kernels = {point.name: point.load() for point in entry_points if point.name.rpartition(".")[2] not in elsewhere}
     common = {"registry": default_registry if registry is None else registry(kernels), **fields}
-    classes = {}
-    for kernel, module in kernels.items():
-        op, _, backend = kernel.rpartition(".")
-        operation = common["registry"].operation(op)
-        if operation.examples is None:
-            continue
-        # JAX differentiates a reference, without its backward operation.
-        backward = None if backend == operation.reference else f"{operation.backward}.{backend}"
-        own_fields: dict[str, Any] = {"kernel": kernel, "backward": backward if backward in kernels else None}
-        for field in ("refuses", "refuses_gradients", "unproved"):
-            own_fields[field] = frozenset({*common.get(field, ()), *getattr(module, field.upper(), ())})
-        title = "".join(word.title() for word in f"Test_{op}_{backend}".split("_"))
-        classes[title] = type(title, (KernelProofs,), {**common, **own_fields})
+    classes = dict(_forward_classes(kernels, common))
+    # Another registry, in which forwards for the proofs alone are registered.
+    common["registry"] = Registry() if registry is None else registry(kernels)
+    classes |= dict(_backward_classes(kernels, common))
     if not classes:
         raise ValueError(f"{name}: no entry point of the group {KERNELS!r} is a kernel to prove")
     return classes
+
+
+def _forward_classes(kernels: Mapping[str, Any], common: Mapping[str, Any]) -> Iterator[tuple[str, type[KernelProofs]]]:
+    for kernel, module in kernels.items():
+        op, _, backend = kernel.rpartition(".")
+        operation = common["registry"].operation(op)
+        if operation.examples is not None:
+            # JAX differentiates a reference, without its backward operation.
+            backward = None if backend == operation.reference else f"{operation.backward}.{backend}"
+            own = {field: _declared(field, module, common) for field in ("refuses", "refuses_gradients", "unproved")}
+            title = _title(kernel)
+            declared = {"kernel": kernel, "backward": backward if backward in kernels else None, **own}
+            yield title, type(title, (KernelProofs,), {**common, **declared})
+
+
+class _BackwardProofs(KernelProofs):
+    """The tests of a backward kernel after a forward that has its name, and computes as the reference does."""
+
+    def examples(self) -> Examples:
+        return tuple(example for example in super().examples() if example.wrt)
+
+
+def _backward_classes(
+    kernels: Mapping[str, Any], common: Mapping[str, Any]
+) -> Iterator[tuple[str, type[KernelProofs]]]:
+    """Those of the backward kernels whose backend is not that of a forward kernel."""
+    registry: Registry = common["registry"]
+    forward_ops = {registry.operation(op).backward: op for op in registry.names(OPERATIONS)}
+    for backward, module in kernels.items():
+        backward_op, _, backend = backward.rpartition(".")
+        op = forward_ops.get(backward_op)
+        if op is None or f"{op}.{backend}" in kernels or registry.operation(op).examples is None:
+            continue
+        registry.register(_by_reference(registry.kernel(op, REFERENCE)), f"{op}.{backend}")
+        refused = {_declared(field, module, common) for field in ("refuses", "refuses_gradients")}
+        declared = {
+            "kernel": f"{op}.{backend}",
+            "backward": backward,
+            "refuses": frozenset(),
+            "refuses_gradients": frozenset().union(*refused),
+            "unproved": _declared("unproved", module, common),
+        }
+        title = _title(backward)
+        yield title, type(title, (_BackwardProofs,), {**common, **declared})
+
+
+def _by_reference(reference: Any) -> Any:
+    """The hooks of a forward kernel that computes as the reference does. JAX does not differentiate it."""
+
+    @hookimpl
+    def heuristic_cfg(inv: Any) -> Any:
+        return reference.heuristic_cfg(inv)
+
+    @hookimpl
+    def run_backend(inv: Any, cfg: Any) -> Any:
+        return reference.run_backend(inv, cfg)
+
+    return SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend)
+
+
+def _title(kernel: str) -> str:
+    return "".join(word.title() for word in f"Test_{kernel.replace('.', '_')}".split("_"))
+
+
+def _declared(field: str, module: Any, common: Mapping[str, Any]) -> frozenset[str]:
+    """The words of a kernel module, such as its ``REFUSES``, and those for all kernels."""
+    words = getattr(module, field.upper(), ())
+    if isinstance(words, str):
+        raise TypeError(
+            f"{module.__name__}: {field.upper()} takes a tuple of words; got the string {words!r}, as in ({words!r},)"
+        )
+    return frozenset({*common.get(field, ()), *words})
 
 
 @functools.cache  # every kernel of the operation is proved on them

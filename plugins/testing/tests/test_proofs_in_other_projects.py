@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import ejkernel_testing as testing
-from ejkernel_core import Example, Operation, Registry, hookimpl
-from ejkernel_testing import _checks, _processes
+from ejkernel_core import Example, Operation, Registry, Unsupported, hookimpl
+from ejkernel_testing import _checks, _processes, _proofs
 from ejkernel_testing._double import double
 
 PROJECT = """
@@ -27,7 +27,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from ejkernel_core import Example, Operation, Registry, hookimpl
+from ejkernel_core import Example, Operation, Registry, Unsupported, hookimpl
 from ejkernel_testing import KernelProofs
 
 
@@ -239,3 +239,89 @@ def test_a_few_eight_bit_results_may_be_rounded_to_a_neighbour() -> None:
     compare((floats.view(np.uint8) ^ (np.arange(5000) == 3)).view(jnp.float8_e4m3fn), floats)
     with pytest.raises(AssertionError, match="NaN"):
         compare(np.where(np.arange(5000) == 3, np.nan, floats.astype(np.float32)).astype(jnp.float8_e4m3fn), floats)
+
+
+# -- a backward kernel of which there is no forward ------------------------------------------------------------------
+
+
+def backward_of_rms_norm(factor: float, **fields: Any) -> SimpleNamespace:
+    """The gradients of the reference, times a factor."""
+    reference = Registry().kernel("rms_norm_bwd", "reference")
+
+    @hookimpl
+    def heuristic_cfg(inv: Any) -> Any:
+        if factor == 0:
+            raise Unsupported("another kernel is for this")
+        return reference.heuristic_cfg(inv)
+
+    @hookimpl
+    def run_backend(inv: Any, cfg: Any) -> Any:
+        return tuple(factor * gradient for gradient in reference.run_backend(inv, cfg))
+
+    return SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=run_backend, **fields)
+
+
+def proofs_of(monkeypatch: pytest.MonkeyPatch, **modules: Any) -> dict[str, type[testing.KernelProofs]]:
+    """The classes of a distribution with these kernels, by their names with "__" for "."."""
+    points = [
+        SimpleNamespace(group="ejkernel.kernels", name=name.replace("__", "."), load=lambda module=module: module)
+        for name, module in modules.items()
+    ]
+    monkeypatch.setattr(_proofs, "distribution", lambda name: SimpleNamespace(entry_points=points))
+
+    def registry(kernels: Any) -> Registry:
+        made = Registry()
+        for name, module in kernels.items():
+            made.register(module, name)
+        return made
+
+    return testing.kernel_proofs("fast-norms", registry=registry)
+
+
+def test_a_backward_kernel_without_a_forward_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    (proofs,) = proofs_of(monkeypatch, rms_norm_bwd__fast=backward_of_rms_norm(1.0)).values()
+    assert proofs.__name__ == "TestRmsNormBwdFast"
+    assert (proofs.kernel, proofs.backward) == ("rms_norm.fast", "rms_norm_bwd.fast")
+    examples = proofs().examples()
+    assert examples
+    assert all(example.wrt for example in examples)
+    example = min(examples, key=lambda example: example.long)
+    proofs().test_example(example)
+
+
+@pytest.mark.parametrize(
+    ("factor", "match"),
+    [
+        (2.0, "gradient of .* is off by .*; gradients by rms_norm_bwd.fast"),
+        (0, r"is refused, but no feature of it \(.*\) is in the kernel's REFUSES: rms_norm_bwd.fast"),
+    ],
+)
+def test_a_wrong_backward_kernel_without_a_forward_is_found(
+    monkeypatch: pytest.MonkeyPatch, factor: float, match: str
+) -> None:
+    (proofs,) = proofs_of(monkeypatch, rms_norm_bwd__fast=backward_of_rms_norm(factor)).values()
+    for example in [example for example in proofs().examples() if "jit" in example.checks]:
+        with pytest.raises(AssertionError, match=match):
+            proofs().test_example(example)
+
+
+def test_a_backward_kernel_beside_a_forward_of_another_name_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = SimpleNamespace(**vars(backward_of_rms_norm(1.0)))
+    modules = {"rms_norm__mine": forward, "rms_norm_bwd__mine": backward_of_rms_norm(1.0)}
+    classes = proofs_of(monkeypatch, **modules, rms_norm_bwd__fast=backward_of_rms_norm(2.0))
+    assert sorted(classes) == ["TestRmsNormBwdFast", "TestRmsNormMine"]
+    assert classes["TestRmsNormMine"].backward == "rms_norm_bwd.mine"
+    assert "rms_norm.fast" not in {kernel.name for kernel in classes["TestRmsNormMine"].registry.kernels("rms_norm")[0]}
+
+
+def test_what_a_backward_kernel_refuses_are_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = backward_of_rms_norm(1.0, REFUSES=("bias",), REFUSES_GRADIENTS=("residual",), UNPROVED=("vmap",))
+    (proofs,) = proofs_of(monkeypatch, rms_norm_bwd__fast=module).values()
+    assert (proofs.refuses, proofs.refuses_gradients, proofs.unproved) == (set(), {"bias", "residual"}, {"vmap"})
+
+
+def test_a_text_is_not_a_tuple_of_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    for field in ("REFUSES", "REFUSES_GRADIENTS", "UNPROVED"):
+        module = backward_of_rms_norm(1.0, **{field: "bias"}, __name__="fast_norms.rms")
+        with pytest.raises(TypeError, match=rf"fast_norms.rms: {field} takes a tuple of words; .* as in \('bias',\)"):
+            proofs_of(monkeypatch, rms_norm_bwd__fast=module)

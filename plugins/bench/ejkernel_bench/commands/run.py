@@ -6,15 +6,17 @@ What is installed is printed before JAX is imported, and every step before it be
 from __future__ import annotations
 
 import json
+import os
 import platform
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from importlib import metadata
 from pathlib import Path
 
 import click
 
 from ejkernel_cli import Failure, print_line
+from ejkernel_cli._findings import FUSION_FLAG, lacks_fusion_flag
 
 WIDTH = 80
 
@@ -33,7 +35,7 @@ def command(backend: str | None, rounds: int, json_file: Path | None, picture: P
     from .bench import check_files
 
     check_files(json_file, picture)
-    for line in installed():
+    for line in (*installed(), *set_fusion_flag(os.environ)):
         print_line(line)
     from ejkernel_bench import demonstration
     from ejkernel_bench._rows import listening
@@ -70,6 +72,14 @@ def installed() -> Iterator[str]:
     plugins = sorted({name for name in _distributions() if name.startswith("ejkernel-")} - {"ejkernel-core"})
     names = ", ".join(name.removeprefix("ejkernel-") for name in plugins)
     yield from textwrap.wrap(f"plugins: {names}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def set_fusion_flag(environment: MutableMapping[str, str]) -> Iterator[str]:
+    """Set what the installed jaxlib needs for right sums on a CPU, before XLA reads it, and say so."""
+    if lacks_fusion_flag(environment):
+        environment["XLA_FLAGS"] = f"{FUSION_FLAG} {environment.get('XLA_FLAGS', '')}".rstrip()
+        yield f"jaxlib {_version('jaxlib')} can give wrong sums in float32 on a CPU. This run sets the flag that helps;"
+        yield f'for other programs: export XLA_FLAGS="{FUSION_FLAG} $XLA_FLAGS"'
 
 
 def _version(name: str) -> str:
