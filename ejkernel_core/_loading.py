@@ -129,6 +129,9 @@ def _wrong_attributes(plugin: Any) -> Iterator[str]:
     if platforms is not None and not are_ranks:
         takes = "{platform: rank} with whole numbers, or functions that give them"
         yield f"PLATFORMS takes {takes}; got {brief(platforms)}"
+    for name in ("cuda", "rocm"):
+        if name in ranks:
+            yield f"PLATFORMS has the platforms of jax.default_backend(), where {name} is 'gpu'; got {brief(platforms)}"
     for name, meaning in (("COMPILERS", "distributions"), ("OPAQUE", "platforms"), ("PARTS", "operations")):
         names = getattr(plugin, name, ())
         if not (isinstance(names, tuple) and all(isinstance(one, str) for one in names)):

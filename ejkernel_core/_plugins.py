@@ -169,7 +169,10 @@ class Plugins:
         try:
             plan = choose(inv, kernels, broken, self.judge(inv), self.policies(scope), backend, cfg, scope, check)
         except NoKernel as refusal:
-            raise NoKernel(f"{refusal}\n{self.hints()}", refusal.verdicts) from None
+            # Other packages bring kernels of standard operations, and no other Config or backend.
+            is_standard = inv.operation is not None and self._state.entries[OPERATIONS, inv.op][0].is_standard
+            hints = self.hints() if is_standard and (backend, cfg) == (None, None) else self.listing_hint()
+            raise NoKernel(f"{refusal}\n{hints}", refusal.verdicts) from None
         if plan.choice.measured:
             self.invalidate(inv)
         return plan
@@ -365,7 +368,10 @@ class Plugins:
     def _backend_hint(self, backend: str, names: Iterable[str]) -> str:
         """The end of a sentence about an unknown backend: the most similar name, and how to install it."""
         installable = {_discovery.backend_of(name): name for absent in self._absent().values() for name in absent}
-        nearest = backend if backend in installable else _nearest(backend, [*names, *installable])
+        # Not every distribution that could be installed has a backend, so its name has to be very similar.
+        nearest = (
+            backend if backend in installable else _nearest(backend, names) or _nearest(backend, installable, 0.75)
+        )
         install = _how_to_install(installable[nearest]) if nearest in installable else ""
         if nearest is None or nearest == backend:
             return f"; {install}" if install else "."
@@ -382,9 +388,9 @@ def _how_to_install(distribution: str) -> str:
     return f"{distribution} has that backend for {' and '.join(elsewhere)}; this is {platform}."
 
 
-def _nearest(name: str, names: Iterable[str]) -> str | None:
+def _nearest(name: str, names: Iterable[str], similarity: float = 0.6) -> str | None:
     by_lower = {candidate.lower(): candidate for candidate in names}
-    return next((by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, 1)), None)
+    return next((by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, 1, similarity)), None)
 
 
 def _by_name(entries: Iterable[Entry]) -> dict[tuple[str, str], tuple[Entry, ...]]:

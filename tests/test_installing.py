@@ -7,13 +7,23 @@ import re
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 import ejkernel_core
-from ejkernel_core import NoKernel, Operation, Registry, UnknownBackend, UnknownOperation, _discovery
+from ejkernel_core import (
+    NoKernel,
+    Operation,
+    Registry,
+    UnknownBackend,
+    UnknownOperation,
+    Unsupported,
+    _discovery,
+    hookimpl,
+)
 from tests.conftest import KERNEL, MakeDistribution
 from tests.test_imports import imported_packages
 
@@ -98,6 +108,7 @@ def test_a_package_for_other_devices_is_not_suggested_for_installation(
     [
         ("full_mon", "full_moon", "; did you mean 'full_moon'? 'pip install ejkernel-full-moon' brings that backend. "),
         ("goood", "good", "; did you mean 'good'? Known: good. "),
+        ("moon", "none", ". Known: good. "),  # not every package has a backend, so a similar name is not enough
         ("triton", "none", ". Known: good. "),
     ],
 )
@@ -145,11 +156,30 @@ def test_without_operations_the_standard_plugins_are_suggested(extras: None) -> 
     )
 
 
-def test_without_kernels_the_standard_plugins_are_suggested(extras: None) -> None:
+@pytest.mark.parametrize("options", [{}, {"backend": "reference"}, {"cfg": 3}])
+def test_where_no_kernel_runs_a_standard_operation_the_standard_plugins_are_suggested(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
+) -> None:
+    requires = ['ejkernel-ops; extra == "cpu"', 'ejkernel-moon; extra == "cpu"']
+    monkeypatch.setattr(metadata, "requires", lambda name: requires if name == "ejkernel-core" else None)
+
+    @hookimpl
+    def heuristic_cfg(inv: object) -> None:
+        raise Unsupported("not today")
+
+    registry = Registry(plugins="ejkernel-ops")
+    registry.register(SimpleNamespace(heuristic_cfg=heuristic_cfg, run_backend=heuristic_cfg), "rms_norm.reference")
+    text = message(NoKernel, registry, "rms_norm", **options)
+    # Those bring no kernel of a backend that refuses, and no other Config.
+    assert ("brings the standard ones" in text) is (not options)
+    assert "'ejkernel list' lists what is installed" in text
+
+
+def test_without_kernels_of_an_operation_of_others_the_standard_plugins_are_not_suggested(extras: None) -> None:
     registry = Registry(plugins="")
     registry.register(Operation(name="bare", signature=lambda x: None, outputs=lambda a: (a["x"],)))
     text = message(NoKernel, registry, "bare")
-    assert f"no kernel is installed\n{STANDARD_PLUGINS}; " in text
+    assert "no kernel is installed\n'ejkernel list' lists what is installed" in text
 
 
 def test_without_the_command_the_hint_says_what_brings_it(extras: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,8 @@ def test_other_names_are_checked() -> None:
 def test_unknown_and_unhashable_options_are_refused_by_name(registry: Registry) -> None:
     with pytest.raises(TypeError, match=r"scale: got an unexpected keyword argument 'lout'; did you mean 'loud'\?"):
         registry.call("scale", X, lout=True)
+    with pytest.raises(TypeError, match=r"scale: too many positional arguments: it takes \d \(x.*\), and got 9"):
+        registry.call("scale", *[X] * 9)
     with pytest.raises(TypeError, match="scale: missing a required argument: 'x'"):
         registry.call("scale")
     with pytest.raises(TypeError, match=r"missing a required argument: 'x'; 'lout' is unknown; did you mean 'loud'\?"):
@@ -320,6 +322,7 @@ def test_the_number_of_compiled_calls_is_bounded(monkeypatch: pytest.MonkeyPatch
             "PLATFORMS takes {platform: rank} with whole numbers, or functions that give them; got {1: 2}",
         ),
         ("PLATFORMS", {"cpu": "high"}, "PLATFORMS takes {platform: rank} with whole numbers"),
+        ("PLATFORMS", {"cuda": 5}, "platforms of jax.default_backend(), where cuda is 'gpu'; got {'cuda': 5}"),
         ("PARTS", "other", "PARTS takes a tuple of the names of operations; got 'other'"),
         ("Config", Config(3), "Config is the type of the configurations; got Config(times=3)"),
     ],

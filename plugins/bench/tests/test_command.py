@@ -17,6 +17,8 @@ import pytest
 from ejkernel_bench import demonstration
 from ejkernel_bench._report import Report
 from ejkernel_bench._suites import GROUP, BrokenSuite, suites
+from ejkernel_bench.commands import run
+from ejkernel_cli import _findings
 from ejkernel_ops.flash_attention.sizes import self_attention
 
 MODULE = '''
@@ -340,3 +342,26 @@ def test_the_subcommands_are_commands_that_import_no_jax():
         )
         assert process.returncode == 0, process.stderr
         assert process.stdout.startswith(f"Usage: ejkernel {name}")
+
+
+FUSIONS = "--xla_cpu_experimental_ynn_fusion_type="
+
+
+@pytest.mark.parametrize(
+    ("jaxlib", "flags", "expected"),
+    [
+        ("0.10.2", None, FUSIONS),
+        ("0.10.2", "--xla_dump_to=/x", f"{FUSIONS} --xla_dump_to=/x"),
+        ("0.10.2", f"--xla_dump_to=/x {FUSIONS}", None),
+        ("0.11.2", None, None),
+    ],
+)
+def test_run_sets_the_flag_that_jaxlib_needs_for_right_sums(monkeypatch, jaxlib, flags, expected):
+    monkeypatch.setattr(_findings, "version", lambda name: jaxlib)
+    environment = {} if flags is None else {"XLA_FLAGS": flags}
+    lines = [*run.set_fusion_flag(environment)]
+    if expected is None:
+        assert (environment.get("XLA_FLAGS"), lines) == (flags, [])
+    else:
+        assert environment["XLA_FLAGS"] == expected
+        assert lines[-1] == f'for other programs: export XLA_FLAGS="{FUSIONS} $XLA_FLAGS"'

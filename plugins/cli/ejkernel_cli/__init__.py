@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ._calls import (
         CALL_SETTINGS,
         Call,
+        CallCommand,
         call_options,
         clear_refusals,
         matching_backends,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CALL_SETTINGS",
     "Call",
+    "CallCommand",
     "Failure",
     "call_options",
     "clear_refusals",

@@ -43,7 +43,8 @@ def command(operation: str, words: tuple[str, ...], backend: str | None, as_json
     else:
         _print(explanation)
     if explanation.plan is None:
-        raise Failure(f"no kernel runs this call of {operation}; the table has each kernel's reason")
+        reasons = "; the table has each kernel's reason" if explanation.verdicts else ""
+        raise Failure(f"no kernel runs this call of {operation}{reasons}")
 
 
 def _explanation(operation: str, words: tuple[str, ...], backend: str | None) -> Explanation:
@@ -69,7 +70,8 @@ def _print(explanation: Explanation) -> None:
     # The heading has the operation. A policy has its whole name.
     prefix = f"{explanation.op}."
     rows = [(v.name.removeprefix(prefix), v.status, _configuration(v, plan), v.reason) for v in explanation.verdicts]
-    print_table(("backend", "verdict", "configuration", "reason"), rows)
+    if rows:
+        print_table(("backend", "verdict", "configuration", "reason"), rows)
     if plan and plan.choice.record and plan.choice.record.provenance:
         _print_times(plan.choice.record.provenance, f"{plan.kernel.name.rpartition('.')[2]} {plan.cfg}")
     if explanation.parts:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ejkernel_cli.explain import MOST_TIMES, measured_times
-from ejkernel_core import Provenance, Record, Registry
+from ejkernel_core import Explanation, Provenance, Record, Registry
 from ejkernel_core._records import Shortfall
 
 WORDS = ("explain", "flash_attention", "--shape", "1x300x4x64", "--key", "1x300x2x64", "--causal")
@@ -33,6 +33,29 @@ def test_the_table_has_a_verdict_and_a_configuration_of_every_kernel(run, regist
     assert ["reference", "able", "with a lower rank"] in rows
     assert any(line.startswith("flash_attention_bwd.xla runs, chosen by heuristic") for line in lines)
     assert max(len(line) for line in lines if "=float32" not in line) <= 80
+
+
+@pytest.mark.parametrize("words", [("explain", "flash_attention", "--help"), ("explain", "-h", "flash_attention")])
+def test_the_help_for_an_operation_has_its_options(run, words):
+    process = run(*words)
+    assert (process.returncode, process.stderr) == (0, "")
+    _, _, options = process.stdout.partition("Options of flash_attention:\n")
+    rows = dict(line.split(maxsplit=1) for line in options.splitlines())
+    assert rows["--query"] == "an array (batch q_len heads head_dim)"
+    assert rows["--softmax-aux"] == "an array (heads sinks), may be left out"
+    assert rows["--dropout-seed"] == "an array (a number), may be left out"
+    assert rows["--causal"] == "default False"
+    for other in (("explain", "--help"), ("explain", "no_operation", "--help")):
+        assert "Options of" not in run(*other).stdout
+
+
+def test_without_verdicts_no_table_is_shown(run, registry, monkeypatch):
+    explanation = Explanation("flash_attention", None, "the folder is not trusted\ncalled at home")
+    monkeypatch.setattr(registry, "explain", lambda *args, **kwargs: explanation)
+    process = run(*WORDS)
+    assert process.returncode == 1
+    assert process.stdout.strip() == "the folder is not trusted"
+    assert process.stderr == "ejkernel: no kernel runs this call of flash_attention\n"
 
 
 def call_of(registry):
