@@ -84,6 +84,31 @@ except TypeError as error:
     assert lines[0] == "my_rms_norm: x: takes floating-point numbers; got int32"
 
 
+def test_the_backward_kernel_of_the_page_is_right(folder: Path) -> None:
+    source = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ejkernel_core import registry
+from my_norm import my_rms_norm, rows_bwd
+from my_norm.reference import normalize
+
+registry.register(rows_bwd, "my_rms_norm_bwd.rows")
+x, weight, ct = (jax.random.normal(key, shape) for key, shape in zip(
+    jax.random.split(jax.random.key(0), 3), ((3, 5, 8), (8,), (3, 5, 8))))
+for names in (("x", "weight"), ("weight", "x"), ("weight",)):
+    def loss(arrays, function):
+        arrays = {"x": x, "weight": weight, **dict(zip(names, arrays))}
+        return (function(**arrays) * ct).sum()
+    plain = lambda **arrays: normalize({**arrays, "epsilon": 1e-6})[0]
+    arrays = tuple({"x": x, "weight": weight}[name] for name in names)
+    for got, expected in zip(jax.grad(loss)(arrays, my_rms_norm), jax.grad(loss)(arrays, plain)):
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
+print(registry.explain("my_rms_norm", x, weight).backward.plan.kernel.name)
+"""
+    assert run_python(folder, "-c", source).split() == ["my_rms_norm_bwd.rows"]
+
+
 @pytest.mark.long
 def test_the_kernels_of_the_page_pass_their_proofs(folder: Path) -> None:
     output = run_python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", "test_my_norm.py",
