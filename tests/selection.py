@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--share-of", action="append", default=[], metavar="FOLDER", help="those of this folder alone; all others run"
     )
-    group.addoption("--budget", type=float, metavar="SECONDS", help="run tests that cost so much together")
+    group.addoption("--budget", type=seconds, metavar="SECONDS", help="run tests that cost so much together")
     group.addoption("--record-costs", action="store_true", help="write what each test costs")
 
 
@@ -106,12 +106,22 @@ def recorded(folder: Path) -> Mapping[str, Costs]:
     """The tests of a folder, by name."""
     try:
         entries = json.loads((folder / COSTS).read_text())
+        return {
+            name: Costs(entry["source"], {case: float(p) for p, cases in entry["cases"].items() for case in cases})
+            for name, entry in entries.items()
+        }
     except FileNotFoundError:
         return {}
-    return {
-        name: Costs(entry["source"], {case: float(price) for price, cases in entry["cases"].items() for case in cases})
-        for name, entry in entries.items()
-    }
+    except (ValueError, TypeError, KeyError, AttributeError) as fault:
+        raise pytest.UsageError(f"{folder / COSTS} is damaged, so remove it, and make test-long: {fault!r}") from fault
+
+
+def seconds(text: str) -> float:
+    """Of a budget."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError(text)
+    return value
 
 
 def record(folder: Path, costs: Mapping[str, tuple[str, Mapping[str, float]]]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.selection import Case, choose, draw, record, recorded, rounded
+from tests.selection import Case, choose, draw, record, recorded, rounded, seconds
 
 SEEDS = [str(number) for number in range(400)]
 
@@ -110,6 +110,20 @@ def test_a_record_replaces_the_tests_of_the_files_that_have_run(tmp_path: Path) 
         "test_b.py::test_two": ("34", {"": 0.2}),
     }
     assert recorded(tmp_path)["test_a.py::test_one"].price("other") == 1.0
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": "b"}', '{"a": {"source": "1"}}'])
+def test_a_damaged_file_of_costs_ends_the_run(tmp_path: Path, content: str) -> None:
+    (tmp_path / "costs.json").write_text(content)
+    with pytest.raises(pytest.UsageError, match="costs.json is damaged, so remove it, and make test-long"):
+        recorded(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["nan", "-5", "0", "inf", "many"])
+def test_a_budget_is_a_number_of_seconds(text: str) -> None:
+    assert seconds("2.5") == 2.5
+    with pytest.raises(ValueError, match=text):
+        seconds(text)
 
 
 # -- in pytest -------------------------------------------------------------------------------------------------------

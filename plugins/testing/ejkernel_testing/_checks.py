@@ -183,8 +183,8 @@ def _mismatch(actual: np.ndarray, expected: np.ndarray, tolerance: float) -> str
     """How the arrays differ, in words; empty if they are equal within the tolerance."""
     if actual.shape != expected.shape:
         return f"has shape {actual.shape}, expected {expected.shape}"
-    if np.isnan(actual).any():
-        return f"has {np.isnan(actual).sum()} NaN"
+    if not np.array_equal(np.isnan(actual), np.isnan(expected)):
+        return f"has {np.isnan(actual).sum()} NaN, and the reference {np.isnan(expected).sum()}, or in other places"
     if not np.array_equal(_infinity_signs(actual), _infinity_signs(expected)):
         return "is infinite in other places than the reference"
     error = relative_error(actual, expected)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
 from types import SimpleNamespace
@@ -239,6 +240,18 @@ def test_a_few_eight_bit_results_may_be_rounded_to_a_neighbour() -> None:
     compare((floats.view(np.uint8) ^ (np.arange(5000) == 3)).view(jnp.float8_e4m3fn), floats)
     with pytest.raises(AssertionError, match="NaN"):
         compare(np.where(np.arange(5000) == 3, np.nan, floats.astype(np.float32)).astype(jnp.float8_e4m3fn), floats)
+
+
+def test_nan_is_expected_where_the_reference_has_it() -> None:
+    example = Example("some", "double", lambda draw: {})
+    expected = np.array([1.0, np.nan, 3.0])
+    compare = partial(_checks.compare, "values", "double.plain", example, "result")
+    compare(expected.copy(), expected, 1e-5)
+    for wrong in ([1.0, 0.0, 3.0], [np.nan, 2.0, 3.0], [np.nan, np.nan, 3.0]):
+        with pytest.raises(AssertionError, match="has . NaN, and the reference 1, or in other places"):
+            compare(np.array(wrong), expected, 1e-5)
+    with pytest.raises(AssertionError, match="is off by"):
+        compare(np.array([1.0, np.nan, 4.0]), expected, 1e-5)
 
 
 # -- a backward kernel of which there is no forward ------------------------------------------------------------------

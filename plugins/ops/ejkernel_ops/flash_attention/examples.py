@@ -329,6 +329,13 @@ def plain_subjects() -> Iterator[Example]:
     for name, length in (("blocks", 128), ("blocks-and-a-tail", 300)):
         arguments = partial(qkv, batch=1, q_length=length, k_length=length, heads=1, group=1, head_dim=16)
         yield example(f"plain-{name}", arguments, checks={"configurations"})
+    yield example("plain-sinks-in-float32", _with_float32_sinks, dtype="bfloat16")
+    yield example("plain-negative-scale", lambda draw: base(draw) | {"softmax_scale": -0.3})
+
+
+def _with_float32_sinks(draw: int) -> Arguments:
+    arguments = qkv(draw, batch=1, q_length=24, k_length=24, heads=2, group=1, head_dim=16)
+    return arguments | {"softmax_aux": normal("sinks", draw, (2,)).astype(np.float32)}
 
 
 #: The sets of arguments by which two calls of one program are differentiated.

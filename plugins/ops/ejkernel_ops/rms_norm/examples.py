@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import attrs
 import jax
 import numpy as np
 
@@ -220,6 +221,24 @@ def plain_subjects(op: str) -> Iterator[Example]:
     yield example(op, "plain-one-at-a-time", base, checks={"values", "sensitivity"}, variations=variations)
     for name, arguments in blocks().items():
         yield example(op, name, arguments, checks={"configurations"})
+    for dtype in ("bfloat16", "float16"):
+        yield example(op, f"plain-weight-in-float32-{dtype}", weight_in_float32, dtype=dtype)
+    yield example(op, "plain-one-row", partial(plain, (1,), 64))
+    yield example(op, "plain-one-row-of-one-batch", partial(plain, (1, 1), 130))
+    yield example(op, "plain-large-numbers", lambda draw: base(draw) | {"x": 1e5 * base(draw)["x"]})
+    yield attrs.evolve(example(op, "plain-a-row-with-nan", nan_in_a_row), wrt=())
+
+
+def weight_in_float32(draw: int) -> Arguments:
+    arguments = plain((2, 5), 24, draw)
+    return arguments | {"weight": arguments["weight"].astype(np.float32)}
+
+
+def nan_in_a_row(draw: int) -> Arguments:
+    """All of the row is NaN then, and no other row."""
+    arguments = plain((2, 5), 24, draw)
+    arguments["x"][1, 2, 7] = np.nan
+    return arguments
 
 
 def blocks() -> dict[str, Call]:
