@@ -23,6 +23,7 @@ from ._bridge import CallArguments, Site, Written
 from ._invocation import Invocation
 from ._other_names import other_names
 from ._recording import recording
+from ._tuned import record_of_result
 
 Cfg = TypeVar("Cfg")
 Out = TypeVar("Out")
@@ -152,6 +153,9 @@ class Kernel(Generic[Cfg, Out]):
         cfg: Any = None,
         backend: str | None = None,
     ) -> Any:
+        record = None if cfg is None else record_of_result(self.name, cfg, backend)
+        if record is not None:
+            cfg, backend = record.cfg, record.backend
         reason = None if cfg is None else why_mutable(cfg)
         if reason is not None:
             raise TypeError(f"{self.name}: cfg takes a value that cannot be changed; {reason}")
