@@ -7,6 +7,7 @@ describes the classes, and ``docs/from-ejkernel.md`` all names.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from ejkernel_core import (
@@ -17,6 +18,7 @@ from ejkernel_core import (
     policy_override,
     to_json,
 )
+from ejkernel_core._jax_versions import hide_frames
 
 from ._content import abstractify, short_hash, stable_json
 from ._devices import device_fingerprint, device_kind, get_device_platform, preferred_backend
@@ -69,6 +71,8 @@ if TYPE_CHECKING:
         labels_to_configs,
         timer,
     )
+
+hide_frames(os.path.dirname(__file__))
 
 __all__ = [
     "AutotunePolicy",
