@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -257,12 +257,20 @@ class Operation:
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """The arguments of a call by name, without defaults."""
+        positional = [p.name for p in self.signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+        if len(args) > len(positional):
+            raise TypeError(self._too_many(len(args), positional))
         try:
             return dict(self.signature.bind(*args, **kwargs).arguments)
         except TypeError as error:
             raise TypeError(
                 f"{self.name}: {error}{self._by_position(args)}{self._nearest(kwargs, str(error))}"
             ) from None
+
+    def _too_many(self, count: int, positional: Sequence[str]) -> str:
+        by_name = [name for name in self.signature.parameters if name not in positional]
+        others = f"; write the others by name: {', '.join(by_name)}" if by_name else ""
+        return f"{self.name}: takes {', '.join(positional)} by position; got {count} arguments{others}"
 
     def complete(self, arguments: Mapping[str, Any]) -> Arguments:
         """The arguments with the defaults of all other parameters."""

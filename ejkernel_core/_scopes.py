@@ -7,13 +7,14 @@ JAX's jit key: JAX traces a function again under a scope with other content, and
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import numbers
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar, Token
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 import attrs
 import jax
@@ -23,6 +24,7 @@ from ._kernel import Candidate, Invocation, find_record
 from ._keys import Key, plain, read_only, short_hash, stable_json
 from ._records import Record, as_record
 
+Class = TypeVar("Class", bound=Any)
 Mode = Literal["off", "on_miss", "error_on_miss"]
 MODES: tuple[Mode, ...] = ("off", "on_miss", "error_on_miss")
 
@@ -50,6 +52,28 @@ def _check_bool(name: str, value: Any) -> None:
         raise TypeError(f"{name}: takes True or False; got {brief(value)}")
 
 
+def _check_names(title: str, names: Sequence[str], fields: Iterable[str]) -> None:
+    for name in fields:
+        if name not in names:
+            about_mode = "; mode='on_miss' measures, mode='off' does not." if "autotune" in name else "."
+            hint = suggestion(name, names) or about_mode
+            raise TypeError(f"{title}: has no {name!r}{hint} It has {', '.join(names)}")
+
+
+def _with_names_checked(kind: type[Class]) -> type[Class]:
+    """The class, whose constructor raises our error for an unknown field."""
+    initialize = kind.__init__
+
+    @functools.wraps(initialize)
+    def __init__(self: Any, *args: Any, **fields: Any) -> None:  # noqa: N807
+        _check_names(kind.__name__, [field.name for field in attrs.fields(kind)], fields)
+        initialize(self, *args, **fields)
+
+    kind.__init__ = __init__
+    return kind
+
+
+@_with_names_checked
 @attrs.frozen
 class AutotunePolicy:
     """What to do for a call for which no store has a configuration.
@@ -176,7 +200,7 @@ def policy_override(*positional: Any, **fields: Any) -> contextlib.AbstractConte
     ...     current().policy
     AutotunePolicy(mode='on_miss', budget_s=5, wait=True, other_versions=False)
     """
-    _check_names(positional, fields)
+    _check_override(positional, fields)
     if "autotune" in fields:
         autotune = fields.pop("autotune")
         _check_bool("autotune", autotune)
@@ -185,14 +209,10 @@ def policy_override(*positional: Any, **fields: Any) -> contextlib.AbstractConte
     return ScopeChange(lambda scope: attrs.evolve(scope, policy=attrs.evolve(scope.policy, **fields)))
 
 
-def _check_names(positional: Sequence[Any], fields: Mapping[str, Any]) -> None:
-    names = ["autotune", *(field.name for field in attrs.fields(AutotunePolicy))]
+def _check_override(positional: Sequence[Any], fields: Mapping[str, Any]) -> None:
     if positional:
         raise TypeError(f"policy_override: takes its fields by name, as mode='on_miss'; got {brief(positional[0])}")
-    for name in fields:
-        if name not in names:
-            hint = suggestion(name, names) or "."
-            raise TypeError(f"policy_override: has no {name!r}{hint} It has {', '.join(names)}")
+    _check_names("policy_override", ["autotune", *(field.name for field in attrs.fields(AutotunePolicy))], fields)
     if {"autotune", "mode"} <= fields.keys():
         raise TypeError("policy_override: autotune=True is mode='on_miss'; give one of the two")
 

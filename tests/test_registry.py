@@ -174,6 +174,18 @@ def test_errors_for_the_names_of_other_libraries_have_the_name_here() -> None:
             assert str(error.value) == f"{start} {end}"
 
 
+def test_too_many_arguments_by_position_are_refused_with_the_names_of_the_others(registry: Registry) -> None:
+    end = "; write the others by name: loud"
+    with pytest.raises(TypeError) as error:
+        registry.call("scale", X, True)
+    assert str(error.value) == f"scale: takes x by position; got 2 arguments{end}"
+    registry.register(Operation(name="add", signature=lambda x, y: None))
+    for entry in (registry.call, registry.plan, registry.explain):
+        with pytest.raises(TypeError) as error:
+            entry("add", X, X, X)
+        assert str(error.value) == "add: takes x, y by position; got 3 arguments"
+
+
 def test_other_names_are_checked() -> None:
     signature = lambda x, *, scale=1.0: None
     with pytest.raises(ValueError, match="other_names of product: 'scale' is a parameter, and no other name"):

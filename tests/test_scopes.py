@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -311,6 +312,17 @@ def test_interleaved_tasks_have_separate_scopes(recorder: TraceRecorder) -> None
 
 
 # -- invalid arguments -----------------------------------------------------------------------------------------------
+
+
+def test_a_policy_refuses_unknown_fields() -> None:
+    field_list = "It has mode, budget_s, wait, other_versions"
+    modes = "mode='on_miss' measures, mode='off' does not"
+    with pytest.raises(TypeError, match=f"AutotunePolicy: has no 'allow_autotune'; {modes}. {field_list}"):
+        AutotunePolicy(allow_autotune=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=f"AutotunePolicy: has no 'budget'; did you mean 'budget_s'\\? {field_list}"):
+        AutotunePolicy(budget=1)  # type: ignore[call-arg]
+    assert AutotunePolicy("on_miss", budget_s=7).budget_s == 7
+    assert [*inspect.signature(AutotunePolicy).parameters] == ["mode", "budget_s", "wait", "other_versions"]
 
 
 def test_policy_override_refuses_unknown_fields() -> None:

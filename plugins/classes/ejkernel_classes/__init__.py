@@ -7,6 +7,7 @@ describes the classes, and ``docs/from-ejkernel.md`` all names.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from ejkernel_core import (
@@ -17,18 +18,21 @@ from ejkernel_core import (
     policy_override,
     to_json,
 )
+from ejkernel_core._jax_versions import hide_frames
 
 from ._content import abstractify, short_hash, stable_json
 from ._devices import device_fingerprint, device_kind, get_device_platform, preferred_backend
-from ._executor import ConfigSelectorChain, Executor
+from ._executor import ConfigChooser, ConfigSelectorChain, Executor
 from ._invocation import Invocation, default_key_builder_with_sharding
 from ._kernel import Cfg, Kernel, Out
 from ._mapped import pmap_with_config, vmap_with_config
 from ._params import BwdParams, FwdParams, get_safe_hash_int, hash_fn
 from ._recording import get_invocations, record_invocation, stop_recording
 from ._sharding import sharding_fingerprint
+from ._submodules import submodule
 
 if TYPE_CHECKING:
+    from ejkernel_classes._autotuner import Autotuner
     from ejkernel_classes._persistent import PersistentCache
     from ejkernel_ops import flash_attention
     from ejkernel_ops.calibration import (
@@ -68,11 +72,15 @@ if TYPE_CHECKING:
         timer,
     )
 
+hide_frames(os.path.dirname(__file__))
+
 __all__ = [
     "AutotunePolicy",
+    "Autotuner",
     "BwdParams",
     "Cfg",
     "ConfigCache",
+    "ConfigChooser",
     "ConfigSelectorChain",
     "Executor",
     "FwdParams",
@@ -148,7 +156,8 @@ _LATER = {
         "labels_to_configs",
         "timer",
     ),
-    "ejkernel_classes._attention": ("flash_attention",),
+    "ejkernel_classes._autotuner": ("Autotuner",),
+    "ejkernel_classes.modules": ("flash_attention",),
     "ejkernel_ops.calibration": (
         "estimate_shared_memory_bytes",
         "get_shared_memory_limit",
@@ -184,4 +193,4 @@ def __getattr__(name: str) -> Any:
     for module, names in _LATER.items():
         if name in names:
             return getattr(importlib.import_module(module), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return submodule(__name__, name, ("callib", "modules", "ops", "xla_utils"))

@@ -18,6 +18,7 @@ from ejkernel_core._policies import StorePolicy
 from ejkernel_core._scopes import EMPTY, ScopeChange
 
 from ._named import call
+from ._other_names import other_names
 
 
 class _Store(StorePolicy):
@@ -35,6 +36,7 @@ class ConfigSelectorChain:
 
     _numbers = itertools.count(1)
 
+    @other_names(tuner="autotune=True measures, as long as policy=AutotunePolicy('on_miss', budget_s=60) says")
     def __init__(
         self,
         cache: Any = None,
@@ -74,6 +76,19 @@ class ConfigSelectorChain:
         return getattr(store, "generation", 0)
 
 
+#: What chooses for an ``Executor``, by the name that it has in ejKernel's documents.
+ConfigChooser = ConfigSelectorChain
+
+
+def _check_selector(selector: ConfigSelectorChain) -> ConfigSelectorChain:
+    if not isinstance(selector, ConfigSelectorChain) or hasattr(selector, "choose"):
+        raise TypeError(
+            "selector: takes a ConfigSelectorChain; a choice of your own is a policy with the hook select_config: "
+            f"ConfigSelectorChain(policies={{'mine': policy}}); got {type(selector).__name__}"
+        )
+    return selector
+
+
 def _check_policies(policies: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     for name, policy in policies.items():
         hook_manager(Entry(POLICIES, name), policy, PolicyHooks)
@@ -90,9 +105,11 @@ def _stores(stores: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
 class Executor:
     """Runs kernels with the configurations that its chain selects."""
 
+    @other_names(chooser="selector= takes a ConfigSelectorChain")
     def __init__(self, selector: ConfigSelectorChain | None = None) -> None:
-        self.selector = ConfigSelectorChain() if selector is None else selector
+        self.selector = ConfigSelectorChain() if selector is None else _check_selector(selector)
 
+    @other_names(_cfg="cfg= takes the configuration")
     def __call__(self, kernel: Any, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
         """The results of a ``Kernel`` object, or of an operation given by name."""
         with self.selector.entered():

@@ -21,7 +21,9 @@ from ejkernel_core._keys import content
 
 from ._bridge import CallArguments, Site, Written
 from ._invocation import Invocation
+from ._other_names import other_names
 from ._recording import recording
+from ._tuned import record_of_result
 
 Cfg = TypeVar("Cfg")
 Out = TypeVar("Out")
@@ -36,6 +38,8 @@ _DERIVED = ("plugin", "config_type")
 
 #: The methods by backend, the most general first.
 _METHODS = {"run": "run", "xla": "run_xla", "pallas": "run_pallas", "triton": "run_triton"}
+
+_MISSING_HEURISTIC = "write heuristic_cfg(self, inv), or subclass Kernel[Config, Out]"
 
 
 class Kernel(Generic[Cfg, Out]):
@@ -66,11 +70,15 @@ class Kernel(Generic[Cfg, Out]):
         cls.name = vars(cls).get("name", cls.__name__)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Raise for a class without any ``run`` method. Not in ``__init__``, which a subclass may replace."""
+        """Raise for a class that cannot run, or has no configurations. ``__init__`` may be a subclass's own."""
         if not any(getattr(cls, name) is not getattr(Kernel, name) for name in _METHODS.values()):
             raise TypeError(_missing_method_text(cls))
-        return super().__new__(cls)
+        self = super().__new__(cls)
+        if cls.heuristic_cfg is Kernel.heuristic_cfg:
+            _check_default(cls, self.config_type)
+        return self
 
+    @other_names(op_id="name= takes the name")
     def __init__(self, name: str | None = None, version: int | None = None) -> None:
         self.name = self.name if name is None else name
         self.version = self.version if version is None else version
@@ -96,7 +104,7 @@ class Kernel(Generic[Cfg, Out]):
     def heuristic_cfg(self, inv: Invocation) -> Cfg:
         """A good configuration without measuring; by default, the configuration that has all defaults."""
         if self.config_type is None:
-            raise NotImplementedError(f"{self.name}: write heuristic_cfg, or say Kernel[Config, Out]")
+            raise NotImplementedError(f"{self.name}: {_MISSING_HEURISTIC}")
         config: Cfg = self.config_type()
         return config
 
@@ -145,6 +153,9 @@ class Kernel(Generic[Cfg, Out]):
         cfg: Any = None,
         backend: str | None = None,
     ) -> Any:
+        record = None if cfg is None else record_of_result(self.name, cfg, backend)
+        if record is not None:
+            cfg, backend = record.cfg, record.backend
         reason = None if cfg is None else why_mutable(cfg)
         if reason is not None:
             raise TypeError(f"{self.name}: cfg takes a value that cannot be changed; {reason}")
@@ -269,11 +280,24 @@ class Kernel(Generic[Cfg, Out]):
         return None
 
 
+def _check_default(cls: type, config_type: type | None) -> None:
+    """Raise where the heuristic that a class inherits, the configuration with all defaults, does not exist."""
+    if config_type is None:
+        raise TypeError(f"{cls.__qualname__}: {_MISSING_HEURISTIC}")
+    try:
+        config_type()
+    except TypeError as fault:
+        raise TypeError(f"{cls.__qualname__}: write heuristic_cfg(self, inv), because {fault}") from None
+
+
 def _missing_method_text(cls: type) -> str:
     others = ", ".join([*_METHODS.values()][1:])
     if cls is Kernel:
         subclass = "class MyKernel(Kernel[Config, jax.Array]): def run(self, x, *, cfg): ..."
-        return f"Kernel is to be subclassed: write {subclass}, or one of {others}; then call MyKernel()(x)"
+        return (
+            f"Kernel is to be subclassed: write {subclass}, or one of {others}; then call MyKernel()(x). Its name is "
+            "that of the class, or name= in super().__init__(name=...)"
+        )
     return f"{cls.__qualname__}: write run(self, ..., *, cfg), or one of {others}"
 
 

@@ -264,8 +264,8 @@ def test_a_class_without_configurations() -> None:
         def run(self, x: Any, *, cfg: Any) -> Any:
             return -x
 
-    with pytest.raises(NotImplementedError, match=r"Bare: write heuristic_cfg, or say Kernel\[Config, Out\]"):
-        Bare()(X)
+    with pytest.raises(TypeError, match=r"Bare: write heuristic_cfg\(self, inv\), or subclass Kernel\[Config, Out\]"):
+        Bare()
 
 
 C = TypeVar("C")
@@ -280,10 +280,10 @@ def test_the_config_type_is_found_in_the_generic_base() -> None:
             return x * cfg.factor
 
     class Forward(Kernel["Nowhere", Any]):  # type: ignore[name-defined]
-        run = Scale.run
+        run, heuristic_cfg = Scale.run, Untyped.heuristic_cfg
 
     class Generally(Kernel[C, Any]):
-        run = Scale.run
+        run, heuristic_cfg = Scale.run, Untyped.heuristic_cfg
 
     assert Leaf().config_type is Config
     assert_close(Leaf()(X), X * 2)

@@ -5,13 +5,17 @@ The documents are not in the repository, so this file has their lines.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.metadata
 import inspect
 import json
 import subprocess
 import sys
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import ejkernel_cache
@@ -49,9 +53,9 @@ NAMES_BY_MODULE = {
     "ejkernel.ops.config.cache": "ConfigCache overlay_cache",
     "ejkernel.ops.config.persistent": "PersistentCache",
     "ejkernel.ops.config.selection": "ConfigSelectorChain AutotunePolicy",
-    "ejkernel.ops.execution.executor": "Executor",
+    "ejkernel.ops.execution.executor": "Executor ConfigChooser",
     "ejkernel.ops.execution.batch": "vmap_with_config pmap_with_config",
-    "ejkernel.ops.execution.tuning": "autotune autotune_recorded benchmark",
+    "ejkernel.ops.execution.tuning": "Autotuner autotune autotune_recorded benchmark",
     "ejkernel.ops.registry": "record_invocation get_invocations",
     "ejkernel.ops.utils": "device_fingerprint abstractify short_hash stable_json FwdParams BwdParams",
     "ejkernel.ops.utils.fingerprint": "device_fingerprint get_device_platform abstractify short_hash stable_json",
@@ -90,7 +94,25 @@ def test_the_modules_have_the_documented_names(module_name: str) -> None:
     module = importlib.import_module(module_name.replace("ejkernel", "ejkernel_classes", 1))
     names = NAMES_BY_MODULE[module_name].split()
     assert set(names) <= set(module.__all__)
-    assert [name for name in module.__all__ if getattr(module, name) is not getattr(ejkernel_classes, name)] == []
+    everywhere = names if module_name == "ejkernel.modules" else module.__all__
+    assert [name for name in everywhere if getattr(module, name) is not getattr(ejkernel_classes, name)] == []
+
+
+def test_modules_has_all_operations_that_have_a_function() -> None:
+    """Those of the distribution ``ejkernel-ops``. Backward passes, for one, are called by name alone."""
+    entries = importlib.metadata.entry_points(group="ejkernel.operations")
+    operations = {e.name for e in entries if e.value.startswith("ejkernel_ops.") and hasattr(ejkernel_ops, e.name)}
+    assert {"flash_attention", "moe_combine", "rms_norm"} <= operations
+    assert {*ejkernel_classes.modules.__all__} == operations
+    for name in operations:
+        function = getattr(ejkernel_classes.modules, name)
+        assert function is not getattr(ejkernel_ops, name)  # it is recorded, and takes FwdParams
+        assert inspect.signature(function) == inspect.signature(getattr(ejkernel_ops, name))
+
+
+def test_an_operation_of_modules_computes() -> None:
+    x = jnp.array([[3.0, 4.0]])
+    np.testing.assert_allclose(ejkernel_classes.modules.rms_norm(x, epsilon=0.0), x / jnp.sqrt(12.5), rtol=1e-6)
 
 
 def test_the_package_has_all_documented_names() -> None:
@@ -115,8 +137,18 @@ def test_names_of_other_packages_are_theirs() -> None:
 
 @pytest.mark.parametrize("module", [ejkernel_classes, importlib.import_module("ejkernel_classes.ops")])
 def test_an_unknown_name_is_an_attribute_error(module: Any) -> None:
-    with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'Autotuner'"):
-        module.Autotuner  # noqa: B018
+    with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'Tuner'"):
+        module.Tuner  # noqa: B018
+
+
+@pytest.mark.parametrize("module_name", NAMES_BY_MODULE)
+def test_modules_are_attributes_of_their_packages(module_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where only the package was imported: then the first access imports them."""
+    *packages, last = module_name.split(".")[1:]
+    parent = functools.reduce(getattr, packages, ejkernel_classes)
+    if hasattr(parent, "__getattr__"):  # else it imports its modules itself
+        monkeypatch.delattr(parent, last, raising=False)
+    assert getattr(parent, last).__name__ == module_name.replace("ejkernel", "ejkernel_classes", 1)
 
 
 PROGRAM = """

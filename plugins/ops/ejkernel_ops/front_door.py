@@ -1,4 +1,4 @@
-"""The typed functions of the operations: an unknown argument raises the error of ``ejkernel_core.call``."""
+"""The typed functions of the operations: an argument they do not take raises the error of ``ejkernel_core.call``."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def front_door(function: Function) -> Function:
     TypeError: rms_norm: got an unexpected keyword argument 'eps'; 'eps' is called 'epsilon' here
     """
     name, parameters = function.__name__, dict(inspect.signature(function).parameters)
+    count = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters.values())
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            if not kwargs.keys() <= parameters.keys():
+            if len(args) > count or not kwargs.keys() <= parameters.keys():
                 operation = ejkernel_core.registry.operation(name)
                 known = operation.signature.parameters
                 # Without options of the function that are none of the operation: those are right.

@@ -271,6 +271,30 @@ def test_the_front_door_raises_the_same_error() -> None:
         flash_attention(Q, array(3, 9, 2, 8), array(3, 9, 2, 5))
 
 
+def test_the_front_door_names_what_is_not_taken_by_position() -> None:
+    message = (
+        "flash_attention: takes query, key, value, bias by position; got 5 arguments; write the others by name: att"
+    )
+    with pytest.raises(TypeError, match=message):
+        flash_attention(*[np.ones((1, 2, 2, 4))] * 5)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    {
+        "mask_info": "'attention_mask' takes its mask, or 'q_segment_ids' and 'kv_segment_ids' its segments",
+        "mesh": "call it inside jax.shard_map",
+        "in_specs": "call it inside jax.shard_map, which takes in_specs",
+        "normalize_output": "the output is always normalized; return_lse=True returns the log-sum-exp too",
+        "block_tables": "there is no paged cache; packed sequences have 'cum_seqlens_q' and 'cum_seqlens_k'",
+    }.items(),
+)
+def test_arguments_of_ejkernel_are_answered(name: str, advice: str) -> None:
+    with pytest.raises(TypeError) as error:
+        flash_attention(*[np.ones((1, 2, 2, 4))] * 3, **{name: None})  # type: ignore[call-overload]
+    assert str(error.value) == f"flash_attention: got an unexpected keyword argument {name!r}; {advice}"
+
+
 def test_the_front_door_refuses_none_for_causal() -> None:
     with pytest.raises(TypeError, match="causal: takes True or False; got NoneType None"):
         flash_attention(Q, K, V, causal=None)  # type: ignore[arg-type]

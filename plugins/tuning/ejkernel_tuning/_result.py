@@ -94,6 +94,20 @@ class TuningResult:
         """The value of the best configuration."""
         return self.best.cfg
 
+    def record_for(self, op: str, backend: str | None = None) -> Record:
+        """The fastest record of the one call, which is of ``op``; with a ``backend``, the fastest of this one."""
+        ops = [tuned.keys[0].op for tuned in self.tuned]
+        if ops != [op]:
+            held = ", ".join(ops) or "no call"
+            raise TypeError(f"{op}: takes a TuningResult of {op} alone as cfg; this is of {held}: use 'with result:'")
+        self.best  # noqa: B018  # raises where nothing could be measured
+        records = self.tuned[0].records
+        record = next((record for record in records if backend in (None, record.backend)), None)
+        if record is None:
+            backends = ", ".join(repr(record.backend) for record in records)
+            raise TypeError(f"{op}: cfg is a TuningResult of the backends {backends}; it has none of {backend!r}")
+        return record
+
     def items(self) -> list[tuple[Key, tuple[Record, ...]]]:
         """The records by key, as a store has them."""
         return [(key, tuned.records) for tuned in self.tuned if tuned.records for key in tuned.keys]

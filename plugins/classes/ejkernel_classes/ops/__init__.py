@@ -10,6 +10,7 @@ from ejkernel_classes import (
     BwdParams,
     Cfg,
     ConfigCache,
+    ConfigChooser,
     ConfigSelectorChain,
     Executor,
     FwdParams,
@@ -35,9 +36,11 @@ from ejkernel_classes import (
     to_json,
     vmap_with_config,
 )
+from ejkernel_classes._submodules import submodule
 
 if TYPE_CHECKING:
     from ejkernel_classes import (
+        Autotuner,
         PersistentCache,
         autotune,
         autotune_recorded,
@@ -50,9 +53,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutotunePolicy",
+    "Autotuner",
     "BwdParams",
     "Cfg",
     "ConfigCache",
+    "ConfigChooser",
     "ConfigSelectorChain",
     "Executor",
     "FwdParams",
@@ -91,4 +96,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(ejkernel_classes, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return submodule(__name__, name, ("config", "core", "execution", "registry", "utils"))

@@ -24,6 +24,13 @@ BY_NAME = {
 }
 
 OTHER_NAMES = {other: name for name, others in BY_NAME.items() for other in others.split()} | {
+    "mask_info": "'attention_mask' takes its mask, or 'q_segment_ids' and 'kv_segment_ids' its segments",
+    "mesh": "call it inside jax.shard_map",
+    "in_specs": "call it inside jax.shard_map, which takes in_specs",
+    "out_specs": "call it inside jax.shard_map, which takes out_specs",
+    "normalize_output": "the output is always normalized; return_lse=True returns the log-sum-exp too",
+    "logits_dtype": "it is not needed: logits are float32, or float64 for float64",
+    "block_tables": "there is no paged cache; packed sequences have 'cum_seqlens_q' and 'cum_seqlens_k'",
     "enable_gqa": "it is not needed: heads of queries share heads of keys wherever there are fewer of these",
     "precision": "it is not needed: logits and sums are float32, or float64 for float64",
     "deterministic": "it is not needed: without dropout_prob nothing is dropped",

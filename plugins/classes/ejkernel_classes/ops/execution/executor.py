@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ejkernel_classes import Executor
+from ejkernel_classes import ConfigChooser, Executor
 
-__all__ = ["Executor"]
+__all__ = ["ConfigChooser", "Executor"]
