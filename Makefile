@@ -88,11 +88,8 @@ $(VENV)/.installed-%: $(STAMP)
 	@$(BIN)/python .ci/install.py --no-build-isolation -e '.[$*]'
 	@touch $@
 
-# setuptools packs what it finds in these from the last time, too: a module that is gone would be shipped on.
-LEFTOVERS := build/lib build/bdist.* *.egg-info $(PLUGINS:%=plugins/%/build) $(PLUGINS:%=plugins/%/*.egg-info)
-
 wheels: $(STAMP)
-	rm -rf build/wheels $(LEFTOVERS)
+	rm -rf build/wheels
 	$(BIN)/python -m pip wheel -q --no-deps -w build/wheels . $(PLUGINS:%=./plugins/%)
 	ls build/wheels
 
@@ -108,4 +105,4 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) build dist $(LEFTOVERS)
+	rm -rf $(VENV) build dist *.egg-info $(PLUGINS:%=plugins/%/build) $(PLUGINS:%=plugins/%/*.egg-info)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from zipfile import ZipFile
 
 import jax
 import numpy as np
@@ -251,3 +255,33 @@ def test_a_distribution_requires_the_packages_that_it_imports(folder: Path) -> N
 def test_make_installs_all_distributions() -> None:
     (line,) = re.findall(r"^PLUGINS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {*line.split()} == {folder.name for folder in PROJECTS if folder != ROOT}
+
+
+@pytest.mark.parametrize("folder", PROJECTS, ids=lambda folder: folder.name)
+def test_each_wheel_is_built_without_what_an_earlier_build_has_left(folder: Path) -> None:
+    tools = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]
+    assert tools["distutils"]["aliases"] == {"bdist_wheel": "clean --all bdist_wheel"}
+
+
+def files_of_wheel(folder: Path) -> set[str]:
+    """What a wheel of this folder has, but for metadata; built as pip builds it, with the setuptools that is here."""
+    code = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    names = ZipFile(folder / result.stdout.splitlines()[-1]).namelist()
+    return {name for name in names if ".dist-info/" not in name}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("folder", PROJECTS, ids=lambda folder: folder.name)
+def test_a_module_that_is_gone_is_in_no_later_wheel(folder: Path, tmp_path: Path) -> None:
+    package = PROJECTS[folder]["name"].replace("-", "_")
+    copy = tmp_path / "clone"
+    shutil.copytree(folder / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", *PROJECTS[folder].get("license-files", ())):
+        shutil.copy(folder / name, copy / name)
+    files = {file.relative_to(copy).as_posix() for file in (copy / package).rglob("*") if file.is_file()}
+    gone = copy / package / "gone.py"
+    gone.write_text("")
+    assert files_of_wheel(copy) == files | {f"{package}/gone.py"}
+    gone.unlink()
+    assert files_of_wheel(copy) == files
