@@ -193,6 +193,7 @@ def test_the_extras_of_this_core_install_its_plugins(monkeypatch: pytest.MonkeyP
     assert packages.keys() == {"cpu", "cuda", "tpu", "all"}
     assert {name for names in packages.values() for name in names} == plugins().keys()
     assert {*packages["cpu"]} == {*packages["cuda"]} & {*packages["tpu"]}
+    assert "ejkernel-packed" in packages["cpu"]
     assert re.fullmatch(r"ejkernel-core\[(cpu|cuda|tpu)(,(cpu|cuda|tpu)){2}\]", extras_of_this_core()["all"][0])
 
 
