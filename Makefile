@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PROJECTS := pyproject.toml $(PLUGINS:%=plugins/%/pyproject.toml)
 EDITABLE := -e '.[dev]' $(PLUGINS:%=-e plugins/%)
 
-.PHONY: run test test-long test-all tpu-check tpu-estimates lint types docs docs-in-browser doc-tables changes pictures wheels clean
+.PHONY: run install test test-long test-all tpu-check tpu-estimates lint types docs docs-in-browser doc-tables changes pictures wheels clean
 
 # Where `make run` saves its picture.
 PICTURE := build/run.png
@@ -17,6 +17,20 @@ PICTURE := build/run.png
 run: $(STAMP)
 	@mkdir -p $(dir $(PICTURE))
 	$(BIN)/ejkernel run --picture $(PICTURE)
+
+# For use: into the active environment, where nothing refers to this clone. With uv: make install PIP="uv pip".
+ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
+PIP    ?= "$(ACTIVE)/bin/python" -m pip
+
+# Where none is active, or that of make itself: into the latter, where all packages are editable.
+ifeq ($(filter-out $(abspath $(VENV)),$(ACTIVE)),)
+install: $(STAMP)
+	@echo "The core and all plugins are installed in $(VENV): . $(BIN)/activate"
+else
+install:
+	@echo "Installing the core and all plugins into $(ACTIVE); it takes about a minute."
+	@$(PIP) install -q . $(PLUGINS:%=./plugins/%)
+endif
 
 # As many seconds of the processor as the tests may cost together, and what draws them: tests/selection.py. TESTS may be
 # the tests of one package.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -286,3 +287,28 @@ def test_a_module_that_is_gone_is_in_no_later_wheel(folder: Path, tmp_path: Path
     assert files_of_wheel(copy) == files | {f"{package}/gone.py"}
     gone.unlink()
     assert files_of_wheel(copy) == files
+
+
+def commands_of_install(*settings: str, **environment: str) -> str:
+    """What ``make install`` would do, with no other variables in the environment."""
+    command, variables = ["make", "-n", "install", *settings], {"PATH": os.environ["PATH"], **environment}
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX"])
+def test_make_install_installs_into_the_active_environment(variable: str) -> None:
+    folders = sorted(f"./plugins/{folder.name}" for folder in PROJECTS if folder != ROOT)
+    for settings, pip in (((), '"/an/env/bin/python" -m pip'), (("PIP=uv pip",), "uv pip")):
+        text = commands_of_install(*settings, **{variable: "/an/env"})
+        (line,) = (line for line in text.splitlines() if line.startswith(pip))
+        assert line.startswith(f"{pip} install -q . ./plugins/")
+        assert sorted(line.split()[-len(folders) :]) == folders
+        assert "into /an/env; " in text
+
+
+@pytest.mark.parametrize("active", [{}, {"VIRTUAL_ENV": str(ROOT / ".venv-of-a-test")}])
+def test_make_install_without_another_environment_makes_its_own(active: dict[str, str]) -> None:
+    text = commands_of_install("VENV=.venv-of-a-test", **active)
+    assert "python3 -m venv .venv-of-a-test\n" in text
+    assert ".venv-of-a-test/bin/python .ci/install.py --no-build-isolation -e '.[dev]' -e plugins/ops " in text
+    assert text.endswith('are installed in .venv-of-a-test: . .venv-of-a-test/bin/activate"\n')
