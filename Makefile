@@ -2,14 +2,14 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PLUGINS := ops xla cudnn cache tuning agree packed context triton pallas_tpu tuned_h200 tuned_h100 testing classes bench cli
+PLUGINS := ops xla cudnn cache tuning agree packed context triton pallas_tpu tuned testing classes bench cli
 
 # A second `make` installs nothing: the stamp is newer than everything that says what to install.
 STAMP := $(VENV)/.installed
 PROJECTS := pyproject.toml $(PLUGINS:%=plugins/%/pyproject.toml)
 EDITABLE := -e '.[dev]' $(PLUGINS:%=-e plugins/%)
 
-.PHONY: run test test-long test-all tpu-check tpu-estimates lint types docs docs-in-browser doc-tables changes pictures wheels clean
+.PHONY: run install test test-long test-all tpu-check tpu-estimates lint types docs docs-in-browser doc-tables changes pictures wheels clean
 
 # Where `make run` saves its picture.
 PICTURE := build/run.png
@@ -17,6 +17,20 @@ PICTURE := build/run.png
 run: $(STAMP)
 	@mkdir -p $(dir $(PICTURE))
 	$(BIN)/ejkernel run --picture $(PICTURE)
+
+# For use: into the active environment, where nothing refers to this clone. With uv: make install PIP="uv pip".
+ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
+PIP    ?= "$(ACTIVE)/bin/python" -m pip
+
+# Where none is active, or that of make itself: into the latter, where all packages are editable.
+ifeq ($(filter-out $(abspath $(VENV)),$(ACTIVE)),)
+install: $(STAMP)
+	@echo "The core and all plugins are installed in $(VENV): . $(BIN)/activate"
+else
+install:
+	@echo "Installing the core and all plugins into $(ACTIVE); it takes about a minute."
+	@$(PIP) install -q . $(PLUGINS:%=./plugins/%)
+endif
 
 # As many seconds of the processor as the tests may cost together, and what draws them: tests/selection.py. TESTS may be
 # the tests of one package.
@@ -88,11 +102,8 @@ $(VENV)/.installed-%: $(STAMP)
 	@$(BIN)/python .ci/install.py --no-build-isolation -e '.[$*]'
 	@touch $@
 
-# setuptools packs what it finds in these from the last time, too: a module that is gone would be shipped on.
-LEFTOVERS := build/lib build/bdist.* *.egg-info $(PLUGINS:%=plugins/%/build) $(PLUGINS:%=plugins/%/*.egg-info)
-
 wheels: $(STAMP)
-	rm -rf build/wheels $(LEFTOVERS)
+	rm -rf build/wheels
 	$(BIN)/python -m pip wheel -q --no-deps -w build/wheels . $(PLUGINS:%=./plugins/%)
 	ls build/wheels
 
@@ -108,4 +119,4 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) build dist $(LEFTOVERS)
+	rm -rf $(VENV) build dist *.egg-info $(PLUGINS:%=plugins/%/build) $(PLUGINS:%=plugins/%/*.egg-info)

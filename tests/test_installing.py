@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from zipfile import ZipFile
 
 import jax
 import numpy as np
@@ -219,6 +224,7 @@ def test_the_extras_of_this_core_install_its_plugins(monkeypatch: pytest.MonkeyP
     assert packages.keys() == {"cpu", "cuda", "tpu", "all"}
     assert {name for names in packages.values() for name in names} == plugins().keys()
     assert {*packages["cpu"]} == {*packages["cuda"]} & {*packages["tpu"]}
+    assert "ejkernel-packed" in packages["cpu"]
     assert re.fullmatch(r"ejkernel-core\[(cpu|cuda|tpu)(,(cpu|cuda|tpu)){2}\]", extras_of_this_core()["all"][0])
 
 
@@ -281,3 +287,58 @@ def test_a_distribution_requires_the_packages_that_it_imports(folder: Path) -> N
 def test_make_installs_all_distributions() -> None:
     (line,) = re.findall(r"^PLUGINS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {*line.split()} == {folder.name for folder in PROJECTS if folder != ROOT}
+
+
+@pytest.mark.parametrize("folder", PROJECTS, ids=lambda folder: folder.name)
+def test_each_wheel_is_built_without_what_an_earlier_build_has_left(folder: Path) -> None:
+    tools = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]
+    assert tools["distutils"]["aliases"] == {"bdist_wheel": "clean --all bdist_wheel"}
+
+
+def files_of_wheel(folder: Path) -> set[str]:
+    """What a wheel of this folder has, but for metadata; built as pip builds it, with the setuptools that is here."""
+    code = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    names = ZipFile(folder / result.stdout.splitlines()[-1]).namelist()
+    return {name for name in names if ".dist-info/" not in name}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("folder", PROJECTS, ids=lambda folder: folder.name)
+def test_a_module_that_is_gone_is_in_no_later_wheel(folder: Path, tmp_path: Path) -> None:
+    package = PROJECTS[folder]["name"].replace("-", "_")
+    copy = tmp_path / "clone"
+    shutil.copytree(folder / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", *PROJECTS[folder].get("license-files", ())):
+        shutil.copy(folder / name, copy / name)
+    files = {file.relative_to(copy).as_posix() for file in (copy / package).rglob("*") if file.is_file()}
+    gone = copy / package / "gone.py"
+    gone.write_text("")
+    assert files_of_wheel(copy) == files | {f"{package}/gone.py"}
+    gone.unlink()
+    assert files_of_wheel(copy) == files
+
+
+def commands_of_install(*settings: str, **environment: str) -> str:
+    """What ``make install`` would do, with no other variables in the environment."""
+    command, variables = ["make", "-n", "install", *settings], {"PATH": os.environ["PATH"], **environment}
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX"])
+def test_make_install_installs_into_the_active_environment(variable: str) -> None:
+    folders = sorted(f"./plugins/{folder.name}" for folder in PROJECTS if folder != ROOT)
+    for settings, pip in (((), '"/an/env/bin/python" -m pip'), (("PIP=uv pip",), "uv pip")):
+        text = commands_of_install(*settings, **{variable: "/an/env"})
+        (line,) = (line for line in text.splitlines() if line.startswith(pip))
+        assert line.startswith(f"{pip} install -q . ./plugins/")
+        assert sorted(line.split()[-len(folders) :]) == folders
+        assert "into /an/env; " in text
+
+
+@pytest.mark.parametrize("active", [{}, {"VIRTUAL_ENV": str(ROOT / ".venv-of-a-test")}])
+def test_make_install_without_another_environment_makes_its_own(active: dict[str, str]) -> None:
+    text = commands_of_install("VENV=.venv-of-a-test", **active)
+    assert "python3 -m venv .venv-of-a-test\n" in text
+    assert ".venv-of-a-test/bin/python .ci/install.py --no-build-isolation -e '.[dev]' -e plugins/ops " in text
+    assert text.endswith('are installed in .venv-of-a-test: . .venv-of-a-test/bin/activate"\n')

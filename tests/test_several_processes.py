@@ -361,7 +361,7 @@ def test_listeners_get_the_invocation_of_one_process() -> None:
 
 
 def test_records_of_a_package_are_the_same_everywhere_and_those_of_a_folder_are_not(tmp_path: Path) -> None:
-    assert PackagedRecords("ejkernel_tuned_h200").IS_SAME_EVERYWHERE is True
+    assert PackagedRecords("ejkernel_tuned").IS_SAME_EVERYWHERE is True
     assert PackagedRecords(tmp_path).IS_SAME_EVERYWHERE is False
 
 
