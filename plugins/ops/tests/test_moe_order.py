@@ -54,6 +54,15 @@ def test_every_integer_is_an_expert_or_none(dtype: str, backend: str) -> None:
             check(experts, count, backend)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_as_many_experts_and_places_as_an_int32_has_pairs(backend: str) -> None:
+    """And one expert more: a kernel may have a number for each pair."""
+    count = 2**31 // 2200 - 1
+    for num_experts in (count, count + 1):
+        experts = RNG.integers(num_experts - 50, num_experts + 50, (1100, 2))
+        check(experts, num_experts, backend)
+
+
 def test_the_order_is_that_of_moe_route() -> None:
     routes = moe_route(jnp.asarray(RNG.standard_normal((50, 12)), jnp.float32), 3)
     sizes, order = moe_order(routes.experts, 12)
