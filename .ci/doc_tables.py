@@ -47,6 +47,7 @@ PAGES = {
     "context_attention": ("context_attention",),
     "grouped_matmul": ("grouped_matmul",),
     "moe_route": ("moe_route",),
+    "moe_order": ("moe_order",),
     "moe_permute": ("moe_permute", "moe_combine"),
     "moe_permute_matmul": ("moe_permute_matmul",),
 }
@@ -127,7 +128,11 @@ def examples(op: str) -> tuple[Example, ...]:
     every = context_examples if op == "context_attention" else registry.operation(op).examples
     assert every is not None
     return tuple(
-        attrs.evolve(example, dtype=dtype, features=frozenset({*with_row(example.features)} - {*DTYPES} | {dtype}))
+        attrs.evolve(
+            example,
+            dtype=dtype,
+            features=frozenset({*with_row(example.features)} - {*DTYPES} | ({dtype} if has_floats(example) else set())),
+        )
         for example in every()
         if example.op == op and "values" in example.checks
         for dtype in dict.fromkeys((example.dtype, "bfloat16"))
@@ -176,6 +181,11 @@ def context_example(layout: str, heads: tuple[int, int], word: str = "", options
         features=frozenset({heads_word, layout_word, "float32", *options, *filter(None, [word])}),
         checks=frozenset({"values"}),
     )
+
+
+def has_floats(example: Example) -> bool:
+    """Whether an array of the call has the example's dtype: without one, no row is about dtypes."""
+    return any(np.issubdtype(getattr(value, "dtype", int), np.floating) for value in example.arguments(0).values())
 
 
 def with_row(words: Iterable[str]) -> Iterator[str]:

@@ -91,8 +91,8 @@ nitpick_ignore_regex = [
         r"py:class",
         r"Arguments|Fold|Format|Restore|ejkernel_core\._scopes\.(HasItems|Overlay)|ejkernel_cache.*\.Document",
     ),
-    # The page of moe_route has the fields of what it returns.
-    (r"py:class", r"ejkernel_ops\.moe_route\.Routes"),
+    # The pages of these operations have the fields of what they return.
+    (r"py:class", r"ejkernel_ops\.(moe_route\.Routes|moe_order\.Order)"),
     # Our classes that users get, and never make or import: their pages would be longer than their use.
     (r"py:class", r"Division|Unfinished|ejkernel_core\._\w+\.(Layout|LoadedKernel|Plugins|Shards|Shortfall)"),
 ]

@@ -44,6 +44,7 @@ REGIONS = [
     ("docs/operations/context_attention.md", "features"),
     pytest.param("docs/operations/grouped_matmul.md", "features", marks=pytest.mark.long),
     ("docs/operations/moe_route.md", "features"),
+    ("docs/operations/moe_order.md", "features"),
     ("docs/operations/moe_permute.md", "features"),
     ("docs/operations/moe_permute_matmul.md", "features"),
     ("docs/reference/configurations.md", "configurations"),

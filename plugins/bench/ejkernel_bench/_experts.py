@@ -9,7 +9,7 @@ import attrs
 import jax
 import jax.numpy as jnp
 
-from ejkernel_ops import grouped_matmul, moe_combine, moe_permute, moe_permute_matmul, moe_route
+from ejkernel_ops import grouped_matmul, moe_combine, moe_order, moe_permute, moe_permute_matmul, moe_route
 
 from ._devices import AXIS
 
@@ -72,9 +72,8 @@ class Layer:
 
         received = jax.lax.all_to_all(_taken(rows, row), AXIS, 0, 0).reshape(devices * room, -1)
         ends = jnp.minimum(jnp.cumsum(jax.lax.all_to_all(sizes, AXIS, 0, 0), 1), room)
-        expert = (place[:, None] >= ends[:, None, :]).sum(-1).reshape(-1)
-        order = jnp.argsort(expert, stable=True)  # empty places come behind the last group
-        group_sizes = jnp.diff(ends, axis=1, prepend=0).sum(0)
+        expert = (place[:, None] >= ends[:, None, :]).sum(-1).reshape(-1, 1)
+        group_sizes, order = moe_order(expert, up.shape[0])  # empty places come behind the last group
         out = grouped_matmul(_gated(moe_permute_matmul(received, order, up, group_sizes, 1)), down, group_sizes)
 
         back = moe_combine(out, order, jnp.ones((devices * room, 1), out.dtype)).reshape(devices, room, -1)

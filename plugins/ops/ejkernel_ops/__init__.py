@@ -11,6 +11,7 @@ from .flash_attention import flash_attention
 from .grouped_matmul import grouped_matmul
 from .layer_norm import layer_norm
 from .moe_combine import moe_combine
+from .moe_order import moe_order
 from .moe_permute import moe_permute
 from .moe_permute_matmul import moe_permute_matmul
 from .moe_route import moe_route
@@ -23,6 +24,7 @@ __all__ = [
     "jax_nn",
     "layer_norm",
     "moe_combine",
+    "moe_order",
     "moe_permute",
     "moe_permute_matmul",
     "moe_route",

@@ -34,6 +34,16 @@ def finite(name: str, value: Any, dtype: Any) -> float:
     return result
 
 
+def integer(name: str, value: Any, most: int, what: str) -> int:
+    """The value as an int. Raises unless it is an integer from 1 to ``most``, which is ``what``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}: takes an int, known while tracing; got {type_and_value(value)}")
+    result = int(value)
+    if not 1 <= result <= most:
+        raise ValueError(f"{name}: takes a number from 1 to {most}, {what}; got {brief(value)}")
+    return result
+
+
 def type_and_value(value: Any) -> str:
     """For messages.
 

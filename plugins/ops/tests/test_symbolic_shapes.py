@@ -12,7 +12,7 @@ from jax import export
 
 import ejkernel_core
 from ejkernel_core import Unsupported
-from ejkernel_ops import layer_norm, rms_norm
+from ejkernel_ops import layer_norm, moe_order, moe_route, rms_norm
 from ejkernel_ops.symbolic import refuse_symbolic
 
 OPTIONS: dict[str, Any] = {
@@ -89,3 +89,18 @@ def test_a_symbolic_size_of_any_operation_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"^x has the symbolic size 4\*r, but this kernel takes numbers only: use"):
         refuse_symbolic(inv)
     refuse_symbolic(ejkernel_core.invocation("rms_norm", jax.ShapeDtypeStruct((4, 40), jnp.float32)))
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_the_number_of_tokens_of_a_route_may_be_symbolic(backend: str) -> None:
+    def function(logits: jax.Array) -> Any:
+        routes = moe_route(logits, 2, backend=backend)
+        return routes, moe_order(routes.experts, 8, backend=backend)
+
+    shape = jax.ShapeDtypeStruct(export.symbolic_shape("tokens, 8"), jnp.float32)
+    exported = export.export(jax.jit(function))(shape)
+    logits = np.random.default_rng(0).standard_normal((30, 8)).astype(np.float32)
+    actual, expected = exported.call(logits), function(logits)
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5), jax.tree.leaves(actual), [*jax.tree.leaves(expected)]
+    )

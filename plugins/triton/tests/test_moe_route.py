@@ -15,7 +15,7 @@ import ejkernel_core
 from ejkernel_triton import moe_route
 from ejkernel_triton.interpreter import compiled_for, interpreted, interpreted_registry
 from ejkernel_triton.launch import _jax_triton
-from ejkernel_triton.moe_route import Config
+from ejkernel_triton.moe_route import Config, order
 
 if _jax_triton.unavailable_reason():
     pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
@@ -66,7 +66,7 @@ def test_every_kind_of_configuration_routes(registry: Any, name: str, step: floa
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_expert_has_tokens_of_many_blocks(registry: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe_route, "HEIGHT", 8)
+    monkeypatch.setattr(order, "HEIGHT", 8)
     check(registry, logits(150, 40, dtype), Config(4, 4), k=6)
 
 

@@ -14,11 +14,15 @@ Results = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 def forward(arguments: Arguments) -> Results:
     """The weights, the experts, their sizes and the order of the tokens."""
-    logits = in_range(arguments["router_logits"])
-    scores = scored(logits, arguments["score"])
+    weights, experts = chosen(arguments)
+    return weights, experts, *ordered(experts, arguments["router_logits"].shape[-1])
+
+
+def chosen(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
+    """The weights and the experts."""
+    scores = scored(in_range(arguments["router_logits"]), arguments["score"])
     experts = best(chosen_from(scores, arguments), arguments["k"])
-    weights = weighted(jnp.take_along_axis(scores, experts, -1), arguments)
-    return weights, experts, *ordered(experts, logits.shape[-1])
+    return weighted(jnp.take_along_axis(scores, experts, -1), arguments), experts
 
 
 def gradients(arguments: Arguments) -> tuple[jax.Array, ...]:
@@ -109,9 +113,12 @@ def best(scores: jax.Array, count: int) -> jax.Array:
 
 def ordered(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """How many places each expert has, and the places in the order of the experts."""
-    places = experts.reshape(-1)
-    sizes = jnp.zeros(count, jnp.int32).at[places].add(1)
-    return sizes, jnp.argsort(places, stable=True).astype(jnp.int32)
+    return group_sizes(experts, count), jnp.argsort(experts.reshape(-1), stable=True).astype(jnp.int32)
+
+
+def group_sizes(experts: jax.Array, count: int) -> jax.Array:
+    """How many places each expert has; ``count`` is not an expert."""
+    return jnp.zeros(count, jnp.int32).at[experts.reshape(-1)].add(1)
 
 
 def _nonzero(total: jax.Array) -> jax.Array:

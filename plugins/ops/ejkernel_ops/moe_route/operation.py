@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from ejkernel_core import Cost, Example, Operation, gradient_signature
 from ejkernel_ops.arrays import accept, check_floats
-from ejkernel_ops.options import brief, finite, type_and_value
+from ejkernel_ops.options import brief, finite, integer, type_and_value
 
 Arguments = dict[str, Any]
 Restore = Callable[[tuple[Any, ...]], Any]
@@ -68,7 +67,7 @@ def prepare(arguments: Arguments) -> tuple[Arguments, Restore]:
         raise ValueError(f"score: takes {', '.join(map(repr, SCORES))}; got {brief(arguments['score'])}")
     if not isinstance(arguments["renormalize"], bool):
         raise TypeError(f"renormalize: takes True or False; got {type_and_value(arguments['renormalize'])}")
-    k = _count("k", arguments["k"], experts, "the number of experts")
+    k = integer("k", arguments["k"], experts, "the number of experts")
     options = {"k": k, "scaling_factor": finite("scaling_factor", arguments["scaling_factor"], logits.dtype)}
     return {**arguments, **options, **_groups(arguments, experts, k)}, lambda results: tuple(results)
 
@@ -80,24 +79,15 @@ def _groups(arguments: Arguments, experts: int, k: int) -> Arguments:
     if count is None or chosen is None:
         missing = "num_groups" if count is None else "group_topk"
         raise ValueError(f"{missing}: num_groups and group_topk must be passed together")
-    count = _count("num_groups", count, experts, "the number of experts")
+    count = integer("num_groups", count, experts, "the number of experts")
     if experts % count:
         raise ValueError(f"num_groups: takes a divisor of the number of experts, {experts}; got {count}")
-    chosen = _count("group_topk", chosen, count, "num_groups")
+    chosen = integer("group_topk", chosen, count, "num_groups")
     if k > chosen * (experts // count):
         raise ValueError(
             f"k: {chosen} groups of {experts // count} experts have {chosen * (experts // count)} to choose; got {k}"
         )
     return {"num_groups": count, "group_topk": chosen}
-
-
-def _count(name: str, value: Any, most: int, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name}: takes an int, known while tracing; got {type_and_value(value)}")
-    count = int(value)
-    if not 1 <= count <= most:
-        raise ValueError(f"{name}: takes a number from 1 to {most}, {what}; got {brief(value)}")
-    return count
 
 
 def prepare_gradients(arguments: Arguments) -> tuple[Arguments, Restore]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import attrs
 import jax
@@ -14,10 +12,9 @@ from attrs.validators import in_
 
 from ejkernel_core import Invocation, Unsupported, hookimpl
 from ejkernel_ops.moe_route.operation import outputs
-from ejkernel_triton.launch import _jax_triton
-from ejkernel_triton.launch._cards import capability
 from ejkernel_triton.launch._multiprocessors import multiprocessors
 from ejkernel_triton.launch._requirements import require_card
+from ejkernel_triton.moe_route.order import WARP, launch, ordered, padded
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 2
@@ -30,16 +27,10 @@ COMPILERS = ("triton", "jax-triton")
 DTYPES = ("float16", "bfloat16", "float32")
 #: The most experts whose scores a program holds, and the most of them that a token may have.
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
-#: The threads of a warp.
-WARP = 32
 #: The most scores that a thread holds without spilling registers, and how many it holds best.
 MOST_SCORES, SCORES = 32, 16
 #: The most tokens of a program, the least of them at a time, and the programs that fill a multiprocessor.
 MOST_TOKENS, ROWS, PROGRAMS = 32, 4, 7
-#: Experts of a program of the second kernel, and the most blocks of tokens that it reads at a time.
-COLUMNS, HEIGHT = 4, 2048
-#: Places of a program of the third kernel.
-SLOTS = 512
 
 
 @attrs.frozen
@@ -106,8 +97,9 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
         "RENORMALIZE": inv["renormalize"],
         "FACTOR": float(inv["scaling_factor"]),
     }
-    launch = functools.partial(_launch, inv)
     of_tokens, of_experts, counts, smaller, places = launch(
+        inv,
+        "moe_route",
         "choose",
         [logits, logits if bias is None else bias],
         (weights, chosen, of_blocks, of_blocks, order),
@@ -116,26 +108,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
         constants,
         (tokens,),
     )
-    height = min(padded(blocks), HEIGHT)
-    starts, firsts, sizes_of_experts = launch(
-        "place_blocks",
-        [counts, smaller],
-        (of_blocks, sizes, sizes),
-        math.ceil(experts / COLUMNS),
-        max(1, height * COLUMNS // (MOST_SCORES * WARP)),
-        {"EXPERTS": experts, "COLUMNS": COLUMNS, "ROWS": height},
-        (blocks,),
-    )
-    (token_order,) = launch(
-        "order",
-        [of_experts, places, starts, firsts],
-        (order,),
-        math.ceil(tokens * k / SLOTS),
-        SLOTS // (4 * WARP),
-        {"EXPERTS": experts, "BLOCK": cfg.tokens * k, "SLOTS": SLOTS},
-        (tokens * k,),
-    )
-    return of_tokens, of_experts, sizes_of_experts, token_order
+    return of_tokens, of_experts, *ordered(inv, of_experts, places, counts, smaller, cfg.tokens * k)
 
 
 def check(inv: Invocation) -> None:
@@ -152,36 +125,7 @@ def check(inv: Invocation) -> None:
         )
 
 
-def padded(size: int) -> int:
-    """The next power of two."""
-    return 1 << max(size - 1, 0).bit_length()
-
-
 def columns(inv: Invocation) -> int:
     """The columns in which a program has the experts, by groups."""
     groups = inv["num_groups"] or 1
     return padded(groups) * padded(inv["router_logits"].shape[1] // groups)
-
-
-def _launch(
-    inv: Invocation,
-    kernel: str,
-    arrays: list[Any],
-    results: tuple[jax.ShapeDtypeStruct, ...],
-    programs: int,
-    num_warps: int,
-    constants: dict[str, Any],
-    scalars: tuple[int, ...],
-) -> tuple[jax.Array, ...]:
-    return _jax_triton.call(
-        f"ejkernel_triton.moe_route._kernels:{kernel}",
-        arrays,
-        results,
-        scalars=scalars,
-        grid=(programs,),
-        constants=constants,
-        num_warps=num_warps,
-        num_stages=1,
-        compute_capability=capability(inv),
-        name=f"moe_route_{kernel}",
-    )
