@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import os
 import re
 import shutil
@@ -291,14 +292,16 @@ def test_make_installs_all_distributions() -> None:
 
 @pytest.mark.parametrize("folder", PROJECTS, ids=lambda folder: folder.name)
 def test_each_wheel_is_built_without_what_an_earlier_build_has_left(folder: Path) -> None:
-    tools = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]
-    assert tools["distutils"]["aliases"] == {"bdist_wheel": "clean --all bdist_wheel"}
+    settings = configparser.ConfigParser()
+    settings.read(folder / "setup.cfg")
+    assert dict(settings["aliases"]) == {"bdist_wheel": "clean --all bdist_wheel"}
 
 
 def files_of_wheel(folder: Path) -> set[str]:
     """What a wheel of this folder has, but for metadata; built as pip builds it, with the setuptools that is here."""
     code = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
     result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    assert "Warning" not in result.stderr  # pip shows them, once for each package
     names = ZipFile(folder / result.stdout.splitlines()[-1]).namelist()
     return {name for name in names if ".dist-info/" not in name}
 
@@ -309,7 +312,7 @@ def test_a_module_that_is_gone_is_in_no_later_wheel(folder: Path, tmp_path: Path
     package = PROJECTS[folder]["name"].replace("-", "_")
     copy = tmp_path / "clone"
     shutil.copytree(folder / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", *PROJECTS[folder].get("license-files", ())):
+    for name in ("pyproject.toml", "setup.cfg", "README.md", *PROJECTS[folder].get("license-files", ())):
         shutil.copy(folder / name, copy / name)
     files = {file.relative_to(copy).as_posix() for file in (copy / package).rglob("*") if file.is_file()}
     gone = copy / package / "gone.py"
