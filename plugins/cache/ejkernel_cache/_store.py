@@ -56,10 +56,6 @@ class PersistentCache:
         files.sweep()
         return files
 
-    def expect_trusted(self) -> None:
-        """Warn once where others can write to the folder; ``UntrustedFolder`` if the environment forbids that."""
-        Directory(self.path, expects_trust=True).expect_trusted()
-
     @functools.cached_property
     def unfinished(self) -> Unfinished:
         """The unfinished measurements."""
