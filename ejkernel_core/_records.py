@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Set
 from datetime import UTC, datetime
 from typing import Any, get_origin
@@ -31,24 +32,36 @@ DIED = "the process died"
 WRONG = "wrong"
 
 
+def _check_duration(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: takes a number; got {brief(value)}")
+    if not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"{name}: takes a finite number of at least 0; got {brief(value)}")
+
+
+def _is_duration(instance: Any, field: Any, value: Any) -> None:
+    _check_duration(field.name, value)
+
+
+def _are_outcomes(provenance: Any, field: Any, value: Any) -> None:
+    for index, (text, outcome) in enumerate(value):
+        if not isinstance(text, str):
+            raise TypeError(f"{field.name}[{index}]: takes the text of a configuration; got {brief(text)}")
+        if not isinstance(outcome, str):
+            _check_duration(f"{field.name}[{index}]", outcome)
+
+
 @attrs.frozen
 class Shortfall:
     """A budget that was too short to measure every configuration."""
 
     #: The number of configurations that were not reached.
     unreached: int
-    budget_s: float
+    budget_s: float = attrs.field(validator=_is_duration)
 
     def __str__(self) -> str:
         count = f"{self.unreached} configuration{'s were' if self.unreached > 1 else ' was'}"
         return f"{count} not reached in {self.budget_s:g} s, and a larger budget goes on there"
-
-
-def _is_duration(provenance: Any, field: Any, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{field.name}: takes a number; got {brief(value)}")
-    if not value >= 0:
-        raise ValueError(f"{field.name}: takes a number of at least 0; got {brief(value)}")
 
 
 @attrs.frozen(kw_only=True)
@@ -68,7 +81,7 @@ class Provenance:
         factory=dict, converter=read_only, repr=lambda software: repr({**software})
     )
     #: The text of every configuration that was tried, with its milliseconds or the reason for having none.
-    tried: tuple[tuple[str, float | str], ...] = ()
+    tried: tuple[tuple[str, float | str], ...] = attrs.field(default=(), validator=_are_outcomes)
     #: None where everything was measured. None is not written, so records older than this field are still read.
     shortfall: Shortfall | None = None
 

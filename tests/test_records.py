@@ -7,6 +7,7 @@ import enum
 import functools
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from ejkernel_core import (
     stable_json,
     to_json,
 )
+from ejkernel_core._records import Shortfall
 
 
 class Order(enum.Enum):
@@ -482,6 +484,27 @@ def test_a_record_of_a_time_at_which_nothing_was_measured_is_refused(when: str) 
     with pytest.raises(RecordError) as error:
         record_from_json(record_with("provenance", {**provenance, "when": when}), key(), Tile)
     assert str(error.value) == (f'$.provenance.when is "{when}"; it takes the time of a measurement, as ISO 8601')
+
+
+@pytest.mark.parametrize("time", ["-5.0", "-5", "9" * 400, "1e999", "NaN", "Infinity", "null", "true", "[]"])
+@pytest.mark.parametrize("field", ["milliseconds", "tried", "budget_s"])
+def test_a_record_with_a_time_that_nothing_takes_is_refused(field: str, time: str) -> None:
+    provenance = attrs.evolve(
+        PROVENANCE, milliseconds=0.25, tried=(("a Tile(1, 2)", 0.25), ("b", 0.375)), shortfall=Shortfall(1, 0.5)
+    )
+    text = record_to_json(key(), Record(Tile(), "a", provenance))
+    old = {"milliseconds": '"milliseconds": 0.25', "tried": "0.375", "budget_s": '"budget_s": 0.5'}[field]
+    assert text.count(old) == 1
+    assert record_from_json(text, key(), Tile).provenance == provenance
+    with pytest.raises(RecordError, match=r"\$\.provenance|^not JSON") as error:
+        record_from_json(text.replace(old, f"{old.rpartition(' ')[0]} {time}"), key(), Tile)
+    assert field in str(error.value) or "JSON" in str(error.value)
+
+
+@pytest.mark.parametrize("outcome", [math.nan, math.inf, -1.0, None, True])
+def test_a_provenance_takes_times_and_reasons_of_what_was_tried(outcome: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^tried\[1\]: takes a (finite )?number"):
+        attrs.evolve(PROVENANCE, tried=(("a", "slower"), ("b", outcome)))
 
 
 def test_a_record_that_is_for_something_else_constructs_no_configuration() -> None:

@@ -26,9 +26,13 @@ def have_others_access(mode: int) -> bool:
 
 
 def expect_no_other_writers(path: Path, mode: int, root: Path) -> None:
-    """Warn once where others can write to a path in the folder of a cache; ``UntrustedFolder`` if that is forbidden."""
-    if not have_others_access(mode):
-        return
+    """Tell of other writers where the permissions of a path in the folder of a cache allow them."""
+    if have_others_access(mode):
+        tell_of_other_writers(path, root)
+
+
+def tell_of_other_writers(path: Path, root: Path) -> None:
+    """Warn once that others can write to a path in the folder of a cache; ``UntrustedFolder`` if that is forbidden."""
     text = printable(
         f"{path} can be written to by other users, who choose configurations then; if they should not, run chmod -R "
         f"go-w {root}, or set EJKERNEL_CACHE_DIR to a folder of your own"

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from ejkernel_cli import Failure, config_text, json_option, print_error, print_json, print_line, print_table, printable
+from ejkernel_cli import (
+    Failure,
+    config_text,
+    json_option,
+    print_error,
+    print_json,
+    print_line,
+    print_table,
+    printable,
+    writable_by_others,
+)
 
 if TYPE_CHECKING:
     from ._contents import Contents, Document, Fault
@@ -173,7 +183,10 @@ def compare_records(one: str, other: str, op: str | None, device: str | None, as
 
     A folder is that of a cache or of a package of records; a file is what "export" writes.
     """
-    both = [_contents(Path(path), "name another one") for path in (one, other)]
+    paths = [Path(path) for path in (one, other)]
+    for folder in filter(Path.is_dir, paths):
+        _expect_trusted(folder)
+    both = [_contents(path, "name another one") for path in paths]
     contents = [each.select(op, device) for each in both]
     if (op or device) and not any(each.documents for each in contents):
         text = _nothing(both[0] | both[1], f"{one} and {other}", op, device)
@@ -356,18 +369,27 @@ def clear_records(path: str | None, op: str | None, device: str | None, yes: boo
 
 
 def _cache(path: str | None) -> PersistentCache:
-    from ejkernel_core import UntrustedFolder
-
     from ._store import PersistentCache, default_cache
 
     cache = default_cache() if path is None else PersistentCache(path)
     if cache.path.exists() and not cache.path.is_dir():
         raise Failure(f"{cache.path} is not a folder; set EJKERNEL_CACHE_DIR, or pass --path, to a folder")
+    _expect_trusted(cache.path)
+    return cache
+
+
+def _expect_trusted(folder: Path) -> None:
+    """Warn once where others can write to a folder or to what is in it; fail if the environment forbids that."""
+    from ejkernel_core import UntrustedFolder
+
+    from ._trust import tell_of_other_writers
+
+    path = next(writable_by_others(folder), None)
     try:
-        cache.expect_trusted()
+        if path is not None:
+            tell_of_other_writers(path, folder)
     except UntrustedFolder as fault:
         raise Failure(str(fault)) from fault
-    return cache
 
 
 def _contents(path: Path, advice: str = "set EJKERNEL_CACHE_DIR, or pass --path, to another folder") -> Contents:

@@ -149,6 +149,8 @@ def edit(file: Path, **changes: object) -> None:
         ({"config__factor": "7"}, '$.config.factor is "7"'),
         ({"config__factor": [[[[]]]]}, "@ $.config.factor"),
         ({"provenance__milliseconds": None}, "@ $.provenance.milliseconds"),
+        ({"provenance__tried": [["two a", 1.0], ["two b", -5.0]]}, "tried[1]: takes a finite number of at least 0"),
+        ({"provenance__tried": [["two a", -5.0]]}, "tried[0]: takes a finite number of at least 0; got -5.0"),
         ({"provenance__more": 1}, "more"),
         ({"kernel": "scale.three"}, "is for backend 'three'"),
         ({"kernel": "another.two"}, '$.kernel is "another.two", no kernel of scale'),

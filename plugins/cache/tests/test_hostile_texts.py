@@ -154,6 +154,7 @@ BAD_VALUES = [
     ("config/x", float("nan")),
     ("provenance/when", "2242-01-01T00:00:00+00:00"),
     ("provenance/tried/0/1", 10**400),
+    ("provenance/tried/0/1", -5.0),
     ("provenance/tried", [["two a", float("nan")]]),
     ("kernel", ["two"]),
     ("type", 5),
@@ -170,6 +171,7 @@ def test_a_bad_record_is_one_line_and_the_others_are_shown_and_packed(
     contents = contents_of(lines)
     if contents.faults:
         assert (len(contents.documents), len(contents.faults)) == (1, 1)
+    assert contents.faults or not place.startswith("provenance/")
     for words in (
         ["import", lines],
         ["diff", lines, folder],

@@ -209,6 +209,14 @@ def test_a_record_that_does_not_apply_is_reported(scale_op, packaged, changes, m
     assert scale_op.reason("packaged0").startswith(f"{file.relative_to(packaged)}: {message}")
 
 
+def test_a_record_with_a_negative_time_is_reported(scale_op, packaged):
+    file = file_in(packaged)
+    edit(file, provenance=json.loads(file.read_text())["provenance"] | {"tried": [["two a", 1.0], ["two b", -5.0]]})
+    register(scale_op, PackagedRecords(packaged))
+    message = "tried[1]: takes a finite number of at least 0; got -5.0 @ $.provenance"
+    assert scale_op.reason("packaged0") == f"{file.relative_to(packaged)}: {message}"
+
+
 def test_a_package_is_read_at_the_first_call_even_in_a_zip(scale_op, packaged, tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "site.zip", "w") as site:
         site.writestr("zipped_records/__init__.py", "")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import jax.numpy as jnp
 import pytest
 
@@ -98,24 +99,56 @@ def test_what_is_made_is_for_others_only_where_the_folder_is(scale_op: Any, fold
     assert {bool(path.stat().st_mode & stat.S_IWGRP) for path in paths} == {is_shared}
 
 
+def commands_that_read(folder: Path) -> list[list[object]]:
+    """All commands that read the records in a folder, but for "import", which is tested with a file."""
+    new = folder.parent
+    return [
+        ["ls"],
+        ["show", "scale"],
+        ["export", new / "exported.jsonl"],
+        ["pack", new / "package", "--name", "mine"],
+        ["diff", folder, folder],
+        ["clear", "--yes"],
+    ]
+
+
+@pytest.mark.parametrize("depth", range(6))
 def test_commands_warn_or_fail(
-    scale_op: Any, folder: Path, run_command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    scale_op: Any, folder: Path, run_command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
-    scale_op.on_disk()
-    folder.chmod(0o777)
+    file = scale_op.on_disk()
+    path = [*parts_of(file, folder), folder / ".tmp"][depth]
+    path.chmod(0o777)
+    warning = f"{path} can be written to by other users, who choose configurations then"
     output = run_command("cache", "ls")
     assert (output.code, "1 record in" in output.text) == (0, True)
-    assert output.errors.startswith(f"ejkernel: warning: ejkernel-cache: {folder} can be written to by other users")
+    assert output.errors.startswith(f"ejkernel: warning: ejkernel-cache: {warning}")
     (finding,) = _findings.cache()
-    assert (finding.status, finding.advice) == (
-        _findings.NOTE,
-        f"chmod -R go-w {folder}, or set EJKERNEL_CACHE_DIR to a folder of your own",
-    )
+    assert attrs.astuple(finding) == (
+        "cache", _findings.NOTE, warning, f"chmod -R go-w {folder}, or set EJKERNEL_CACHE_DIR to a folder of your own"
+    )  # fmt: skip
     monkeypatch.setenv("EJKERNEL_CACHE_STRICT", "1")
-    for words in (["ls"], ["pack", folder.parent / "package", "--name", "mine"], ["clear", "--yes"]):
+    records = folder.parent / "records.jsonl"
+    records.write_bytes(b"".join(file.read_bytes().splitlines()))
+    for words in [*commands_that_read(folder), ["import", records]]:
         output = run_command("cache", *words)
-        assert (output.code, output.text, output.errors.count("\n")) == (1, "", 1)
+        assert (output.code, output.text, output.errors.count("\n")) == (1, "", 1), words
+        assert warning in output.errors
         assert f"run chmod -R go-w {folder}" in output.errors
     (finding,) = _findings.cache()
-    assert finding.status == _findings.BROKEN
-    assert not (folder.parent / "package").exists()
+    assert (finding.status, finding.text) == (_findings.BROKEN, warning)
+    assert {path.name for path in folder.parent.iterdir()} == {"cache", "records.jsonl"}
+    assert file.is_file()
+
+
+def test_commands_accept_links_and_what_they_are_told_to_read(
+    scale_op: Any, folder: Path, run_command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EJKERNEL_CACHE_STRICT", "1")
+    (scale_op.on_disk().parent / "link").symlink_to(folder)  # whose permissions are 777
+    assert run_command("cache", "export", folder.parent / "records.jsonl").code == 0
+    assert run_command("cache", "pack", folder.parent / "package", "--name", "mine").code == 0
+    for source in (folder.parent / "records.jsonl", folder.parent / "package"):
+        source.chmod(0o777)
+        output = run_command("cache", "import", source)
+        assert (output.code, output.text, output.errors) == (0, "1 the same\n", "")

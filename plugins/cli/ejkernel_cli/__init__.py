@@ -19,6 +19,7 @@ from ._output import (
     print_table,
     printable,
 )
+from ._permissions import writable_by_others
 
 if TYPE_CHECKING:
     from ._calls import (
@@ -50,6 +51,7 @@ __all__ = [
     "print_line",
     "print_table",
     "printable",
+    "writable_by_others",
 ]
 
 

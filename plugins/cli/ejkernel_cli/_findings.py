@@ -10,7 +10,6 @@ import importlib.resources
 import os
 import platform
 import re
-import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
@@ -39,6 +38,7 @@ from ._metadata import (
     version,
 )
 from ._output import Failure
+from ._permissions import writable_by_others
 
 if TYPE_CHECKING:
     from ejkernel_core import Registry
@@ -175,9 +175,10 @@ def _folder_finding(folder: Path) -> Finding:
         return Finding("cache", BROKEN, f"{folder} cannot be used: {existing}: {fault.strerror or fault}", advice)
     if existing != folder:
         return Finding("cache", OK, f"{folder}, which is made when there is something to store")
-    if os.name == "posix" and folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    path = next(writable_by_others(folder), None)
+    if path is not None:
         status = NOTE if os.environ.get("EJKERNEL_CACHE_STRICT", "") in ("", "0") else BROKEN
-        text = f"{folder} can be written to by other users, who choose configurations then"
+        text = f"{path} can be written to by other users, who choose configurations then"
         return Finding(
             "cache", status, text, f"chmod -R go-w {folder}, or set EJKERNEL_CACHE_DIR to a folder of your own"
         )
