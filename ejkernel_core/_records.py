@@ -28,6 +28,8 @@ SCHEMA = 2
 YEARS = 1970, 2199
 #: The beginning of the reason of a configuration that ended its process. Explanations show it with the record.
 DIED = "the process died"
+#: The beginning of the reason of a configuration that ran without end. Explanations show it with the record, too.
+HUNG = "hung"
 #: The beginning of the reason of a configuration whose results differ from those of the reference.
 WRONG = "wrong"
 
@@ -55,13 +57,13 @@ def _are_outcomes(provenance: Any, field: Any, value: Any) -> None:
 class Shortfall:
     """A budget that was too short to measure every configuration."""
 
-    #: The number of configurations that were not reached.
+    #: The number of configurations for which no time was left. Those that hung are not among them.
     unreached: int
     budget_s: float = attrs.field(validator=_is_duration)
 
     def __str__(self) -> str:
         count = f"{self.unreached} configuration{'s were' if self.unreached > 1 else ' was'}"
-        return f"{count} not reached in {self.budget_s:g} s, and a larger budget goes on there"
+        return f"{count} not measured in {self.budget_s:g} s, and a larger budget goes on there"
 
 
 @attrs.frozen(kw_only=True)
@@ -87,9 +89,9 @@ class Provenance:
 
     @property
     def casualties(self) -> list[str]:
-        """The configurations that ended their processes, each with its reason, which says how to try it again."""
+        """The configurations that ended their processes or hung, each with its reason."""
         reasons = [(text, reason) for text, reason in self.tried if isinstance(reason, str)]
-        return [printable(f"{text}: {reason}") for text, reason in reasons if reason.startswith(DIED)]
+        return [printable(f"{text}: {reason}") for text, reason in reasons if reason.startswith((DIED, HUNG))]
 
     def why_not(self, backend: str) -> str:
         """Why the measurement did not select a backend."""

@@ -26,9 +26,10 @@ from ejkernel_classes import Kernel
 from ejkernel_core import Choice, Operation, Registry, Unsupported, _tuning, hookimpl, policy_override
 from ejkernel_core._choice import candidates_for
 from ejkernel_core._devices import processor
+from ejkernel_core._records import Shortfall
 from ejkernel_core._scopes import current
 from ejkernel_core._tuning import check_tunable
-from ejkernel_tuning import Entry, Progress, Tuned, TuningResult, _autotune, _timing, autotune
+from ejkernel_tuning import Entry, Progress, Tuned, TuningResult, _autotune, _measurement, _timing, autotune
 from ejkernel_tuning._autotune import tune
 from ejkernel_tuning._measurement import Measurement, Variant
 from ejkernel_tuning._progress import show
@@ -372,6 +373,37 @@ def test_a_second_hanging_configuration_names_the_first() -> None:
     first, second = (entry(tuned, kind).reason for kind in ("hangs while running", "hangs while running, too"))
     assert first.endswith("left behind in a thread")
     assert second.endswith("left behind in a thread, probably blocked by kinds Config(kind='hangs while running')")
+
+
+@pytest.mark.parametrize("kind", ["hangs while running", "hangs later"])
+def test_a_configuration_that_hangs_is_told_and_not_tried_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.CALLS", itertools.count())
+    monkeypatch.setattr(_measurement, "HANG_S", 0.5)
+    RELEASE.clear()
+    registry = make_registry(kind, heuristic="slow")
+    with policy_override(autotune=True, budget_s=6.0):
+        registry.call("triple", X)
+    RELEASE.set()
+    (record,) = (r for _, records in registry.memory.items() for r in records if r.provenance)
+    reason = dict(record.provenance.tried)[f"kinds {Config(kind)}"]
+    assert reason.startswith("hung: still ")
+    assert record.provenance.shortfall is None  # a larger budget does not go on
+    text = str(registry.explain("triple", X))
+    assert f"\n  kinds {Config(kind)}: {reason}\n" in text
+    assert "budget" not in text
+    assert entry(run_tuner(registry, record=record), kind).reason == reason
+
+
+def test_a_configuration_that_was_not_waited_for_long_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_measurement, "HANG_S", 5.0)
+    RELEASE.clear()
+    registry = make_registry("hangs while running", heuristic="slow")
+    tuned = run_tuner(registry, budget_s=4.0)
+    RELEASE.set()
+    (record,) = (record for record in tuned.records if record.backend == "kinds")
+    assert entry(tuned, "hangs while running").reason.startswith("out of time: still running after")
+    assert record.provenance.shortfall == Shortfall(1, 4.0)
+    assert entry(run_tuner(registry, record=record), "hangs while running").milliseconds is not None
 
 
 def test_a_measurement_keeps_no_arrays() -> None:

@@ -56,7 +56,7 @@ def test_a_record_with_a_shortfall_is_read_back() -> None:
     assert json.loads(text)["provenance"]["shortfall"] == {"unreached": 12, "budget_s": 5.0}
     assert record_from_json(text, KEY, Config) == record
     assert str(INCOMPLETE).endswith(
-        ": 0.25 ms; 12 configurations were not reached in 5 s, and a larger budget goes on there"
+        ": 0.25 ms; 12 configurations were not measured in 5 s, and a larger budget goes on there"
     )
 
 
@@ -246,7 +246,7 @@ def test_a_larger_budget_continues_where_a_smaller_one_ended() -> None:
     registry = compiler.registry()
     call(registry, 2.0)
     assert shortfall_of(registry) == Shortfall(3 - 1, 2.0)
-    assert "2 configurations were not reached in 2 s, and a larger budget goes on there" in str(
+    assert "2 configurations were not measured in 2 s, and a larger budget goes on there" in str(
         registry.explain("triple", X)
     )
     compiler.release()
@@ -254,7 +254,7 @@ def test_a_larger_budget_continues_where_a_smaller_one_ended() -> None:
     call(registry, 1.0)
     assert shortfall_of(registry) == Shortfall(2, 2.0)
     with policy_override(autotune=True, budget_s=20.0):
-        assert "would be measured further: 2 configurations were not reached" in str(registry.plan("triple", X))
+        assert "would be measured further: 2 configurations were not measured" in str(registry.plan("triple", X))
     assert shortfall_of(registry) == Shortfall(2, 2.0)  # plan() changes nothing
     fastest = registry.plan("triple", X).choice.record
     call(registry, 20.0)

@@ -154,7 +154,7 @@ def test_the_record_of_one_key_has_all_that_was_tried(run: Run, cache: Persisten
     cache.put(key(3), record(64, measured(2.0, "two", "xla", budget_s=5.0)))
     output = run("show", key(3).digest)
     assert ["two", "bad", "wrong"] in [line.split() for line in output.text.splitlines()]
-    assert "3 configurations were not reached in 5 s" in output.text
+    assert "3 configurations were not measured in 5 s" in output.text
     assert "bad" not in run("show", "scale").text
 
 

@@ -66,7 +66,7 @@ def call_of(registry):
 
 @pytest.fixture
 def record(registry):
-    """A record of the call in memory, with the times of 11 configurations and a failure."""
+    """A record of the call in memory, with the times of 11 configurations, and the reasons of 4 that have none."""
     plan = registry.plan("flash_attention", **call_of(registry).arguments)
     slow = tuple((f"xla Config(q_block={n}, kv_block=64)", 3.0 + n) for n in range(8))
     tried = (
@@ -75,6 +75,9 @@ def record(registry):
         *slow,
         ("xla Config(q_block=512, kv_block=64)", 2.5),
         ("xla Config(q_block=999, kv_block=64)", "wrong results"),
+        ("xla Config(q_block=777, kv_block=64)", "hung: still running after 9 s"),
+        ("xla Config(q_block=888, kv_block=64)", "the process died while it was run, twice, so it is out"),
+        ("xla Config(q_block=666, kv_block=64)", "out of time: not reached within the budget"),
     )
     provenance = Provenance(
         when="2026-01-01T00:00:00+00:00",
@@ -94,14 +97,18 @@ def test_measured_times_are_shown_with_the_lead_of_the_winner(run, record):
     assert lines[1] == "flash_attention.xla runs, chosen by memory"
     assert ["reference", "able", "slower when it was measured"] in [line.split(maxsplit=2) for line in lines]
     (summary,) = [line for line in lines if line.startswith("measured ") and "a cpu" in line]
-    assert "on a cpu: 2 ms; 3 configurations were not reached in 10 s" in summary
+    assert "on a cpu: 2 ms; 3 configurations were not measured in 10 s" in summary
     assert "the fastest is 1.25x as fast as the next configuration, and 2.50x as fast as reference" in lines
     start = next(number for number, line in enumerate(lines) if line.startswith("measured   ")) + 2
     rows = [line.split() for line in lines[start : start + MOST_TIMES]]
     assert rows[0] == ["xla", *str(record.cfg)[len("Config(") : -1].split(), "2", "1.00x"]
     assert rows[1][-2:] == ["2.5", "1.25x"]
     assert rows[-1][-2:] == ["7", "3.50x"]
-    assert lines[start + MOST_TIMES + 1] == "3 more were slower and 1 was left out or failed; --json has all"
+    assert lines[start + MOST_TIMES + 1 :][:3] == [
+        "3 more were slower and 1 was left out or failed; --json has all",
+        "xla Config(q_block=777, kv_block=64): hung: still running after 9 s",
+        "xla Config(q_block=888, kv_block=64): the process died while it was run, twice, so it is out",
+    ]
 
 
 def test_json_has_the_record_and_both_directions(run, registry, record):
@@ -110,7 +117,7 @@ def test_json_has_the_record_and_both_directions(run, registry, record):
     assert explanation["config"] == {"q_block": record.cfg.q_block, "kv_block": record.cfg.kv_block}
     assert explanation["measured"]["milliseconds"] == 2.0
     assert explanation["measured"]["tried"][0] == ["reference None", 5.0]
-    assert len(explanation["measured"]["tried"]) == 12
+    assert len(explanation["measured"]["tried"]) == 15
     verdicts = {verdict["name"]: verdict["verdict"] for verdict in explanation["verdicts"]}
     assert verdicts["flash_attention.cudnn"] == "refused"
     assert explanation["backward"]["kernel"] == "flash_attention_bwd.xla"

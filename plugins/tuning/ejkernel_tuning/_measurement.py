@@ -20,7 +20,7 @@ import jax
 from ejkernel_core._display import text_of
 from ejkernel_core._kernel import Invocation, LoadedKernel
 from ejkernel_core._measurement import OUT_OF_TIME, SLOWER, Entry, Trial
-from ejkernel_core._records import WRONG
+from ejkernel_core._records import HUNG, WRONG
 
 from . import _timing
 from ._checks import fault_text, memory_fault, results_fault
@@ -38,6 +38,8 @@ PASSES = 4
 MARGIN = 0.02
 #: A run counts as hanging after this multiple of its expected time, plus the time for a profile on a GPU.
 PATIENCE, PROFILE_S = 10.0, 3.0
+#: A run is not said to hang after less than this. It may have been late for another reason, and is tried again.
+HANG_S = 5.0
 #: The share of the remaining time for compiling: first the first variants, and later all others.
 COMPILING_SHARE = 0.6
 #: The largest number of variants in a measurement, so that its record stays small. Variants that the budget does not
@@ -188,6 +190,9 @@ class Measurement:
     def remaining_variants(self) -> list[Variant]:
         """The variants that are not excluded, without suspects that have not been tried yet."""
         return [variant for variant in self.variants if variant.reason is None and not self._is_postponed(variant)]
+
+    def _best_milliseconds(self) -> float:
+        return min((variant.milliseconds for variant in self.remaining_variants()), default=math.inf)
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -412,7 +417,7 @@ class Measurement:
 
     def _measure_slowest_again(self) -> None:
         """Measure the slowest variants again at the end, because a thread that was left behind may have slowed them."""
-        best = min((variant.milliseconds for variant in self.remaining_variants()), default=math.inf)
+        best = self._best_milliseconds()
         for variant in self.remaining_variants():
             first_samples, is_over = variant.samples, time.monotonic() >= self.deadline
             is_slow = variant.milliseconds > FIRST_CALL_FACTOR * best
@@ -461,7 +466,7 @@ class Measurement:
             self._report()
 
     def _exclude_slower(self, factor: float) -> None:
-        best = min((variant.milliseconds for variant in self.remaining_variants()), default=math.inf)
+        best = self._best_milliseconds()
         for variant in self.remaining_variants():
             if variant.samples and not variant.is_usual and variant.milliseconds > factor * best:
                 variant.reason = f"{SLOWER}: {variant.milliseconds:.4g} ms"
@@ -505,7 +510,9 @@ class Measurement:
                 self.deadline = time.monotonic()
                 self.notes.append(f"ended early: {variant.backend} {text_of(variant.cfg)} was {reason}")
             else:
-                variant.reason = f"{OUT_OF_TIME}: {reason}"
+                is_blocked = step == "checking" or self._stuck_run != (variant, fault.thread)
+                hangs_after_s = max(HANG_S, PATIENCE * self._best_milliseconds() * 1e-3 + profile_s)
+                variant.reason = f"{OUT_OF_TIME if is_blocked or limit_s < hangs_after_s else HUNG}: {reason}"
         except Exception as fault:  # excludes only this variant
             variant.reason = fault_text(step, fault)
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import queue
 import signal
@@ -78,8 +79,8 @@ def run_in_thread(work: Callable[[], Any], seconds: float | None, settings: Sett
 
 # -- the end of the process ------------------------------------------------------------------------------------------
 
-#: Threads that may be running XLA. One that returns from there while Python ends crashes the process, so its end waits
-#: for them. The wait is limited, because one may hang forever.
+#: Threads that may be running XLA. One that returns from there while Python ends can crash the process, so its end
+#: waits for them. The wait is limited, because one may hang forever.
 _running: set[threading.Thread] = set()
 LAST_WAIT_S = 10.0
 #: The limit after Ctrl-C, when a user waits.
@@ -112,6 +113,8 @@ def _wait_for_threads() -> None:
         is_interrupted = True
     if is_interrupted and is_any_running:
         _end_as_interrupted()
+    elif is_any_running:
+        _park_threads_in_cpp()
 
 
 def end_after_interrupt(code: int) -> None:
@@ -144,6 +147,21 @@ def _end_as_interrupted() -> None:
     _flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def _park_threads_in_cpp() -> None:
+    """Have a thread that Python ends inside of C++ code sleep until the process ends, instead of aborting it.
+
+    Before version 3.14, Python ends other threads when they take the GIL during its own end, by unwinding their stacks.
+    A thread that waits in JAX for results takes it now and then, in a C++ function that must not be unwound: glibc's
+    C++ then calls the handler of fatal errors, which aborts the process, and its exit code is lost. The code is unknown
+    until the very end, so the process cannot be ended here with it.
+    """
+    if sys.platform != "linux":  # elsewhere, ending a thread does not unwind C++
+        return
+    with contextlib.suppress(OSError, AttributeError):  # another C++ library, which has no such handler
+        set_terminate: Any = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
+        set_terminate(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
 
 
 def _flush() -> None:

@@ -137,7 +137,7 @@ def _tune(
                 shown.start(number, len(invocations), inv)
                 for outcome in tune_each([inv], budget_s, retune=again, backend=backend):
                     outcomes.append(outcome)
-                    for line in (_line(outcome), *_wrong_lines(outcome)):
+                    for line in (_line(outcome), *_fault_lines(outcome)):
                         shown.print_line(line)
     except KeyboardInterrupt:
         return outcomes, True
@@ -365,20 +365,22 @@ def _line(outcome: Outcome) -> str:
     return f"{outcome.inv.op}: {kernel_text(backend, cfg)}{time}{_gain(outcome)} ({_origin(outcome)})"
 
 
-def _wrong_lines(outcome: Outcome) -> Iterator[str]:
-    """A line for each kernel that had wrong results, with the first of its configurations and how wrong it was."""
+def _fault_lines(outcome: Outcome) -> Iterator[str]:
+    """A line for each kernel that had wrong results or hung, with the first of its configurations and the reason."""
     from ejkernel_core._display import quantity
-    from ejkernel_core._records import WRONG
+    from ejkernel_core._records import HUNG, WRONG
 
     from ._bar import kernel_text
 
-    wrong: dict[str, list[tuple[Any, str]]] = {}
+    beginnings = {WRONG: "wrong results of", HUNG: "hung:"}
+    faults: dict[tuple[str, str], list[tuple[Any, str]]] = {}
     for backend, cfg, result in _tried(outcome):
-        if isinstance(result, str) and result.startswith(WRONG):
-            wrong.setdefault(backend, []).append((cfg, result.removeprefix(f"{WRONG}: ")))
-    for backend, ((cfg, reason), *others) in wrong.items():
+        kind, _, reason = result.partition(": ") if isinstance(result, str) else ("", "", "")
+        if kind in beginnings:
+            faults.setdefault((kind, backend), []).append((cfg, reason))
+    for (kind, backend), ((cfg, reason), *others) in faults.items():
         count = f", and {quantity(len(others), 'other configuration')} of it" if others else ""
-        yield f"  {WRONG}: {kernel_text(backend, cfg)}{count}: {reason}"
+        yield f"  {beginnings[kind]} {kernel_text(backend, cfg)}{count}: {reason}"
 
 
 def _tried(outcome: Outcome) -> Iterator[tuple[str, Any, float | str]]:
@@ -411,7 +413,7 @@ def _origin(outcome: Outcome) -> str:
 
 
 def _shortfall(outcome: Outcome) -> str:
-    """What was not reached within the budget, if anything."""
+    """What was not measured within the budget, if anything."""
     records = outcome.tuned.records if outcome.tuned else ()
     provenance = _provenance(outcome) or next((record.provenance for record in records), None)
     return str(provenance.shortfall) if provenance and provenance.shortfall else ""

@@ -25,8 +25,9 @@ from ejkernel_cache import PersistentCache, default_cache
 from ejkernel_cache._directory import Directory
 from ejkernel_core import Operation, Registry, Unsupported, hookimpl
 from ejkernel_core._records import Shortfall
-from ejkernel_tuning import Progress, _autotune, _calls, load_invocations, recording, save_invocations
+from ejkernel_tuning import Entry, Progress, _autotune, _calls, load_invocations, recording, save_invocations
 from ejkernel_tuning._bar import Bar
+from ejkernel_tuning.command import _fault_lines
 
 Run = Callable[..., Any]
 
@@ -153,14 +154,14 @@ def test_what_was_wrong_is_shown_with_how_much(run: Run, triple_op: Triple) -> N
     triple_op.registry.register(triple_op.kernel("x", (0,)), "triple.wrong")
     triple_op.registry.register(triple_op.kernel("x", (40, 0, -1)), "triple.loop")
     expected = [
-        "  wrong: loop (turns=0), and 1 other configuration of it: the result is off by 0.33 of the largest value; 0.0001 "
-        "is allowed",
-        "  wrong: wrong (turns=0): the result is off by 0.33 of the largest value; 0.0001 is allowed",
+        "  wrong results of loop (turns=0), and 1 other configuration of it: the result is off by 0.33 of the largest "
+        "value; 0.0001 is allowed",
+        "  wrong results of wrong (turns=0): the result is off by 0.33 of the largest value; 0.0001 is allowed",
     ]
     for _ in range(2):  # measured, and stored
         output = run(*SHAPE, "--no-backward", "--budget", 30)
         assert output.code == 0
-        assert sorted(line for line in output.text.splitlines() if "wrong:" in line) == expected
+        assert sorted(line for line in output.text.splitlines() if "wrong results" in line) == expected
 
 
 def test_the_fastest_is_stored_and_shown_beside_the_heuristic(run: Run, triple_op: Triple) -> None:
@@ -417,12 +418,23 @@ def test_what_the_budget_did_not_reach_is_said_when_it_is_measured_and_when_it_i
     run: Run, triple_op: Triple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_autotune, "_shortfall", lambda *arguments: Shortfall(2, 60.0))
-    words = "2 configurations were not reached in 60 s"
+    words = "2 configurations were not measured in 60 s"
     for output in (run(*SHAPE, "--no-backward"), run(*SHAPE, "--no-backward")):
         assert words in output.text
     (call,) = json.loads(run(*SHAPE, "--no-backward", "--json").text)["calls"]
     assert call["outcome"] == "stored"
     assert call["shortfall"].startswith(words)
+
+
+def test_what_hung_is_shown_below_the_call() -> None:
+    reason = "still running after 9 s; left behind in a thread"
+    entries = (
+        Entry("plain", None, 1.0, 0.1),
+        Entry("loop", Config(40), reason=f"hung: {reason}"),
+        Entry("loop", Config(4), reason=f"out of time: {reason}, probably blocked by loop (turns=40)"),
+    )
+    outcome = SimpleNamespace(tuned=SimpleNamespace(entries=entries))
+    assert [*_fault_lines(outcome)] == [f"  hung: loop (turns=40): {reason}"]
 
 
 def test_the_reason_why_no_kernel_runs_is_shown(run: Run, triple_op: Triple, use_registry: Any) -> None:
@@ -499,7 +511,7 @@ def test_bad_input_is_one_line(
 def test_the_bar_has_the_counts_the_best_and_the_time_left(triple_op: Triple, monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
-    from ejkernel_tuning import Entry, Trial
+    from ejkernel_tuning import Trial
 
     monkeypatch.setattr("time.monotonic", lambda: 100.0)
     console = Console(width=60, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
