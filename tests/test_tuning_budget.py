@@ -87,7 +87,7 @@ def test_an_invalid_shortfall_is_refused(shortfall: object) -> None:
 
 
 def test_the_published_records_have_no_shortfall() -> None:
-    files = (Path(__file__).parents[1] / "plugins").glob("tuned_*/ejkernel_*/*/*.jsonl")
+    files = (Path(__file__).parents[1] / "plugins").glob("tuned/ejkernel_*/*/*.jsonl")
     records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert len(records) > 100
     assert not any("shortfall" in record["provenance"] for record in records)
@@ -343,3 +343,38 @@ def test_a_call_warns_once_if_nothing_could_be_measured() -> None:
     assert "nothing could be measured within 1e-06 s (out of time: " in message
     assert "so it runs as it would without tuning" in message
     assert "policy_override(budget_s=...)" in message
+
+
+def test_nothing_is_selected_where_the_heuristic_was_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another configuration that was measured may be slower than what runs without tuning."""
+    registry = make_registry(lambda inv: map(Config, range(3)))
+    measure = _measurement.Measurement._check_results
+
+    def without_the_heuristic(self: Any, variant: Any) -> None:
+        if variant.is_usual:
+            variant.reason = f"{_measurement.OUT_OF_TIME}: the budget was spent"
+        else:
+            measure(self, variant)
+
+    monkeypatch.setattr(_measurement.Measurement, "_check_results", without_the_heuristic)
+    tuned = run_tuner(registry, 20.0)
+    assert any(entry.milliseconds is not None for entry in tuned.entries)
+    assert tuned.records == ()
+    with policy_override(autotune=True, budget_s=20.0), pytest.warns(RuntimeWarning, match="nothing could be measured"):
+        registry.call("triple", jnp.ones((4, 16)))
+    assert registry.plan("triple", jnp.ones((4, 16))).origin == "heuristic"
+
+
+def test_an_exception_without_a_text_excludes_only_its_configuration() -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    def compiling(number: int) -> None:
+        if number == 1:
+            raise Unprintable
+
+    tuned = run_tuner(make_registry(lambda inv: map(Config, range(3)), compiling), 20.0)
+    reasons = {entry.cfg.number: entry.reason for entry in tuned.entries if entry.backend == "kinds"}
+    assert reasons[1] == "compiling raised Unprintable: Unprintable"
+    assert tuned.records

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel_core._errors import message
 from ejkernel_core._records import WRONG
 
 #: The largest difference from the reference's results, relative to the largest of them, by dtype. By default, GPUs and
@@ -19,7 +20,7 @@ DEVICE_FLOAT32 = 5e-3
 
 def fault_text(step: str, fault: BaseException) -> str:
     """The reason of a variant that raised an exception."""
-    first = (str(fault).strip().splitlines() or [""])[0]
+    first = (message(fault).strip().splitlines() or [""])[0]
     return f"{step} raised {type(fault).__name__}: {first[:200]}"
 
 

@@ -216,7 +216,9 @@ class Measurement:
         is_disputed = self._has_no_reference and any((v.reason or "").startswith(WRONG) for v in self.variants)
         if is_disputed:
             self.notes.append(NO_WINNER)
-        if is_disputed or not measured:
+        # Without its time, nothing is known to be faster than the heuristic's configuration.
+        is_usual_unreached = any(v.is_usual and (v.reason or "").startswith(OUT_OF_TIME) for v in self.variants)
+        if is_disputed or is_usual_unreached or not measured:
             return None
         best = min(measured, key=lambda variant: variant.milliseconds)
         limit = best.milliseconds * (1 + MARGIN)
