@@ -93,7 +93,7 @@ class Registry(Plugins):
             static = dict(zip((*form.option_names, "backend", "cfg"), (*options, backend, cfg), strict=True))
             from ._validation import unhashable
 
-            raise unhashable(self, op, static) from fault
+            raise unhashable(op, static, lambda: self.kernels(op)[0]) from fault
         if function is None:
             values = (*options, backend)
             if (plain_values := plain(values)) is not values:

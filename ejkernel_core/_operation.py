@@ -263,9 +263,7 @@ class Operation:
         try:
             return dict(self.signature.bind(*args, **kwargs).arguments)
         except TypeError as error:
-            raise TypeError(
-                f"{self.name}: {error}{self._by_position(args)}{self._nearest(kwargs, str(error))}"
-            ) from None
+            raise TypeError(f"{self.name}: {error}{self._nearest(kwargs, str(error))}") from None
 
     def _too_many(self, count: int, positional: Sequence[str]) -> str:
         by_name = [name for name in self.signature.parameters if name not in positional]
@@ -275,16 +273,6 @@ class Operation:
     def complete(self, arguments: Mapping[str, Any]) -> Arguments:
         """The arguments with the defaults of all other parameters."""
         return {name: arguments.get(name, p.default) for name, p in self.signature.parameters.items()}
-
-    def _by_position(self, args: tuple[Any, ...]) -> str:
-        """The end of an error about more positional arguments than there are; "" where there are not too many."""
-        parameters = self.signature.parameters.values()
-        taken = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
-        if len(args) <= len(taken):
-            return ""
-        following = next((p.name for p in parameters if p.kind is p.KEYWORD_ONLY), None)
-        hint = "" if following is None else f"; pass {following}= and all others by name"
-        return f": it takes {len(taken)} ({', '.join(taken)}), and got {len(args)}{hint}"
 
     def _nearest(self, kwargs: Iterable[str], error: str) -> str:
         """The end of this error about the first unknown name for which there is one here; "" where there is none."""

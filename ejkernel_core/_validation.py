@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +10,6 @@ import numpy as np
 
 from ._display import brief
 from ._operation import Arguments, Operation
-from ._plugins import Plugins
 
 
 def clearer_error(operation: Operation, arrays: Mapping[str, Any], error: Exception) -> Exception | None:
@@ -68,8 +67,8 @@ def not_static(op: str, name: str, value: Any) -> TypeError:
     )
 
 
-def unhashable(registry: Plugins, op: str, options: Mapping[str, Any]) -> TypeError:
-    """The error for the first option that is not hashable."""
+def unhashable(op: str, options: Mapping[str, Any], kernels: Callable[[], Iterable[Any]]) -> TypeError:
+    """The error for the first option that is not hashable. ``kernels`` gives those of the operation."""
     for name, value in options.items():
         for leaf in jax.tree.leaves(value):
             if isinstance(leaf, (jax.Array, np.ndarray)):
@@ -79,16 +78,16 @@ def unhashable(registry: Plugins, op: str, options: Mapping[str, Any]) -> TypeEr
         except Exception:  # of any type: the class of an option may be a user's own
             return TypeError(
                 f"{op}: {name} is a static option and takes a hashable value; "
-                f"got {type(value).__name__} {brief(value)}" + _advice(registry, op, options, name)
+                f"got {type(value).__name__} {brief(value)}" + _advice(options, name, kernels)
             )
     return TypeError(f"{op}: an option is not hashable")
 
 
-def _advice(registry: Plugins, op: str, options: Mapping[str, Any], name: str) -> str:
+def _advice(options: Mapping[str, Any], name: str, kernels: Callable[[], Iterable[Any]]) -> str:
     if name == "cfg":
         configs = [
             f"{kernel.backend!r} takes {kernel.config_name}"
-            for kernel in registry.kernels(op)[0]
+            for kernel in kernels()
             if kernel.config_type is not None and options["backend"] in (None, kernel.backend)
         ]
         return f" (a kernel takes its own frozen Config: {', '.join(configs)})" if configs else ""
