@@ -31,6 +31,7 @@ from ejkernel_core._scopes import current
 from ejkernel_core._tuning import check_tunable
 from ejkernel_tuning import Entry, Progress, Tuned, TuningResult, _autotune, _measurement, _timing, autotune
 from ejkernel_tuning._autotune import tune
+from ejkernel_tuning._checks import results_fault
 from ejkernel_tuning._measurement import Measurement, Variant
 from ejkernel_tuning._progress import show
 from ejkernel_tuning._samples import sample_inputs
@@ -343,6 +344,16 @@ def test_a_faulty_configuration_is_never_selected_and_is_reported(kind: str) -> 
     assert kind in str(tuned)
     assert Config(kind) not in [record.cfg for record in tuned.records]
     assert any(outcome == entry(tuned, kind).reason for _, outcome in tuned.records[0].provenance.tried)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [({}, "result loss"), ({"wrt": ("x", "weight")}, "gradient of weight"), ({"wrt": ("x",)}, "result 1")],
+)
+def test_the_result_that_is_wrong_is_named(arguments: dict[str, Any], name: str) -> None:
+    inv: Any = SimpleNamespace(platform="cpu", arguments=arguments, operation=SimpleNamespace(results=("lse", "loss")))
+    fault = results_fault((X, X * 1.5), (X, X), inv)
+    assert fault == f"wrong: {name} is off by 0.5 of the largest value; 0.0001 is allowed"
 
 
 def test_a_configuration_that_fails_in_a_later_run_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,6 +215,15 @@ def compare_records(one: str, other: str, op: str | None, device: str | None, as
             f"{len(only[0])} only in {one}, {len(only[1])} only in {other}, {len(different)} different, {len(equal)} "
             f"with the same configuration{_range(equal)}"
         )
+        from ejkernel_core._display import quantity
+
+        others = [len(c.documents) - len(latest) for c, latest in zip(contents, (firsts, seconds), strict=True)]
+        if any(others):
+            first_count, second_count = (quantity(count, "record") for count in others)
+            print_line(
+                f"not compared: {first_count} in {one} and {second_count} in {other}, of slower kernels or of older "
+                "measurements of the same calls"
+            )
     for each in contents:
         _tell(each)
 
@@ -235,10 +244,13 @@ def _ratio(a: Document, b: Document) -> str:
 
 
 def _range(pairs: Sequence[tuple[Document, Document]]) -> str:
+    """How many times as long the second ones take."""
     ratios = [b.milliseconds / a.milliseconds for a, b in pairs if a.milliseconds and b.milliseconds]
     if not ratios:
         return ""
     least, most = f"{min(ratios):.3g}", f"{max(ratios):.3g}"
+    if least == most == "1":
+        return ", which takes as long in the second"
     return f", which takes {least if least == most else f'{least} to {most}'} times as long in the second"
 
 

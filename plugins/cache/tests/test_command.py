@@ -178,7 +178,16 @@ def test_diff_has_what_one_lacks_and_what_differs(run: Run, cache: PersistentCac
         f"1 only in {other.path}, 1 different, 1 with the same configuration, which takes 2 times as long in the second"
         in text
     )
-    assert "0 different, 4 with the same configuration" in run("diff", cache.path, cache.path).text
+    assert "0 different, 4 with the same configuration, which takes as long" in run("diff", cache.path, cache.path).text
+
+
+def test_diff_says_how_many_records_are_not_compared(run: Run, cache: PersistentCache, tmp_path: Path) -> None:
+    other = PersistentCache(tmp_path / "other")
+    other.put(key(3), record(64, measured(4.0, "two", "xla")))
+    assert "not compared" not in run("diff", other.path, other.path).text
+    other.put(key(3), attrs.evolve(record(1, measured(5.0, "two", "xla")), backend="xla"))
+    text = " ".join(run("diff", other.path, other.path).text.split())
+    assert f"not compared: 1 record in {other.path} and 1 record in {other.path}, of slower kernels" in text
 
 
 def test_of_several_measurements_the_latest_is_compared() -> None:

@@ -109,6 +109,8 @@ class Outcome:
     is_refused: bool = False
     #: The kernel and the configuration that the heuristic takes.
     heuristic: Candidate | None = None
+    #: The kernels that are not measured because they are broken, each with the reason.
+    broken: tuple[str, ...] = ()
 
 
 def tune_each(
@@ -121,22 +123,37 @@ def tune_each(
     """The outcome of each invocation as soon as it is there: see ``autotune_recorded``."""
     for inv, plugins in ((_core_invocation(inv), _plugins_of(inv)) for inv in invocations):
         candidates, verdicts = _candidates(plugins, inv, backend)
+        broken = _broken(verdicts)
         if not candidates:
             reasons = (str(verdict) for verdict in verdicts if verdict.status != "left out")  # by the backend
             yield Outcome(inv, reason="; ".join(["no kernel can run it", *reasons]))
             continue
-        outcome = Outcome(inv, heuristic=candidates[0])
+        outcome = Outcome(inv, heuristic=candidates[0], broken=broken)
         try:
-            yield attrs.evolve(outcome, **_tuned_or_stored(plugins, inv, candidates, budget_s, remember, retune))
+            result = _tuned_or_stored(plugins, inv, candidates, budget_s, remember, retune)
+            if "tuned" in result:
+                result["tuned"] = _with_notes(result["tuned"], broken)
+            yield attrs.evolve(outcome, **result)
         except Unsupported as reason:  # the others can be tuned all the same
             yield attrs.evolve(outcome, reason=f"not tuned: {reason}", is_refused=True)
 
 
 def _candidates(plugins: Plugins, inv: Invocation, backend: str | None) -> tuple[tuple[Candidate, ...], list[Verdict]]:
-    """The kernels that can run the invocation: those of a backend alone, unless it has none for the operation."""
-    return candidates_for(
-        inv, plugins.kernels(inv.op)[0], backend if backend in plugins.backends(inv.op) else None, None
-    )
+    """The kernels that can run the invocation, and a verdict on every kernel, loaded or not: those of a backend alone,
+    unless it has none for the operation.
+    """
+    backend = backend if backend in plugins.backends(inv.op) else None
+    kernels, broken = plugins.kernels(inv.op)
+    candidates, verdicts = candidates_for(inv, kernels, backend, None)
+    return candidates, [*(v for v in broken if backend in (None, v.name.rpartition(".")[2])), *verdicts]
+
+
+def _broken(verdicts: Iterable[Verdict]) -> tuple[str, ...]:
+    return tuple(" ".join(str(verdict).split()) for verdict in verdicts if verdict.status == "broken")
+
+
+def _with_notes(tuned: Tuned, notes: Iterable[str]) -> Tuned:
+    return attrs.evolve(tuned, notes=(*tuned.notes, *notes))
 
 
 def _tuned_or_stored(
@@ -266,11 +283,10 @@ def _tune_invocation(
     """Measure an invocation from the beginning, whatever the stores have."""
     candidates, verdicts = _candidates(plugins, inv, backend)
     if not candidates:
-        broken = plugins.kernels(inv.op)[1]
-        raise NoKernel(f"no kernel can do {inv}\n" + "\n".join(f"  {verdict}" for verdict in (*broken, *verdicts)))
+        raise NoKernel(f"no kernel can do {inv}\n" + "\n".join(f"  {verdict}" for verdict in verdicts))
     with _measurement(plugins, inv, budget_s) as measurement:
         tuned = measurement.run(candidates, remember, inputs, configs, calls)
-    return TuningResult((tuned,))
+    return TuningResult((_with_notes(tuned, _broken(verdicts)),))
 
 
 @attrs.frozen(eq=False)
@@ -310,7 +326,7 @@ class _Measurement:
         if remember and tuned.records:
             remember_records(self.policies, self.inv, tuned.records, record)
             self.plugins.invalidate(self.inv)
-        return attrs.evolve(tuned, notes=(*tuned.notes, *_notes_on_processes()))
+        return _with_notes(tuned, _notes_on_processes())
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel_core._errors import message
+from ejkernel_core._kernel import Invocation
 from ejkernel_core._records import WRONG
 
 #: The largest difference from the reference's results, relative to the largest of them, by dtype. By default, GPUs and
@@ -49,12 +50,11 @@ def _available_memory() -> int | None:
         return None
 
 
-def results_fault(results: Sequence[Any], expected: Sequence[Any], platform: str) -> str | None:
+def results_fault(results: Sequence[Any], expected: Sequence[Any], inv: Invocation) -> str | None:
     """The reason of a variant with wrong results, else None."""
     if _types(results) != _types(expected):
         return f"{WRONG}: returned ({', '.join(_types(results))}), not ({', '.join(_types(expected))})"
-    for place, (value, expected_value) in enumerate(zip(results, expected, strict=True)):
-        name = f"result {place}" if len(expected) > 1 else "the result"
+    for name, value, expected_value in zip(_names(inv, len(expected)), results, expected, strict=True):
         if not jnp.issubdtype(expected_value.dtype, jnp.inexact):
             if not bool(jnp.array_equal(value, expected_value)):
                 return f"{WRONG}: {name} is another"
@@ -63,10 +63,21 @@ def results_fault(results: Sequence[Any], expected: Sequence[Any], platform: str
         if places:
             where = f"in {places} places where the reference is not, or not where it is"
             return f"{WRONG}: {name} is NaN or infinite {where}"
-        allowed = tolerance(expected_value.dtype, platform)
+        allowed = tolerance(expected_value.dtype, inv.platform)
         if not error <= allowed:
             return f"{WRONG}: {name} is off by {error:.2g} of the largest value; {allowed:.2g} is allowed"
     return None
+
+
+def _names(inv: Invocation, count: int) -> list[str]:
+    """The results in words, as the proofs of kernels name them."""
+    if count == 1:
+        return ["the result"]
+    wrt = inv.arguments.get("wrt")
+    names = wrt if isinstance(wrt, tuple) else inv.operation.results if inv.operation else ()
+    if len(names) != count:  # the kernels return another number of results than the operation declares
+        names = tuple(map(str, range(count)))
+    return [f"{'gradient of' if names is wrt else 'result'} {name}" for name in names]
 
 
 def tolerance(dtype: Any, platform: str) -> float:

@@ -80,5 +80,5 @@ class _Run:
 
     def agrees(self, results: Results, expected: Results | None) -> bool:
         """Whether its results are the expected ones, as far as they are known."""
-        self.reason = results_fault(results, results if expected is None else expected, self.inv.platform) or ""
+        self.reason = results_fault(results, results if expected is None else expected, self.inv) or ""
         return not self.reason

@@ -412,7 +412,7 @@ class Measurement:
             return
         if self._expected is None:
             self._set_expected(variant, results)
-        check = functools.partial(results_fault, results, self._expected, self.inv.platform)
+        check = functools.partial(results_fault, results, self._expected, self.inv)
         outcome = self._attempt(variant, "checking", lambda: (check(),))
         if outcome is not None:
             variant.reason, variant.is_checked = outcome[0], not self._has_no_reference

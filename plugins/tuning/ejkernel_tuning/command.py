@@ -137,7 +137,7 @@ def _tune(
                 shown.start(number, len(invocations), inv)
                 for outcome in tune_each([inv], budget_s, retune=again, backend=backend):
                     outcomes.append(outcome)
-                    for line in (_line(outcome), *_fault_lines(outcome)):
+                    for line in (_line(outcome), *_fault_lines(outcome), *(f"  {text}" for text in outcome.broken)):
                         shown.print_line(line)
     except KeyboardInterrupt:
         return outcomes, True

@@ -24,8 +24,10 @@ import ejkernel_core
 from ejkernel_cache import PersistentCache, default_cache
 from ejkernel_cache._directory import Directory
 from ejkernel_core import Operation, Registry, Unsupported, hookimpl
+from ejkernel_core._plan import Verdict
+from ejkernel_core._plugins import Plugins
 from ejkernel_core._records import Shortfall
-from ejkernel_tuning import Entry, Progress, _autotune, _calls, load_invocations, recording, save_invocations
+from ejkernel_tuning import Entry, Progress, _autotune, _calls, autotune, load_invocations, recording, save_invocations
 from ejkernel_tuning._bar import Bar
 from ejkernel_tuning.command import _fault_lines
 
@@ -427,6 +429,24 @@ def test_what_the_budget_did_not_reach_is_said_when_it_is_measured_and_when_it_i
     assert call["shortfall"].startswith(words)
 
 
+def test_broken_kernels_are_shown_when_a_call_is_measured_and_when_it_is_stored(
+    run: Run, triple_op: Triple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = triple_op.kernel("x", (0,))
+    kernel.heuristic_cfg = hookimpl(lambda inv: 1 // 0)
+    triple_op.registry.register(kernel, "triple.raises")
+    kernels_that_load = Plugins.kernels
+    absent = Verdict("triple.absent", "mine 1.0", "broken", "_run is marked @hookimpl but is not a hook")
+    monkeypatch.setattr(Plugins, "kernels", lambda self, op: (kernels_that_load(self, op)[0], [absent]))
+    expected = [f"  {absent}", "  triple.raises (registered at run time): broken, heuristic_cfg raised"]
+    for _ in range(2):
+        lines = [line for line in run(*SHAPE, "--no-backward", "--budget", 30).text.splitlines() if "broken" in line]
+        assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected
+    assert "broken" not in run(*SHAPE, "--no-backward", "--backend", "loop").text
+    result = autotune("triple", jnp.ones((5, 30)), num_iters=2, remember=False)
+    assert f"\n{expected[0]}\n{expected[1]}" in str(result)
+
+
 def test_what_hung_is_shown_below_the_call() -> None:
     reason = "still running after 9 s; left behind in a thread"
     entries = (
@@ -434,7 +454,7 @@ def test_what_hung_is_shown_below_the_call() -> None:
         Entry("loop", Config(40), reason=f"hung: {reason}"),
         Entry("loop", Config(4), reason=f"out of time: {reason}, probably blocked by loop (turns=40)"),
     )
-    outcome = SimpleNamespace(tuned=SimpleNamespace(entries=entries))
+    outcome: Any = SimpleNamespace(tuned=SimpleNamespace(entries=entries))
     assert [*_fault_lines(outcome)] == [f"  hung: loop (turns=40): {reason}"]
 
 
