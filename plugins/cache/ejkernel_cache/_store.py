@@ -86,11 +86,12 @@ class PersistentCache:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def put(self, key: Key, value: Any) -> None:
+    def put(self, key: Key, value: Any) -> OSError | None:
         """Store a configuration, or a ``Record`` of one. It replaces the record for the same backend, unless that was
         measured with other versions.
 
-        ``RecordError`` if it cannot be written as JSON. A folder that cannot be written to gives one warning.
+        ``RecordError`` if it cannot be written as JSON. A folder that cannot be written to gives one warning, and the
+        reason is returned.
         """
         record = as_record(value)
         data = record_to_json(_check_key(key), record).encode()
@@ -106,6 +107,8 @@ class PersistentCache:
             self._files.write(place_of(key, record.backend), data)
         except OSError as fault:
             self._warn_once(fault)
+            return fault
+        return None
 
     def _keep_other_versions(self, key: Key, record: Record) -> None:
         """Before it is replaced, move a record of other versions to a file of its own: they may be installed again."""

@@ -39,14 +39,17 @@ def select_config(inv: Invocation, candidates: Sequence[Candidate], scope: Scope
 
 @hookimpl
 def config_selected(inv: Invocation, choice: Choice) -> None:
-    """Store the record for this call; and for its bucket, unless that has a faster one."""
+    """Store the record for this call; and for its bucket, unless that has a faster one. ``OSError`` if one of them
+    cannot be stored, for explanations.
+    """
     cache, record = default_cache(), choice.record
     assert record is not None  # the core calls this for measured choices only
     exact, *bucket_keys = inv.tuning_keys
-    cache.put(exact, successor(_stored_record(cache, exact, record), record))
-    for key in bucket_keys:
-        if _is_as_fast(record, _stored_record(cache, key, record)):
-            cache.put(key, record)
+    faults = [cache.put(exact, successor(_stored_record(cache, exact, record), record))]
+    faults += [cache.put(key, record) for key in bucket_keys if _is_as_fast(record, _stored_record(cache, key, record))]
+    fault = next(filter(None, faults), None)
+    if fault is not None:
+        raise fault
 
 
 @hookimpl

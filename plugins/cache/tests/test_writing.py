@@ -8,6 +8,7 @@ import shutil
 import time
 import warnings
 
+import jax.numpy as jnp
 import pytest
 
 from ejkernel_cache import CacheWarning, PersistentCache, default_cache
@@ -46,6 +47,27 @@ def test_a_folder_that_cannot_be_written_to_causes_one_warning(scale_op, folder,
         assert os.listdir(folder / ".tmp") == []
         assert default_cache().get(scale_op.keys(20)[0], kind=scale_op.Config) == scale_op.Config(7)
     monkeypatch.undo()
+
+
+def test_every_explanation_says_that_nothing_was_stored_until_something_is(scale_op, monkeypatch):
+    scale_op.tuner(5)
+    assert failures_of_cache(scale_op) == []
+    with monkeypatch.context() as full_disk:
+        make_fail("fsync", errno.ENOSPC, full_disk)
+        with pytest.warns(CacheWarning):
+            assert [scale_op.used_factor(length) for length in (5, 9)] == [5, 5]
+        failure = "config_selected raised OSError: [Errno 28] No space left on device"
+        assert [failures_of_cache(scale_op) for _ in range(2)] == [[failure]] * 2
+        assert f": broken, {failure}" in str(scale_op.registry.explain("scale", jnp.ones(20)))
+    assert [failures_of_cache(scale_op) for _ in range(2)] == [[failure]] * 2
+    assert scale_op.used_factor(30) == 5
+    assert failures_of_cache(scale_op) == []
+
+
+def failures_of_cache(scale_op):
+    """The reasons why the policy is broken, from the explanation of a call that measures nothing."""
+    verdicts = scale_op.registry.explain("scale", jnp.ones(20)).plan.verdicts
+    return [verdict.reason for verdict in verdicts if (verdict.name, verdict.status) == ("cache", "broken")]
 
 
 def test_a_file_in_place_of_the_cache_breaks_no_call(scale_op, folder):

@@ -370,7 +370,8 @@ def test_a_full_disk_loses_no_result(run: Run, triple_op: Triple, monkeypatch: p
     assert json.loads(output.text)["calls"][0]["backend"] == "plain"
     warning, last = output.errors.splitlines()[-2:]
     assert "No space left on device" in warning
-    assert last == "ejkernel: not everything could be stored"
+    reason = "cache: config_selected raised OSError: [Errno 28] No space left on device"
+    assert last == f"ejkernel: not everything could be stored; {reason}"
 
 
 def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_measured(
