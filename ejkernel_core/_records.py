@@ -204,6 +204,7 @@ def record_to_json(key: Key, record: Record) -> str:
     }
     if record.backend is None and record.cfg is not None:
         document["type"] = type_name(type(record.cfg))
+    check_characters(document)
     return _dump(document)
 
 
@@ -217,6 +218,7 @@ def record_from_json(text: str, key: Key, kind: type[Any] | None) -> Record:
     True
     """
     data = _parse(text)
+    check_characters(data)
     _check_schema(data)
     names = {"problem", "kernel", "config", "provenance"}
     missing = names - data.keys()
@@ -392,6 +394,19 @@ def _ago(when: str) -> str:
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
+
+
+def check_characters(data: Any) -> None:
+    """``RecordError`` if a text in the data has half of a character (a lone surrogate): no file and no terminal takes
+    it as it is.
+    """
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as fault:
+        half = json.dumps(fault.object[fault.start])
+        raise RecordError(f"a text in it has half of a character, {half}", damaged=True) from fault
+    except RecursionError as fault:
+        raise RecordError("nested too deep to be read") from fault
 
 
 def _dump(data: Any) -> str:
