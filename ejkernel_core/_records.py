@@ -17,7 +17,7 @@ from typing import Any, get_origin
 import attrs
 import jax
 import numpy as np
-from attrs.validators import deep_iterable, instance_of
+from attrs.validators import deep_iterable, deep_mapping, instance_of, optional
 
 from ._display import brief, repr_of
 from ._errors import RecordError, printable
@@ -78,12 +78,15 @@ class Provenance:
     backends: tuple[str, ...] = attrs.field(validator=deep_iterable(instance_of(str), instance_of(tuple)))
     #: The versions of these backends' kernels ("flash_attention.xla"), of JAX and of the compilers.
     software: Mapping[str, str] = attrs.field(
-        factory=dict, converter=read_only, repr=lambda software: repr({**software})
+        factory=dict,
+        converter=read_only,
+        validator=deep_mapping(instance_of(str), instance_of(str)),
+        repr=lambda software: repr({**software}),
     )
     #: The text of every configuration that was tried, with its milliseconds or the reason for having none.
     tried: tuple[tuple[str, float | str], ...] = attrs.field(default=(), validator=_are_outcomes)
     #: None where everything was measured. None is not written, so records older than this field are still read.
-    shortfall: Shortfall | None = None
+    shortfall: Shortfall | None = attrs.field(default=None, validator=optional(instance_of(Shortfall)))
 
     @property
     def casualties(self) -> list[str]:
