@@ -10,7 +10,7 @@ import attrs
 from ._display import config_text, html_table, html_text, one_line, repr_of
 from ._errors import printable
 from ._kernel import Invocation, LoadedKernel
-from ._keys import Key
+from ._keys import Key, plain
 from ._records import Record
 
 if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
@@ -22,13 +22,17 @@ HEURISTIC, EXPLICIT = "heuristic", "explicit cfg"
 AUTOTUNED = "autotuned"
 
 
+def _plain_text(text: Any) -> str:
+    return printable(plain(text))
+
+
 @attrs.frozen
 class Choice:
     """The answer of a policy: a candidate's backend, a configuration, and where it comes from."""
 
-    backend: str
+    backend: str = attrs.field(converter=plain)
     cfg: Any = attrs.field(repr=repr_of)
-    origin: str
+    origin: str = attrs.field(converter=plain)
     #: The key and the record that it comes from.
     key: Key | None = attrs.field(default=None, repr=str)
     record: Record | None = None
@@ -37,15 +41,15 @@ class Choice:
     #: How far the call is from that of the record, in powers of two; 0 for the call itself, or one in its bucket.
     distance: float = 0.0
     #: A remark for explanations.
-    note: str = attrs.field(default="", converter=printable)
+    note: str = attrs.field(default="", converter=_plain_text)
 
     def __str__(self) -> str:
-        note = f" ({self.note})" if self.note else ""
-        source = note + (f"\n  remembered as {self.key}" if self.key else "")
+        source = printable(self.origin) + (f" ({self.note})" if self.note else "")
+        source += f"\n  remembered as {self.key}" if self.key else ""
         provenance = self.record.provenance if self.record else None
         if provenance is None:
-            return f"{self.origin}{source}" + (", put there by hand" if self.key else "")
-        return "\n  ".join([f"{self.origin}{source}, {provenance}", *provenance.casualties])
+            return source + (", put there by hand" if self.key else "")
+        return "\n  ".join([f"{source}, {provenance}", *provenance.casualties])
 
 
 @attrs.frozen

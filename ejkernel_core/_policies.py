@@ -19,7 +19,7 @@ from ._kernel import Candidate, Invocation, LoadedKernel, find_record, version_c
 from ._keys import Key
 from ._layout import LEADING
 from ._plan import Choice, Verdict
-from ._records import Record, successor
+from ._records import Provenance, Record, successor
 from ._scopes import AutotunePolicy, Scope
 
 #: The rank of a policy without ``RANK``: it is asked after the stores.
@@ -153,16 +153,32 @@ def _unknown_backend(choice: Choice) -> str:
     return f"{choice.origin} chose backend {brief(choice.backend)}, which is not among the candidates"
 
 
+#: The types of a choice's fields. The origin is first, because messages about the others name it. The type of ``cfg``
+#: depends on the kernel, and ``note`` is always a text.
+FIELD_TYPES = {"origin": str, "backend": str, "key": Key | None, "record": Record | None, "measured": bool}
+
+
+def _fault_of_fields(choice: Choice) -> str | None:
+    for name, kind in FIELD_TYPES.items():
+        value = getattr(choice, name)
+        if not isinstance(value, kind):
+            source, noun = ("it", "an origin") if name == "origin" else (choice.origin, f"a {name}")
+            return f"{source} gives a {type(value).__name__} for {noun}"
+    if choice.record is not None and not isinstance(choice.record.provenance, Provenance | None):
+        return f"{choice.origin} gives a {type(choice.record.provenance).__name__} for a provenance"
+    if type(choice.distance) not in (int, float) or not choice.distance >= 0:
+        return f"{choice.origin} gives {brief(choice.distance)} for a distance"
+    return None
+
+
 def fault_of_choice(choice: Any, candidates: Sequence[Candidate]) -> str | None:
     """What is wrong with the answer of a policy, in words; None where it is valid."""
     if choice is None:
         return None
     if not isinstance(choice, Choice):
         return f"select_config returned a {type(choice).__name__}, no Choice"
-    if not isinstance(choice.record, (Record, type(None))):
-        return f"{choice.origin} gives a {type(choice.record).__name__} for a record"
-    if type(choice.distance) not in (int, float) or not choice.distance >= 0:
-        return f"{choice.origin} gives {brief(choice.distance)} for a distance"
+    if fault := _fault_of_fields(choice):
+        return fault
     if choice.measured and (choice.record is None or choice.record.provenance is None):
         return f"{choice.origin} measured, and gives no record with a provenance"
     chosen = next((c for c in candidates if c.backend == choice.backend), None)

@@ -17,7 +17,7 @@ from typing import Any, get_origin
 import attrs
 import jax
 import numpy as np
-from attrs.validators import deep_iterable, instance_of
+from attrs.validators import deep_iterable, deep_mapping, instance_of, optional
 
 from ._display import brief, repr_of
 from ._errors import RecordError, printable
@@ -80,12 +80,15 @@ class Provenance:
     backends: tuple[str, ...] = attrs.field(validator=deep_iterable(instance_of(str), instance_of(tuple)))
     #: The versions of these backends' kernels ("flash_attention.xla"), of JAX and of the compilers.
     software: Mapping[str, str] = attrs.field(
-        factory=dict, converter=read_only, repr=lambda software: repr({**software})
+        factory=dict,
+        converter=read_only,
+        validator=deep_mapping(instance_of(str), instance_of(str)),
+        repr=lambda software: repr({**software}),
     )
     #: The text of every configuration that was tried, with its milliseconds or the reason for having none.
     tried: tuple[tuple[str, float | str], ...] = attrs.field(default=(), validator=_are_outcomes)
     #: None where everything was measured. None is not written, so records older than this field are still read.
-    shortfall: Shortfall | None = None
+    shortfall: Shortfall | None = attrs.field(default=None, validator=optional(instance_of(Shortfall)))
 
     @property
     def casualties(self) -> list[str]:
@@ -206,6 +209,7 @@ def record_to_json(key: Key, record: Record) -> str:
     }
     if record.backend is None and record.cfg is not None:
         document["type"] = type_name(type(record.cfg))
+    check_characters(document)
     return _dump(document)
 
 
@@ -219,6 +223,7 @@ def record_from_json(text: str, key: Key, kind: type[Any] | None) -> Record:
     True
     """
     data = _parse(text)
+    check_characters(data)
     _check_schema(data)
     names = {"problem", "kernel", "config", "provenance"}
     missing = names - data.keys()
@@ -394,6 +399,19 @@ def _ago(when: str) -> str:
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
+
+
+def check_characters(data: Any) -> None:
+    """``RecordError`` if a text in the data has half of a character (a lone surrogate): no file and no terminal takes
+    it as it is.
+    """
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as fault:
+        half = json.dumps(fault.object[fault.start])
+        raise RecordError(f"a text in it has half of a character, {half}", damaged=True) from fault
+    except RecursionError as fault:
+        raise RecordError("nested too deep to be read") from fault
 
 
 def _dump(data: Any) -> str:

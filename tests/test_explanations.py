@@ -381,6 +381,8 @@ def test_circular_multiples_are_refused(multiples):
         ({"milliseconds": float("nan")}, ValueError),
         ({"backends": "good"}, TypeError),
         ({"backends": (1,)}, TypeError),
+        ({"software": {"jax": 1}}, TypeError),
+        ({"shortfall": 1.5}, TypeError),
     ],
 )
 def test_a_provenance_with_invalid_fields_is_refused(fields, error):

@@ -13,6 +13,7 @@ import pytest
 import ejkernel_core
 from ejkernel_core import (
     AutotunePolicy,
+    Choice,
     ConfigCache,
     NoConfig,
     Operation,
@@ -109,6 +110,68 @@ def test_a_call_runs_and_is_explained(registry: Registry, hostile: Any) -> None:
         assert is_short(repr(value))
     assert "scale.two with " in str(explanation)
     assert is_short(explanation._repr_html_())
+
+
+class HostileText(str):
+    """A text that raises whenever it is shown."""
+
+    def _fail(self, *arguments: object) -> Any:
+        raise ZeroDivisionError("no text")
+
+    __str__ = __repr__ = __format__ = isprintable = _fail
+
+
+def explain_choice(registry: Registry, **fields: Any) -> ejkernel_core.Explanation:
+    """The explanation of a call for which a policy gives this choice."""
+
+    @hookimpl
+    def select_config(inv, candidates):
+        return Choice(**{"backend": "two", "cfg": candidates[0].cfg, "origin": "a policy", **fields})
+
+    registry.register(SimpleNamespace(select_config=select_config), "guess")
+    assert registry.call("scale", X).tolist() == (X * 2).tolist()
+    return registry.explain("scale", X)
+
+
+#: For what does not depend on the class of the configuration.
+one_class = pytest.mark.parametrize("hostile", [Raising], indirect=True)
+
+
+@one_class
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"origin": Raising(3)}, "it gives a Raising for an origin"),
+        ({"key": Raising(3)}, "a policy gives a Raising for a key"),
+        ({"record": Record(3, "two", Raising(3))}, "a policy gives a Raising for a provenance"),
+        ({"backend": Raising(3)}, "a policy gives a Raising for a backend"),
+    ],
+)
+def test_a_choice_with_a_field_of_another_type_is_a_fault_of_its_policy(
+    registry: Registry, fields: dict[str, Any], reason: str
+) -> None:
+    explanation = explain_choice(registry, **fields)
+    assert explanation.plan.origin == "heuristic"
+    assert f"guess (registered at run time): broken, {reason}" in str(explanation)
+
+
+@one_class
+def test_the_texts_of_a_choice_are_shown_with_escapes(registry: Registry) -> None:
+    origin, escaped = "\x1b[31m\ud800", r"\u001b[31m\ud800"
+    explanation = explain_choice(registry, origin=origin, note=origin)
+    assert explanation.plan.origin == origin
+    assert f", by {escaped} ({escaped})\n" in str(explanation)
+    for text in (str(explanation), repr(explanation), explanation._repr_html_(), explanation.summary):
+        assert escaped in text
+        assert all(character.isprintable() or character == "\n" for character in text)
+
+
+@one_class
+def test_a_text_of_another_class_is_taken_as_a_plain_one(registry: Registry) -> None:
+    text = HostileText("two")
+    explanation = explain_choice(registry, backend=text, origin=text, note=text)
+    assert (type(explanation.plan.origin), explanation.plan.origin) == (str, "two")
+    assert ", by two (two)\n" in str(explanation)
 
 
 def test_progress_is_shown(registry: Registry, hostile: Any) -> None:

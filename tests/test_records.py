@@ -501,6 +501,41 @@ def test_a_record_with_a_time_that_nothing_takes_is_refused(field: str, time: st
     assert field in str(error.value) or "JSON" in str(error.value)
 
 
+#: Half of a character: a lone surrogate, which is no Unicode.
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("problem", {"device": ["cpu", HALF]}),
+        ("kernel", f"op.{HALF}"),
+        ("config", {"rows": HALF, "columns": 8}),
+        ("provenance", {HALF: 3}),
+        ("more", [[HALF]]),
+    ],
+)
+def test_a_record_with_half_of_a_character_is_damaged(part: str, value: Any) -> None:
+    with pytest.raises(RecordError, match=r'^a text in it has half of a character, "\\ud800"$') as error:
+        record_from_json(record_with(part, value), key(), Tile)
+    assert error.value.damaged
+    pair = json.loads(json.dumps("\U0001f600"))
+    assert record_from_json(record_with("kernel", f"op.{pair}"), key(), Tile).backend == "\U0001f600"
+
+
+@pytest.mark.parametrize(
+    ("key_of_call", "record"),
+    [
+        (key(HALF), Record(Tile(), "a")),
+        (key(), Record(Tile(), HALF)),
+        (key(), Record(Tile(), "a", attrs.evolve(PROVENANCE, device=HALF))),
+    ],
+)
+def test_a_record_with_half_of_a_character_is_not_written(key_of_call: Key, record: Record) -> None:
+    with pytest.raises(RecordError, match=r'has half of a character, "\\ud800"$'):
+        record_to_json(key_of_call, record)
+
+
 @pytest.mark.parametrize("outcome", [math.nan, math.inf, -1.0, None, True])
 def test_a_provenance_takes_times_and_reasons_of_what_was_tried(outcome: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"^tried\[1\]: takes a (finite )?number"):

@@ -21,6 +21,7 @@ from ejkernel_core import (
     NoKernel,
     Operation,
     PluginError,
+    Record,
     Registry,
     UnknownBackend,
     UnknownOperation,
@@ -516,6 +517,11 @@ def test_an_invalid_choice_of_a_policy_is_a_fault(registry: Registry) -> None:
     )
     assert fault_of_choice(Choice("two", Config(9), "p"), [candidate]) is None
     assert "p gives a str for a record" in str(fault_of_choice(Choice("two", Config(9), "p", record="?"), [candidate]))
+    wrong_fields = {"origin": 3, "backend": b"two", "key": "k", "record": Record(Config(9), "two", "?"), "measured": 1}
+    for name, value in wrong_fields.items():
+        fields = {"backend": "two", "cfg": Config(9), "origin": "p", name: value}
+        kind = "str for a provenance" if name == "record" else f"{type(value).__name__} for a"
+        assert kind in str(fault_of_choice(Choice(**fields), [candidate]))
     for distance in ("far", -1.0, float("nan")):
         assert "for a distance" in str(fault_of_choice(Choice("two", Config(9), "p", distance=distance), [candidate]))
 

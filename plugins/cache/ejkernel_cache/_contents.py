@@ -158,7 +158,6 @@ def document_of(text: str, place: str, key: Key | None = None, size: int = 0) ->
     data = object_of(text)
     try:
         line = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        json.dumps(data, ensure_ascii=False).encode()  # which fails for half of a character
         key = key or _key_of(data)
         record = record_from_json(_without_config(data), key, None)
         document = Document(place, key, record.backend, data["config"], record.provenance, line, size or len(line))

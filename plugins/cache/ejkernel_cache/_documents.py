@@ -10,7 +10,7 @@ import ejkernel_core
 from ejkernel_core import Key, Record, RecordError, record_from_json
 from ejkernel_core._keys import canonical_json
 from ejkernel_core._loading import config_types
-from ejkernel_core._records import SCHEMA, type_name
+from ejkernel_core._records import SCHEMA, check_characters, type_name
 
 from ._names import Place, component, decode_component, stem, stem_of
 
@@ -90,6 +90,7 @@ def object_of(text: str) -> dict[str, Any]:
         raise RecordError(f"$.schema is {data['schema']!r:.40}; this version reads {SCHEMA}")
     if missing:
         raise RecordError(f"no record: it lacks {', '.join(missing)}", damaged=True)
+    check_characters(data)
     return data
 
 
