@@ -129,9 +129,8 @@ def _hint(name: str) -> str:
         return ""
     from ._discovery import OPERATIONS, all_entries
 
-    modules = {
-        entry.value.partition(".")[0] for entry in all_entries() if (entry.group, entry.name) == (OPERATIONS, name)
-    }
+    values = [entry.value for entry in all_entries() if (entry.group, entry.name) == (OPERATIONS, name)]
+    modules = {value.replace(":", ".").partition(".")[0] for value in values}
     typed = "".join(f", or {module}.{name}(...)" for module in modules if name in dir(importlib.import_module(module)))
     return f"; it is an operation: {__name__}.call({name!r}, ...){typed}" if modules else ""
 

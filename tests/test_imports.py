@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import ejkernel_core
+from ejkernel_core import _discovery
 
 #: Parts of a dotted module name. JAX contains a module pallas, but importing JAX does not load it.
 FORBIDDEN = ("triton", "jax_triton", "pallas", "cattrs", "platformdirs", "pytest", "ejkernel_testing")
@@ -152,6 +153,14 @@ def test_a_name_that_the_core_does_not_have_may_be_an_operation(name: str, hint:
     with pytest.raises(AttributeError) as caught:
         getattr(ejkernel_core, name)
     assert str(caught.value) == f"module 'ejkernel_core' has no attribute {name!r}{hint}"
+
+
+def test_an_operation_of_a_module_without_a_package_is_found(monkeypatch):
+    """As an entry point such as ``my_kernels:norm.plugin.operation`` declares it."""
+    entry = _discovery.Entry(_discovery.OPERATIONS, "RowNorm", "json:norm.plugin.operation")
+    monkeypatch.setattr(_discovery, "all_entries", lambda: [entry])
+    with pytest.raises(AttributeError, match=r"it is an operation: ejkernel_core.call\('RowNorm', ...\)$"):
+        ejkernel_core.RowNorm  # noqa: B018
 
 
 def test_there_are_installed_plugins():

@@ -108,7 +108,7 @@ def rows() -> list[tuple[list[str], str, str]]:
     """(names, target, difference) of every row of the tables."""
     cells = [
         [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))]
-        for line in PAGE.read_text().splitlines()
+        for line in PAGE.read_text().partition("\n## Tried as written\n")[0].splitlines()
         if line[:1] == "|"
     ]
     table_rows = [row for row in cells if row != ["there", "here", "what differs, and why"] and set(row) != {"---"}]

@@ -26,6 +26,9 @@ class PlusOne(Kernel[int, jax.Array]):
 
 
 class Blocked(PlusOne):
+    def heuristic_cfg(self, inv: Any) -> int:
+        return 1
+
     def config_space(self, inv: Any) -> list[int]:
         return [1, 2]
 
