@@ -438,7 +438,7 @@ def test_refusals_as_declared() -> None:
         (
             "refuses_bias",
             (),
-            "refuses_bias on bias-of-each-query-head: is refused, but the kernel is not declared to .*no bias here",
+            r"refuses_bias on bias-of-each-query-head: is refused, but no feature of it \(bias, .*no bias here",
         ),
         ("refuses_bias_gradients", (), "flash_attention_bwd.refuses_bias_gradients on .*: is refused, but"),
         ("raises_another_error", ("bias",), "is not refused by Unsupported.*NotImplementedError"),

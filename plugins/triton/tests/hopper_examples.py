@@ -23,7 +23,7 @@ K, N = 8, 16
 REFUSED_ARGUMENTS = {"bias", "attention_mask", "dropout_prob", "dropout_seed"}
 #: Numbers that float16 does not have.
 OVERFLOWING = {"soft-cap-of-overflowing-logits"}
-NEGATIVE = {"softmax_scale-negative"}
+NEGATIVE = {"softmax_scale-negative", "plain-negative-scale"}
 
 
 def attention_examples(examples: Sequence[Example], dtypes: tuple[str, str]) -> Iterator[Example]:
@@ -33,7 +33,9 @@ def attention_examples(examples: Sequence[Example], dtypes: tuple[str, str]) -> 
     for wide in examples:
         made = wide.abstract()
         empty = 0 in (*made["query"].shape, *made["key"].shape)
-        if "float32" in wide.features and "other value_dim" not in wide.features and not empty:
+        if wide.name in NEGATIVE or "other value_dim" in wide.features:
+            continue
+        if "float32" in wide.features and not empty:
             dtype = "bfloat16" if wide.name in OVERFLOWING else dtypes[zlib.crc32(wide.name.encode()) % 2]
             if made["query"].shape[-1] % 8 == 0:
                 yield _narrow_attention(wide, dtype)
