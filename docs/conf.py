@@ -23,6 +23,8 @@ SECTIONS = {
     "Start": ("index", "first-hour", "command", "coming-from-elsewhere", "errors", "environment-variables"),
     "Tutorials": (
         "tutorials/training-loop",
+        "tutorials/packed-training",
+        "tutorials/layers-in-a-scan",
         "tutorials/tuning-a-model",
         "writing-a-plugin",
         "writing-an-operation",

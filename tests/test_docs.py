@@ -78,6 +78,8 @@ LONG_PAGES = {
     "docs/several-processes.md",
     "docs/tuning.md",
     "docs/operations/flash_attention.md",
+    "docs/tutorials/layers-in-a-scan.md",
+    "docs/tutorials/packed-training.md",
     "docs/tutorials/publishing-records.md",
     "docs/tutorials/several-devices.md",
     "docs/tutorials/training-loop.md",
