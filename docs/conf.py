@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: The sections of the site, with their pages in order. Each page is a file of this folder, or of the repository if the
 #: name begins with "/". The list is here and not in index.md, which has to be readable in a browser of the repository.
 SECTIONS = {
-    "Start": ("index", "first-hour", "command", "coming-from-elsewhere", "errors", "environment-variables"),
+    "Start": ("index", "first-hour", "command", "coming-from-elsewhere", "not-here", "errors", "environment-variables"),
     "Tutorials": (
         "tutorials/training-loop",
         "tutorials/packed-training",
