@@ -58,8 +58,9 @@ SECTIONS = {
         "reference/configurations",
         "glossary",
     ),
-    "Performance and design": ("performance", "design", "names"),
-    "The project": ("/README", "/CONTRIBUTING", "releasing", "/CHANGELOG", "distributions"),
+    "Performance and design": ("performance", "design"),
+    "The project": ("/README", "/CHANGELOG", "distributions"),
+    "For contributors": ("/CONTRIBUTING", "releasing", "names"),
 }
 #: Each plugin's own page.
 DISTRIBUTIONS = tuple(f"/{page.relative_to(ROOT).with_suffix('')}" for page in sorted(ROOT.glob("plugins/*/README.md")))
