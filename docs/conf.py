@@ -56,6 +56,7 @@ SECTIONS = {
         "reference/ejkernel_testing",
         "reference/ejkernel_classes",
         "reference/configurations",
+        "reference/refusals",
         "glossary",
     ),
     "Performance and design": ("performance", "design"),
