@@ -290,15 +290,19 @@ def answers(op: str, backend: str) -> list[Answer]:
 
 
 def words(op: str) -> list[str]:
-    """The words of an operation's examples: dtypes, its arguments in their order, then the others."""
+    """The words of the calls of an operation."""
+    return in_order(op, {word for call in calls(op) for word in call.words})
+
+
+def in_order(op: str, words: Iterable[str]) -> list[str]:
+    """Dtypes, the operation's arguments in their order, then the others."""
     order = [*DTYPES, *registry.operation(op).signature.parameters, *MEANINGS]
-    all_words = {word for call in calls(op) for word in call.words}
 
     def place(word: str) -> tuple[int, int, str]:
         name = word.partition("=")[0]
         return order.index(name) if name in order else len(order), len(word), word
 
-    return sorted(all_words, key=place)
+    return sorted(words, key=place)
 
 
 def rows_of_words(op: str) -> dict[str, list[str]]:
@@ -418,13 +422,51 @@ def platforms(op: str, backend: str) -> str:
     return "any" if len(own) == len(ranks) else ", ".join(own)
 
 
+# -- what a kernel may refuse ------------------------------------------------------------------------------------------
+
+
+def refusable() -> str:
+    """The words of the examples, by operation, and what the words mean that are no argument."""
+    own = {op: features_of_examples(op) for op in operations()}
+    rows = [(f"`{op}`", *kinds_of_words(op, words)) for op, words in own.items() if words]
+    table = markdown([("operation", "dtypes", "arguments", "other words"), *rows])
+    known = {word for words in own.values() for word in words}
+    meanings = [(f"`{word}`", meaning) for word, meaning in MEANINGS.items() if word in known]
+    return f"{table}\n\n{markdown([('word', 'a call with'), *meanings])}\n"
+
+
+def operations() -> list[str]:
+    return sorted(point.name for point in entry_points(group="ejkernel.operations"))
+
+
+def features_of_examples(op: str) -> set[str]:
+    every = registry.operation(op).examples
+    return set() if every is None else {word for example in every() if example.op == op for word in example.features}
+
+
+def kinds_of_words(op: str, words: Iterable[str]) -> tuple[str, str, str]:
+    """The dtypes, the arguments and the other words of an operation, as text. Sizes of one axis are one item."""
+    kinds: tuple[dict[str, list[str]], ...] = ({}, {}, {})
+    for word in in_order(op, words):
+        name, _, size = word.partition("=")
+        kind = 0 if word in DTYPES else 1 if word in registry.operation(op).signature.parameters else 2
+        kinds[kind].setdefault(name, []).append(size)
+    texts = ([word_text(name, sizes) for name, sizes in kind.items()] for kind in kinds)
+    dtypes, arguments, others = map(", ".join, texts)
+    return dtypes, arguments, others
+
+
+def word_text(name: str, sizes: Sequence[str]) -> str:
+    return f"`{name}=N` with N of {', '.join(sizes)}" if all(sizes) else f"`{name}`"
+
+
 # -- the configurations ------------------------------------------------------------------------------------------------
 
 
 def configurations() -> str:
     """Every kernel's ``Config``: its fields with types, defaults and comments."""
     sections = []
-    for op in sorted(point.name for point in entry_points(group="ejkernel.operations")):
+    for op in operations():
         for backend in registry.backends(op):
             kernel = registry.kernel(op, backend)
             kind = kernel.config_type
@@ -478,7 +520,8 @@ def comments_of(kind: type) -> dict[str, str]:
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
     head, *body = ([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows)
-    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in (head, ["---"] * len(head), *body))
+    lines = (f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
+    return "\n".join(re.sub(r"(?<=\|)  (?=\|)", " ", line) for line in lines)
 
 
 def regions() -> dict[tuple[str, str], Any]:
@@ -487,7 +530,11 @@ def regions() -> dict[tuple[str, str], Any]:
         (f"docs/operations/{page}.md", "features"): (lambda operations=operations: "\n".join(map(features, operations)))
         for page, operations in PAGES.items()
     }
-    return {**pages, ("docs/reference/configurations.md", "configurations"): configurations}
+    return {
+        **pages,
+        ("docs/reference/configurations.md", "configurations"): configurations,
+        ("docs/reference/refusals.md", "words"): refusable,
+    }
 
 
 def with_region(text: str, name: str, content: str) -> str:

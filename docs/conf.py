@@ -20,9 +20,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: The sections of the site, with their pages in order. Each page is a file of this folder, or of the repository if the
 #: name begins with "/". The list is here and not in index.md, which has to be readable in a browser of the repository.
 SECTIONS = {
-    "Start": ("index", "first-hour", "command", "coming-from-elsewhere", "errors", "environment-variables"),
+    "Start": ("index", "first-hour", "command", "coming-from-elsewhere", "not-here", "errors", "environment-variables"),
     "Tutorials": (
         "tutorials/training-loop",
+        "tutorials/packed-training",
+        "tutorials/layers-in-a-scan",
         "tutorials/tuning-a-model",
         "writing-a-plugin",
         "writing-an-operation",
@@ -54,10 +56,12 @@ SECTIONS = {
         "reference/ejkernel_testing",
         "reference/ejkernel_classes",
         "reference/configurations",
+        "reference/refusals",
         "glossary",
     ),
-    "Performance and design": ("performance", "design", "names"),
-    "The project": ("/README", "/CONTRIBUTING", "releasing", "/CHANGELOG", "distributions"),
+    "Performance and design": ("performance", "design"),
+    "The project": ("/README", "/CHANGELOG", "distributions"),
+    "For contributors": ("/CONTRIBUTING", "releasing", "names"),
 }
 #: Each plugin's own page.
 DISTRIBUTIONS = tuple(f"/{page.relative_to(ROOT).with_suffix('')}" for page in sorted(ROOT.glob("plugins/*/README.md")))

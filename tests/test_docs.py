@@ -78,6 +78,8 @@ LONG_PAGES = {
     "docs/several-processes.md",
     "docs/tuning.md",
     "docs/operations/flash_attention.md",
+    "docs/tutorials/layers-in-a-scan.md",
+    "docs/tutorials/packed-training.md",
     "docs/tutorials/publishing-records.md",
     "docs/tutorials/several-devices.md",
     "docs/tutorials/training-loop.md",
@@ -280,6 +282,33 @@ def test_lines_are_not_too_long(page):
     """Headings and rows of a table may be longer."""
     lines = [line for line in page.read_text().splitlines() if not line.startswith(("|", "#"))]
     assert [line for line in lines if len(line) > 120] == []
+
+
+#: Code that is as `ejkernel new` makes it, which test_tutorial compares.
+MADE_BY_NEW = {("docs/writing-a-plugin.md", "my_attention/__init__.py")}
+
+
+def lines_cut_off_by_the_site(page: Path) -> list[str]:
+    """The lines of code that the site does not show as a whole. What programs print may be wider."""
+    return [
+        line
+        for block in blocks(page)
+        if block.language not in ("", "text") and (name_of(page), block.file) not in MADE_BY_NEW
+        for line in block.content.splitlines()
+        if len(line) > 88
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_site_shows_whole_lines_of_code(page):
+    assert lines_cut_off_by_the_site(page) == []
+
+
+def test_a_line_that_is_cut_off_is_found(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"```{name}\n{name} = {'x' * 88}\n```\n" for name in ("python", "shell", "toml", "text")))
+    assert [line.partition(" ")[0] for line in lines_cut_off_by_the_site(page)] == ["python", "shell", "toml"]
 
 
 # -- docstrings ---------------------------------------------------------------------------------------------------

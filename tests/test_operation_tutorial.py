@@ -110,6 +110,28 @@ print(registry.explain("my_rms_norm", x, weight).backward.plan.kernel.name)
 
 
 @pytest.mark.long
+def test_a_module_takes_the_place_of_the_operation_of_its_name(folder: Path) -> None:
+    source = """
+import jax
+import jax.numpy as jnp
+import my_norm
+import my_norm.backward
+from ejkernel_core import PluginError
+
+try:
+    jax.grad(lambda x: my_norm.my_rms_norm(x, jnp.ones(8)).sum())(jnp.ones((2, 8)))
+except PluginError as error:
+    print(error)
+"""
+    module = folder / "my_norm/backward.py"
+    module.touch()
+    try:
+        assert "(my_norm:backward) is a module" in run_python(folder, "-c", source)
+    finally:
+        module.unlink()
+
+
+@pytest.mark.long
 def test_the_kernels_of_the_page_pass_their_proofs(folder: Path) -> None:
     output = run_python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", "test_my_norm.py",
                    "-W", "ignore::pytest.PytestUnknownMarkWarning", "-k", "not programs")  # fmt: skip

@@ -40,6 +40,16 @@ def test_the_ratios_to_cudnn_are_those_of_both_tables(theme):
     assert {"ejkernel", "cuDNN", "NVIDIA H100, forward", "NVIDIA H200, forward and backward"} <= {*shown}
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_the_description_has_the_least_and_the_greatest_ratio(page):
+    h200, h100 = rows(H200, 14), rows(H100, 7)
+    forward = [row[6] for row in h200[::2]] + [row[3] for row in h100]
+    both = [row[6] for row in h200[1::2]] + [row[6] for row in h100]
+    first, second = (f"{min(ratios, key=float)} to {max(ratios, key=float)}" for ratios in (forward, both))
+    description = f"for seven sizes: {first} times the speed of cuDNN forward, {second} forward and backward."
+    assert description in " ".join((ROOT / page).read_text().split())
+
+
 @pytest.mark.parametrize("theme", ["", "-dark"])
 def test_the_memory_is_that_of_the_table(theme):
     tokens = rows("| 1024 | ", 5)

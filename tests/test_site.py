@@ -48,6 +48,7 @@ REGIONS = [
     ("docs/operations/moe_permute.md", "features"),
     ("docs/operations/moe_permute_matmul.md", "features"),
     ("docs/reference/configurations.md", "configurations"),
+    ("docs/reference/refusals.md", "words"),
 ]
 
 
@@ -104,6 +105,15 @@ def test_sizes_that_are_taken_are_listed(tables: ModuleType) -> None:
     made = column(tables, ("d=8", None, None), ("d=2", "too small", None), ("d=16", None, None))
     assert made.cell(["d=2", "d=8", "d=16"]) == "8, 16"
     assert made.cell(["d=8", "d=16"]) == "all"
+
+
+def test_the_words_of_examples_are_listed_by_their_kind(tables: ModuleType) -> None:
+    words = {"head_dim=16", "head_dim=8", "value_dim=4", "grouped", "causal", "bias", "float64", "float16"}
+    assert tables.kinds_of_words("flash_attention", words) == (
+        "`float16`, `float64`",
+        "`bias`, `causal`",
+        "`grouped`, `head_dim=N` with N of 8, 16, `value_dim=N` with N of 4",
+    )
 
 
 def test_a_kernel_is_asked_on_its_own_device(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
