@@ -225,7 +225,7 @@ def core_metadata(home: Path) -> Path:
     return info.parent
 
 
-def test_without_kernels_the_error_says_what_to_install(tmp_path):
+def test_without_kernels_no_package_is_advised_that_has_none_of_them(tmp_path):
     """The operation is installed, by a distribution without a kernel for it."""
     folder = tmp_path / "site"
     info = folder / "only_meaning-1.0.dist-info"
@@ -248,7 +248,7 @@ def test_without_kernels_the_error_says_what_to_install(tmp_path):
     path = os.pathsep.join([str(folder), str(core_metadata(tmp_path)), os.environ.get("PYTHONPATH", "")])
     output = run_python(program, tmp_path, PYTHONPATH=path, EJKERNEL_PLUGINS="only-meaning")
     assert "no kernel is installed" in output
-    assert 'pip install "ejkernel-core[cpu]"' in output
+    assert "pip install" not in output
 
 
 #: Packages that import a name when it is used, with the name itself as type checkers see it.
