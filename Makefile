@@ -70,6 +70,8 @@ $(TPU)/.installed: Makefile $(PROJECTS)
 pictures: $(STAMP)
 	$(BIN)/python .ci/pictures.py
 
+# In one folder: docs/ has settings of its own, and a cache there would count as a page that has changed.
+lint: export RUFF_CACHE_DIR := $(CURDIR)/.ruff_cache
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
