@@ -34,7 +34,7 @@ endif
 
 # As many seconds of the processor as the tests may cost together, and what draws them: tests/selection.py. TESTS may be
 # the tests of one package.
-BUDGET := 400
+BUDGET := 340
 TESTS  := tests plugins
 
 # With worksteal most files are run by one process, so that fixtures and programs are made once.
