@@ -426,7 +426,7 @@ def platforms(op: str, backend: str) -> str:
 
 
 def refusable() -> str:
-    """The words of the examples, by operation, and what the words mean that are no argument."""
+    """The words of the examples, by operation, and what those words mean that are not arguments."""
     own = {op: features_of_examples(op) for op in operations()}
     rows = [(f"`{op}`", *kinds_of_words(op, words)) for op, words in own.items() if words]
     table = markdown([("operation", "dtypes", "arguments", "other words"), *rows])
