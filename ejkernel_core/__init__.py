@@ -131,8 +131,15 @@ def _hint(name: str) -> str:
 
     values = [entry.value for entry in all_entries() if (entry.group, entry.name) == (OPERATIONS, name)]
     modules = {value.replace(":", ".").partition(".")[0] for value in values}
-    typed = "".join(f", or {module}.{name}(...)" for module in modules if name in dir(importlib.import_module(module)))
+    typed = "".join(f", or {module}.{name}(...)" for module in modules if name in _names_in(module))
     return f"; it is an operation: {__name__}.call({name!r}, ...){typed}" if modules else ""
+
+
+def _names_in(module: str) -> list[str]:
+    try:
+        return dir(importlib.import_module(module))
+    except Exception:  # a broken plugin must not make `hasattr` raise
+        return []
 
 
 def __dir__() -> list[str]:

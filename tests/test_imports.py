@@ -163,6 +163,14 @@ def test_an_operation_of_a_module_without_a_package_is_found(monkeypatch):
         ejkernel_core.RowNorm  # noqa: B018
 
 
+def test_an_operation_of_a_broken_package_is_not_an_attribute(monkeypatch, tmp_path):
+    (tmp_path / "broken_norms.py").write_text("raise OSError('no such device')")
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = _discovery.Entry(_discovery.OPERATIONS, "RowNorm", "broken_norms:operation")
+    monkeypatch.setattr(_discovery, "all_entries", lambda: [entry])
+    assert not hasattr(ejkernel_core, "RowNorm")
+
+
 def test_there_are_installed_plugins():
     assert {"ejkernel_ops", "ejkernel_xla"} <= plugin_packages()
 

@@ -7,8 +7,14 @@ device's tokens.
 
 from __future__ import annotations
 
+import os
+
+from ejkernel_core._jax_versions import hide_frames
+
 from ._attention import context_attention
 from .layouts import unzigzag, zigzag
 from .positions import positions
 
 __all__ = ["context_attention", "positions", "unzigzag", "zigzag"]
+
+hide_frames(os.path.dirname(__file__))

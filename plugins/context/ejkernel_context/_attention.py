@@ -8,6 +8,7 @@ import jax
 from jax.typing import ArrayLike
 
 import ejkernel_core
+from ejkernel_ops.front_door import front_door
 
 from .arguments import NOT_HERE
 from .mesh import axis_names, is_manual
@@ -91,6 +92,7 @@ def context_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
+@front_door
 def context_attention(
     query: ArrayLike,
     key: ArrayLike,

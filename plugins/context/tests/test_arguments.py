@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import ejkernel_context
 import ejkernel_core
 from ejkernel_context import context_attention
 from ejkernel_core import NoKernel
@@ -127,6 +130,34 @@ def test_a_kernel_refuses_when_the_program_is_lowered() -> None:
     )
     with pytest.raises(NoKernel, match="key: its 2 heads cannot be divided among the 4 devices of 'seq'"):
         jax.jit(call).lower(X)
+
+
+# -- the line of the user ----------------------------------------------------------------------------------------------
+
+
+def wrong_call(x: jax.Array, **options: Any) -> jax.Array:
+    return context_attention(x, x[..., :4], x, axis="seq", **options)
+
+
+def refused_call(x: jax.Array, **options: Any) -> jax.Array:
+    return context_attention(x, x[:, :, :2], x[:, :, :2], axis="seq", backend="ulysses", **options)
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize("call", [wrong_call, refused_call])
+def test_an_error_leads_to_the_line_of_the_call(call: Any, is_inside: bool) -> None:
+    mesh, spec = mesh_of(2, 4), P(None, "seq")
+    inside = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec))
+    with pytest.raises((NoKernel, ValueError)) as caught:
+        _ = inside(X) if is_inside else call(X, mesh=mesh)
+    *_, frame = traceback.extract_tb(caught.value.__traceback__)
+    line = f"{call.__code__.co_filename}:{call.__code__.co_firstlineno + 1}, in {call.__name__}"
+    if call is refused_call:
+        assert str(caught.value).endswith(f"called at {line}")
+    elif is_inside:
+        assert f"{frame.filename}:{frame.lineno}, in {frame.name}" == line
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert not [file for file in files if file.startswith(str(Path(ejkernel_context.__file__).parent))]
 
 
 # -- outside of shard_map ----------------------------------------------------------------------------------------------

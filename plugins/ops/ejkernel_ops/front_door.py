@@ -17,7 +17,8 @@ hide_frames(os.path.dirname(__file__))
 
 
 def front_door(function: Function) -> Function:
-    """The function, with the error of the operation of its name for an argument that it does not have.
+    """The function, with the error of the operation of its name for an argument that it does not have. A function that
+    takes any argument by name has errors of its own.
 
     >>> def rms_norm(x, epsilon=1e-6): ...
     >>> front_door(rms_norm)(1, eps=1e-5)
@@ -25,12 +26,13 @@ def front_door(function: Function) -> Function:
     TypeError: rms_norm: got an unexpected keyword argument 'eps'; 'eps' is called 'epsilon' here
     """
     name, parameters = function.__name__, dict(inspect.signature(function).parameters)
-    count = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters.values())
+    count = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            if len(args) > count or not kwargs.keys() <= parameters.keys():
+            if len(args) > count or not (takes_any or kwargs.keys() <= parameters.keys()):
                 operation = ejkernel_core.registry.operation(name)
                 known = operation.signature.parameters
                 # Without options of the function that are none of the operation: those are right.
