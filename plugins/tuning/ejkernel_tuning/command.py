@@ -109,7 +109,7 @@ def command(
             invocations, missing = _compiled(str(hlo), not no_backward)
         _check_backend(invocations, backend)
         _check_stores()
-        outcomes, is_interrupted = _tune(invocations, budget_s, again, backend, shown)
+        outcomes, unstored, is_interrupted = _tune(invocations, budget_s, again, backend, shown)
     if as_json:
         print_json(_as_json(outcomes, missing))
     elif outcomes:
@@ -120,28 +120,40 @@ def command(
     _tell_of_warnings(caught)
     if is_interrupted:
         _end(len(invocations) - len(outcomes))
-    _fail_if_anything_is_missing(outcomes, missing, caught)
+    _fail_if_anything_is_missing(outcomes, missing, unstored)
 
 
 def _tune(
     invocations: Sequence[Invocation], budget_s: float, again: bool, backend: str | None, shown: Any
-) -> tuple[list[Outcome], bool]:
-    """The outcomes, and whether Ctrl-C has ended the work."""
+) -> tuple[list[Outcome], list[str], bool]:
+    """The outcomes, why some were not stored, and whether Ctrl-C has ended the work."""
     from ._calls import tune_each
     from ._progress import shown_by
 
     outcomes: list[Outcome] = []
+    unstored: dict[str, None] = {}
     try:
         with shown_by(shown):
             for number, inv in enumerate(invocations, 1):
                 shown.start(number, len(invocations), inv)
                 for outcome in tune_each([inv], budget_s, retune=again, backend=backend):
                     outcomes.append(outcome)
+                    unstored |= dict.fromkeys(_store_failures())
                     for line in (_line(outcome), *_fault_lines(outcome), *(f"  {text}" for text in outcome.broken)):
                         shown.print_line(line)
     except KeyboardInterrupt:
-        return outcomes, True
-    return outcomes, False
+        return outcomes, [*unstored], True
+    return outcomes, [*unstored], False
+
+
+def _store_failures() -> Iterator[str]:
+    """Why the policies did not store the last result. The next one that they store ends the failure."""
+    import ejkernel_core
+    from ejkernel_core import Scope
+
+    for (policy, hook), failure in ejkernel_core.registry.policies(Scope()).failures.items():
+        if hook == "config_selected":
+            yield f"{policy}: {failure}"
 
 
 def _end(count: int) -> None:
@@ -301,14 +313,9 @@ def _tell_of_warnings(caught: Sequence[warnings.WarningMessage]) -> None:
 
 
 def _fail_if_anything_is_missing(
-    outcomes: Sequence[Outcome], missing: Sequence[str], caught: Sequence[warnings.WarningMessage]
+    outcomes: Sequence[Outcome], missing: Sequence[str], unstored: Sequence[str]
 ) -> None:
-    import ejkernel_core
-    from ejkernel_core import Scope
-
-    failures = ejkernel_core.registry.policies(Scope()).failures
-    unstored = [f"{policy}: {text}" for (policy, hook), text in failures.items() if hook == "config_selected"]
-    if unstored or any(warning.category.__name__ == "CacheWarning" for warning in caught):
+    if unstored:
         raise Failure("; ".join(["not everything could be stored", *unstored]))
     count = sum(_best(outcome) is None for outcome in outcomes) + len(missing)
     if count:

@@ -377,6 +377,32 @@ def test_a_full_disk_loses_no_result(run: Run, triple_op: Triple, monkeypatch: p
     assert last == f"{stored} on device"
 
 
+def test_a_result_that_was_not_stored_is_told_though_the_next_one_was(
+    run: Run, triple_op: Triple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, count = Directory.write, iter(range(99))
+
+    def refuse_once(self: Directory, place: Any, data: bytes) -> None:
+        if next(count) == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, place, data)
+
+    monkeypatch.setattr(Directory, "write", refuse_once)
+    output = run(*SHAPE, "--shape", "7x30", "--no-backward")
+    assert output.code == 1
+    assert output.errors.endswith("config_selected raised OSError: [Errno 28] No space left on device\n")
+    assert len(triple_op.stored()) == 1
+
+
+def test_a_folder_that_others_can_write_to_is_not_a_failure(run: Run, triple_op: Triple) -> None:
+    triple_op.folder.mkdir(parents=True, exist_ok=True)
+    triple_op.folder.chmod(0o777)
+    output = run(*SHAPE, "--no-backward")
+    assert output.code == 0
+    assert "can be written to by other users" in output.errors
+    assert len(triple_op.stored()) == 1
+
+
 def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_measured(
     run: Run, triple_op: Triple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
