@@ -242,7 +242,7 @@ class Axes:
             {
                 name
                 for axis in layouts[result].axes
-                if axis.is_plain
+                if axis.is_divisible
                 for name in (axis.name, self.multiples.get(axis.name))
             }
             for result in self.results

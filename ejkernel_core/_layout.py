@@ -35,6 +35,11 @@ class Axis:
     def is_plain(self) -> bool:
         return self.factor == self.divisor == 1 and self.offset == 0
 
+    @property
+    def is_divisible(self) -> bool:
+        """Whether a part of its size is a part of its length: the entries of a size's index stand together."""
+        return bool(self.name) and self.divisor == 1 and self.offset == 0
+
     def length(self, size: Any) -> Any:
         if self.is_plain:
             return size

@@ -112,7 +112,7 @@ class Factoring:
         for axis, length in layout.lengths(tuple(shape)):
             if axis.name == LEADING:
                 factors += [self._add(axis, (f"{LEADING}{i}", size)) for i, size in enumerate(length)]
-            elif axis.offset or axis.divisor > 1 or (axis.is_broadcast and length != self.sizes.get(axis.name)):
+            elif not axis.is_divisible or (axis.is_broadcast and length != self.sizes.get(axis.name)):
                 factors.append(self._add(Axis(""), (f"{array}.{len(factors)}", length)))  # a factor of its own
             else:
                 factor_of_axis = ((axis.text, axis.factor),) if axis.factor > 1 else ()

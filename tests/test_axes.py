@@ -36,6 +36,10 @@ GROUPED = Axes(
     rounded="rows",
     when={("transposed", True): {"rhs": "groups n k"}, ("gated", True): {"out": "rows n/2"}},
 )
+#: A key and a value for each head, one after the other.
+PAIRS = Axes({"key": "n heads", "pages": "n 2*heads"}, {"new_pages": "n 2*heads"}, independent="n heads")
+#: An entry more than there are rows.
+ENDS = Axes({"x": "rows n"}, {"sums": "rows+1 n"}, independent="rows n")
 #: The batch axis is not the first axis, and has another position in each array.
 SCORES = Axes(
     {
@@ -431,6 +435,9 @@ def test_interleaved_pairs_are_partitioned_together() -> None:
     assert rule.arrays["pages"] == (("pages",), ("heads", "2*heads"))
     assert (rule.sizes["heads"], rule.sizes["2*heads"]) == (3, 2)
     assert rule.whole == {"pages", "2*heads"}
+    assert PAIRS.partitioning({"key": struct(9, 3), "pages": None}).results == {
+        "new_pages": (("n",), ("heads", "2*heads"))
+    }
 
 
 @pytest.mark.parametrize(
@@ -443,6 +450,10 @@ def test_interleaved_pairs_are_partitioned_together() -> None:
         (GROUPED, {"lhs": (8, 4), "rhs": (2, 4, 6)}, {"gated": True}, ["..", "..b"], [".."]),
         # The keys' length is whole: if the keys are sharded along it, they are gathered.
         (SCORES, {"query": (5, 2, 4, 8), "key": (2, 7, 2, 8)}, {}, [".a..", "ab.."], [".a.."]),
+        # Pairs stay together; an axis with one entry more, or of blocks, cannot be divided as its name is.
+        (PAIRS, {"key": (4, 2)}, {}, ["ab"], ["ab"]),
+        (PAIRS, {"key": (4, 2), "pages": (4, 4)}, {}, ["..", "ab"], ["ab"]),
+        (ENDS, {"x": (4, 4)}, {}, ["ab"], [".b"]),
         # The heads of the results are sharded as the key heads, and as the heads where these are more.
         (SCORES, {"query": (5, 2, 4, 8), "key": (2, 7, 2, 8)}, {}, ["....", "..a."], ["a..."]),
     ],
