@@ -22,6 +22,9 @@ KINDS = {
     "my-policy": ("--kind", "policy"),
 }
 
+#: That of code on the site, which shows some of it.
+WIDTH = 88
+
 
 def files(folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
@@ -106,9 +109,11 @@ def test_no_word_of_a_template_is_left_and_the_code_is_in_order(new, name):
     for path, content in files(folder).items():
         if path.endswith(".py"):
             compile(content, path, "exec")
+        if not path.endswith(".md"):
+            assert [line for line in content.splitlines() if len(line) > WIDTH] == []
     ruff = shutil.which("ruff")
     if ruff:
-        options = ["--isolated", "--line-length", "120"]
+        options = ["--isolated", "--line-length", str(WIDTH)]
         subprocess.run([ruff, "check", *options, "--select", "E,F,I,B", folder], check=True, timeout=60)
         subprocess.run([ruff, "format", "--check", *options, folder], check=True, timeout=60)
 
