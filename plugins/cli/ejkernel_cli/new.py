@@ -11,10 +11,11 @@ import keyword
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+import attrs
 import click
 
 from ._calls import matching_operations
@@ -22,10 +23,35 @@ from ._metadata import KERNELS, OPERATIONS, distribution, entry_points, normaliz
 from ._output import Failure, print_line
 
 SUFFIX = ".template"
-#: What a package of each kind is called.
-KINDS = {"kernel": "a kernel", "operation": "an operation", "store": "a store", "policy": "a policy"}
 #: A shape for the next steps, by operation.
 SHAPES = {"flash_attention": "1x512x4x64"}
+PROOFS, TESTS = 'python -m pytest -m "not long" my-folder', "python -m pytest my-folder"
+
+
+@attrs.frozen
+class Kind:
+    """A kind of package. Its texts have the words of the templates."""
+
+    noun: str
+    contents: str
+    #: Commands to try once the package is installed.
+    steps: tuple[str, ...]
+
+
+KINDS = {
+    "kernel": Kind(
+        "a kernel",
+        "the kernel my_operation.my_backend",
+        ("ejkernel list --here", PROOFS, "ejkernel tune my_operation --shape my-shape"),
+    ),
+    "operation": Kind(
+        "an operation",
+        "the operation my_operation, and the kernel my_operation.my_backend",
+        ("ejkernel list --here", PROOFS, "ejkernel tune my_operation --shape my-shape --slope 512"),
+    ),
+    "store": Kind("a store", "the store my_package", ("ejkernel list", TESTS)),
+    "policy": Kind("a policy", "the policy my_package", ("ejkernel list", TESTS)),
+}
 
 
 @click.command("new")
@@ -46,7 +72,9 @@ def command(name: str, kind: str, operation: str | None, backend: str | None, in
     """  # noqa: D301  (click reads the character, after which it keeps the lines)
     module = _module(name)
     if kind not in ("kernel", "operation") and (operation or backend):
-        raise click.UsageError(f"--operation and --backend are for a kernel or an operation, not for {KINDS[kind]}")
+        raise click.UsageError(
+            f"--operation and --backend are for a kernel or an operation, not for {KINDS[kind].noun}"
+        )
     operation = _operation(kind, operation, module)
     words = {
         "my-package": name,
@@ -59,7 +87,8 @@ def command(name: str, kind: str, operation: str | None, backend: str | None, in
     folder = into / name
     files = _files(kind, operation, words)
     _write(folder, files)
-    _print_next_steps(folder, kind, files, words)
+    words |= {"my-folder": str(folder), "my-shape": SHAPES.get(operation, "128x512")}
+    _print_next_steps(KINDS[kind], folder, files, words)
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -165,24 +194,14 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
 # -- what to do next ---------------------------------------------------------------------------------------------------
 
 
-def _print_next_steps(folder: Path, kind: str, files: Mapping[str, str], words: Mapping[str, str]) -> None:
-    operation, backend = words["my_operation"], words["my_backend"]
-    what = {
-        "kernel": f"the kernel {operation}.{backend}",
-        "operation": f"the operation {operation}, and the kernel {operation}.{backend}",
-    }.get(kind, f"the {kind} {words['my_package']}")
-    print_line(f"{folder} has {what}:\n")
+def _print_next_steps(kind: Kind, folder: Path, files: Iterable[str], words: Mapping[str, str]) -> None:
+    print_line(f"{folder} has {_replaced(kind.contents, words)}:\n")
     for path in files:
         print_line(f"  {folder / path}")
     print_line("\nNext:\n")
-    is_proved = kind in ("kernel", "operation")
     print_line(f'  pip install -e "{_path(folder)}[test]"')
-    print_line("  ejkernel list" + (" --here" if is_proved else ""))
-    print_line("  python -m pytest " + ('-m "not long" ' if is_proved else "") + str(folder))
-    if kind == "operation":
-        print_line(f"  ejkernel tune {operation} --shape 128x512 --slope 512")
-    elif kind == "kernel":
-        print_line(f"  ejkernel tune {operation} --shape {SHAPES.get(operation, '128x512')}")
+    for step in kind.steps:
+        print_line(f"  {_replaced(step, words)}")
 
 
 def _path(folder: Path) -> str:
