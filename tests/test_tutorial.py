@@ -50,12 +50,20 @@ except ejkernel_core.NoKernel as error:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
+def sources(tmp_path_factory) -> list[Path]:
+    """What the commands of the page make: a kernel, and one with a backward."""
+    folders = []
+    for words in re.findall(r"^ejkernel (new .*)$", PAGE.read_text(), re.MULTILINE):
+        folder = tmp_path_factory.mktemp("made")
+        subprocess.run([sys.executable, "-m", "ejkernel_cli", *words.split()], cwd=folder, check=True, timeout=60)
+        folders.append(folder / "my-attention")
+    return folders
+
+
+@pytest.fixture(scope="module")
+def source(sources) -> Path:
     """What the first command of the page makes."""
-    folder = tmp_path_factory.mktemp("made")
-    (words,) = re.findall(r"^ejkernel (new .*)$", PAGE.read_text(), re.MULTILINE)
-    subprocess.run([sys.executable, "-m", "ejkernel_cli", *words.split()], cwd=folder, check=True, timeout=60)
-    return folder / "my-attention"
+    return sources[0]
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +88,14 @@ def test_the_page_shows_what_the_command_makes(source, name):
     assert lines == [line for line in code.splitlines() if line and not line.startswith('"""The proofs')]
 
 
-def test_the_page_shows_the_entry_point(source):
-    (shown,) = [block.content for block in blocks(PAGE) if block.language == "toml"]
-    assert shown in (source / "pyproject.toml").read_text()
+def test_the_page_shows_the_entry_points(sources):
+    shown = [block.content for block in blocks(PAGE) if block.language == "toml"]
+    for content, source in zip(shown, sources, strict=True):
+        assert content in (source / "pyproject.toml").read_text()
+
+
+def test_the_package_with_a_backward_has_the_module_that_the_page_names(sources):
+    assert [(source / "my_attention/bwd.py").is_file() for source in sources] == [False, True]
 
 
 def run_python(folder: Path, *arguments: str, plugins: str | None = None) -> str:

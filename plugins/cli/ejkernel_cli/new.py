@@ -11,7 +11,7 @@ import keyword
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
@@ -19,12 +19,23 @@ import attrs
 import click
 
 from ._calls import matching_operations
-from ._metadata import KERNELS, OPERATIONS, distribution, entry_points, normalized, provider, version
+from ._metadata import (
+    KERNELS,
+    OPERATIONS,
+    distribution,
+    entry_points,
+    normalized,
+    provider,
+    version,
+)
 from ._output import Failure, print_line
 
 SUFFIX = ".template"
+#: The end of a line of a template, or of the name of its folder, that is for packages with a kernel of the backward.
+BACKWARD, BACKWARD_LINE = "--backward", "  # --backward"
 #: A shape for the next steps, by operation.
 SHAPES = {"flash_attention": "1x512x4x64"}
+KERNEL, BACKWARD_KERNEL = "my_operation.my_backend", "my_operation_bwd.my_backend"
 PROOFS, TESTS = 'python -m pytest -m "not long" my-folder', "python -m pytest my-folder"
 
 
@@ -41,12 +52,12 @@ class Kind:
 KINDS = {
     "kernel": Kind(
         "a kernel",
-        "the kernel my_operation.my_backend",
+        "{kernels}",
         ("ejkernel list --here", PROOFS, "ejkernel tune my_operation --shape my-shape"),
     ),
     "operation": Kind(
         "an operation",
-        "the operation my_operation, and the kernel my_operation.my_backend",
+        "the operation my_operation, and {kernels}",
         ("ejkernel list --here", PROOFS, "ejkernel tune my_operation --shape my-shape --slope 512"),
     ),
     "store": Kind("a store", "the store my_package", ("ejkernel list", TESTS)),
@@ -60,35 +71,36 @@ KINDS = {
 @click.option("--operation", shell_complete=matching_operations, help="Of a kernel: the operation that it computes. "
               "Of an operation: its name, by default that of the package.")  # fmt: skip
 @click.option("--backend", help="The name of the kernel's backend; by default that of the package.")
+@click.option("--backward", is_flag=True, help="Also make a kernel that computes the gradients.")
 @click.option("--into", type=click.Path(path_type=Path), default=".", help="The folder in which its folder is made.")
-def command(name: str, kind: str, operation: str | None, backend: str | None, into: Path) -> None:
+def command(name: str, kind: str, operation: str | None, backend: str | None, backward: bool, into: Path) -> None:
     """Make a package in the folder NAME.
 
     It builds, installs, is listed, and has tests, which pass: write your own code in the place of the example.
 
     \b
-    ejkernel new my-attention --operation flash_attention
+    ejkernel new my-attention --operation flash_attention --backward
     ejkernel new my-norm --kind operation
     """  # noqa: D301  (click reads the character, after which it keeps the lines)
     module = _module(name)
-    if kind not in ("kernel", "operation") and (operation or backend):
-        raise click.UsageError(
-            f"--operation and --backend are for a kernel or an operation, not for {KINDS[kind].noun}"
-        )
+    _check_options(kind, {"--operation": operation, "--backend": backend, "--backward": backward})
     operation = _operation(kind, operation, module)
+    backward_operation = _backward_operation(kind, operation) if backward else f"{operation}_bwd"
+    operations = [operation, *([backward_operation] if backward else [])]
     words = {
         "my-package": name,
         "my_package": module,
         "MY_PACKAGE": module.upper(),
+        "my_operation_bwd": backward_operation,  # before the word that it begins with
         "my_operation": operation,
-        "my_backend": _backend(backend, "rows" if kind == "operation" else module, operation),
+        "my_backend": _backend(backend, "rows" if kind == "operation" else module, operations),
         "my-provider": _provider(operation),
     }
     folder = into / name
-    files = _files(kind, operation, words)
+    files = _files(kind, operation, backward, words)
     _write(folder, files)
     words |= {"my-folder": str(folder), "my-shape": SHAPES.get(operation, "128x512")}
-    _print_next_steps(KINDS[kind], folder, files, words)
+    _print_next_steps(KINDS[kind], folder, files, backward, words)
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -108,6 +120,14 @@ def _module(name: str) -> str:
     return module
 
 
+def _check_options(kind: str, options: Mapping[str, object]) -> None:
+    """Refuse options that are for other kinds."""
+    given = [option for option, value in options.items() if value]
+    if kind not in ("kernel", "operation") and given:
+        verb = "is" if len(given) == 1 else "are"
+        raise click.UsageError(f"{' and '.join(given)} {verb} for a kernel or an operation, not for {KINDS[kind].noun}")
+
+
 def _operations() -> list[str]:
     return sorted({point.name for point in entry_points(OPERATIONS)})
 
@@ -118,9 +138,9 @@ def _operation(kind: str, operation: str | None, module: str) -> str:
     if kind == "kernel":
         forward = (operation or "").removesuffix("_bwd")
         if operation in known and operation != forward and forward in known:
-            line = f'"{operation}.BACKEND" = "MODULE"'
             raise click.UsageError(
-                f"{operation} is the backward of {forward}: make a kernel of {forward}, and add the entry point {line}"
+                f"{operation} is the backward of {forward}: write --operation {forward} --backward, which makes a"
+                " kernel of each"
             )
         if operation not in known:
             problem = f"{operation!r} is not installed" if operation else "a kernel needs --operation"
@@ -134,10 +154,25 @@ def _operation(kind: str, operation: str | None, module: str) -> str:
     return name
 
 
-def _backend(backend: str | None, default: str, operation: str) -> str:
+def _backward_operation(kind: str, operation: str) -> str:
+    """The name of the operation's backward operation. Raises for an installed operation without one."""
+    if kind == "operation":
+        return f"{operation}_bwd"
+    from ejkernel_core import registry
+
+    name = registry.operation(operation).backward
+    if name is None:
+        raise click.UsageError(
+            f"{operation} has no backward operation: JAX differentiates its reference; leave out --backward"
+        )
+    return name
+
+
+def _backend(backend: str | None, default: str, operations: Sequence[str]) -> str:
     name = backend or default
+    kernels = [f"{operation}.{name}" for operation in operations]
     for point in entry_points(KERNELS):
-        if point.name == f"{operation}.{name}":
+        if point.name in kernels:
             raise click.UsageError(f"{provider(point)} has a kernel {point.name}; name another --backend")
     if not re.fullmatch(r"[A-Za-z]\w*", name) or name == "reference":
         raise click.UsageError(f"{name!r} is not a name for a backend; take letters, digits and '_', as in my_gpu")
@@ -152,14 +187,20 @@ def _provider(operation: str) -> str:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def _files(kind: str, operation: str, words: Mapping[str, str]) -> dict[str, str]:
+def _files(kind: str, operation: str, backward: bool, words: Mapping[str, str]) -> dict[str, str]:
     """The path of each file of the package, and its content."""
     templates = importlib.resources.files("ejkernel_cli").joinpath("templates")
-    files = dict(_templates(templates.joinpath(kind)))
-    special = templates.joinpath(f"{kind}-{operation}")
-    if special.is_dir():
-        files |= dict(_templates(special))
-    return {_replaced(path, words): _replaced(text, words) for path, text in sorted(files.items())}
+    names = [kind, f"{kind}-{operation}"]
+    names += [f"{name}{BACKWARD}" for name in names if backward]
+    folders = [folder for folder in map(templates.joinpath, names) if folder.is_dir()]
+    files = {path: text for folder in folders for path, text in _templates(folder)}  # a later one replaces
+    return {_replaced(path, words): _replaced(_chosen(text, backward), words) for path, text in sorted(files.items())}
+
+
+def _chosen(text: str, backward: bool) -> str:
+    """The text of a template, with its lines for a backward or without them."""
+    lines = text.splitlines(keepends=True)
+    return "".join(line.replace(BACKWARD_LINE, "") for line in lines if backward or BACKWARD_LINE not in line)
 
 
 def _templates(folder: Traversable, path: str = "") -> Iterator[tuple[str, str]]:
@@ -194,8 +235,10 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
 # -- what to do next ---------------------------------------------------------------------------------------------------
 
 
-def _print_next_steps(kind: Kind, folder: Path, files: Iterable[str], words: Mapping[str, str]) -> None:
-    print_line(f"{folder} has {_replaced(kind.contents, words)}:\n")
+def _print_next_steps(kind: Kind, folder: Path, files: Iterable[str], backward: bool, words: Mapping[str, str]) -> None:
+    kernels = f"the kernels {KERNEL} and {BACKWARD_KERNEL}" if backward else f"the kernel {KERNEL}"
+    contents = kind.contents.format(kernels=kernels)
+    print_line(f"{folder} has {_replaced(contents, words)}:\n")
     for path in files:
         print_line(f"  {folder / path}")
     print_line("\nNext:\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -11,8 +12,14 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+
+import ejkernel_core
 
 KINDS = {
     "my-attention": ("--operation", "flash_attention", "--backend", "mine"),
@@ -20,8 +27,16 @@ KINDS = {
     "my-swish": ("--kind", "operation"),
     "my-store": ("--kind", "store"),
     "my-policy": ("--kind", "policy"),
+    "my-trained-attention": ("--operation", "flash_attention", "--backward"),
+    "my-trained-norm": ("--operation", "rms_norm", "--backward"),
+    "my-trained-swish": ("--kind", "operation", "--backward"),
 }
-
+#: By package: its kernel of the backward operation, and the module of that.
+BACKWARD = {
+    "my-trained-attention": ("flash_attention_bwd.my_trained_attention", "my_trained_attention.bwd"),
+    "my-trained-norm": ("rms_norm_bwd.my_trained_norm", "my_trained_norm.bwd"),
+    "my-trained-swish": ("my_trained_swish_bwd.rows", "my_trained_swish.rows_bwd"),
+}
 #: That of code on the site, which shows some of it.
 WIDTH = 88
 
@@ -101,11 +116,34 @@ def test_an_operation_has_all_its_entry_points(new):
     ]
 
 
+@pytest.mark.parametrize("name", BACKWARD)
+def test_a_backward_is_a_module_and_an_entry_point_more(run, new, tmp_path, name):
+    made = files(new(name, *KINDS[name]))
+    (tmp_path / "plain").mkdir()
+    run("new", name, *KINDS[name][:-1], "--into", "plain")
+    plain = files(tmp_path / "plain" / name)
+    kernel, module = BACKWARD[name]
+    assert made.keys() - plain.keys() == {module.replace(".", "/") + ".py"}
+    lines = made["pyproject.toml"].splitlines()
+    lines.remove(f'"{kernel}" = "{module}"')
+    assert lines == plain["pyproject.toml"].splitlines()
+    assert [path for path in plain if made[path] != plain[path]] == ["README.md", "pyproject.toml"]
+
+
+def test_the_backward_operation_is_that_which_the_operation_names(new, monkeypatch):
+    operation = SimpleNamespace(backward="gradients_of_rms_norm")
+    monkeypatch.setattr(ejkernel_core, "registry", SimpleNamespace(operation=lambda name: operation))
+    project = tomllib.loads((new("a-b", "--operation", "rms_norm", "--backward") / "pyproject.toml").read_text())
+    assert project["project"]["entry-points"]["ejkernel.kernels"]["gradients_of_rms_norm.a_b"] == "a_b.bwd"
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_no_word_of_a_template_is_left_and_the_code_is_in_order(new, name):
     folder = new(name, *KINDS[name])
     text = "\n".join([*files(folder), *files(folder).values()])
-    assert re.findall(r"my[-_]package|MY_PACKAGE|my_operation|my_backend|my-provider|\.template", text) == []
+    assert (
+        re.findall(r"my[-_]package|MY_PACKAGE|my_operation|my_backend|my-provider|# --backward|\.template", text) == []
+    )
     for path, content in files(folder).items():
         if path.endswith(".py"):
             compile(content, path, "exec")
@@ -126,7 +164,17 @@ def test_no_word_of_a_template_is_left_and_the_code_is_in_order(new, name):
     [
         (["my-attention"], 2, "a kernel needs --operation; there are context_attention"),
         (["my-attention", "--operation", "zzz"], 2, "'zzz' is not installed; there are"),
-        (["my-attention", "--operation", "rms_norm_bwd"], 2, "make a kernel of rms_norm, and add the entry point"),
+        (
+            ["my-attention", "--operation", "rms_norm_bwd"],
+            2,
+            "write --operation rms_norm --backward, which makes a kernel of each",
+        ),
+        (
+            ["a-b", "--operation", "rms_norm_quantized", "--backward"],
+            2,
+            "rms_norm_quantized has no backward operation: JAX",
+        ),
+        (["a-b", "--kind", "store", "--backward"], 2, "--backward is for a kernel or an operation, not for a store"),
         (["my attention", "--kind", "store"], 2, "'my attention' is not a name for a package"),
         (["1a", "--kind", "store"], 2, "'1a' is not a name for a package"),
         (["../a", "--kind", "store"], 2, "'../a' is not a name for a package"),
@@ -141,7 +189,11 @@ def test_no_word_of_a_template_is_left_and_the_code_is_in_order(new, name):
             2,
             "has a kernel rms_norm.xla; name another --backend",
         ),
-        (["a-b", "--kind", "store", "--backend", "x"], 2, "--operation and --backend are for a kernel"),
+        (
+            ["a-b", "--kind", "policy", "--backend", "x", "--backward"],
+            2,
+            "--backend and --backward are for a kernel or an operation, not for a policy",
+        ),
         (["a-b", "--kind", "shop"], 2, "'shop' is not one of"),
         (["a-b", "--kind", "store", "--into", "absent"], 1, "absent/a-b cannot be written: No such file or directory"),
         (["a-b", "--kind", "store", "--into", "/proc"], 1, "/proc/a-b cannot be written: "),
@@ -197,6 +249,52 @@ def target(tmp_path):
     return tmp_path / "target"
 
 
+@pytest.fixture
+def importable(new, monkeypatch):
+    """``importable("my-suite")`` makes a package whose modules can be imported here, and returns its folder."""
+
+    def importable(name: str) -> Path:
+        folder = new(name, *KINDS[name])
+        monkeypatch.syspath_prepend(folder)
+        return folder
+
+    modules = {*sys.modules}
+    yield importable
+    for module in {*sys.modules} - modules:
+        if module.startswith("my_"):
+            del sys.modules[module]
+
+
+def attention(query, key, value):
+    """(out, lse) of causal attention with two queries for each key, in which the last query and key are at one place."""
+    key, value = jnp.repeat(key, 2, axis=2), jnp.repeat(value, 2, axis=2)
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest") / 2
+    length, count = logits.shape[2:]
+    logits = jnp.where(jnp.tri(length, count, count - length, dtype=bool), logits, -jnp.inf)
+    out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), value, precision="highest")
+    return out, jax.nn.logsumexp(logits, axis=-1)
+
+
+@pytest.mark.parametrize("without", [None, "d_out", "d_lse"])
+def test_the_gradients_of_attention_are_those_of_jax(importable, without):
+    importable("my-trained-attention")
+    backward = importlib.import_module("my_trained_attention.bwd")
+    shapes = {"query": (2, 5, 4, 4), "key": (2, 7, 2, 4), "value": (2, 7, 2, 3)}
+    keys = jax.random.split(jax.random.key(0), 5)
+    arrays = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=False)}
+    (out, lse), pull_back = jax.vjp(attention, *arrays.values())
+    cotangents = {"d_out": jax.random.normal(keys[3], out.shape), "d_lse": jax.random.normal(keys[4], lse.shape)}
+    zeros = {name: 0 * array if name == without else array for name, array in cotangents.items()}
+    expected = dict(zip(shapes, pull_back((zeros["d_out"], zeros["d_lse"])), strict=True))
+    given = {name: None if name == without else array for name, array in cotangents.items()}
+    options = {"causal": True, "softmax_scale": 0.5, "wrt": ("value", "query", "key")}
+    call = {**arrays, "out": out, "lse": lse, **given, **options}
+    for block in (2, 5, 8):
+        gradients = backward.run_backend(call, backward.Config(block))
+        for name, gradient in zip(options["wrt"], gradients, strict=True):
+            np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, atol=1e-5, err_msg=f"{name}, {block}")
+
+
 @pytest.mark.parametrize("name", ["my-store", "my-policy"])
 def test_the_tests_of_a_policy_pass_whatever_the_folder_above_has(new, target, name):
     folder = new(name, *KINDS[name])
@@ -208,17 +306,18 @@ def test_the_tests_of_a_policy_pass_whatever_the_folder_above_has(new, target, n
 
 
 GRADIENT = """
-import jax, jax.numpy as jnp, my_swish
+import jax, jax.numpy as jnp, {module}
 x, slope = jnp.array([[0.3, -2.0, 1.5]]), jnp.array([1.0, 0.5, 2.0])
-gradient = jax.grad(lambda x: my_swish.my_swish(x, slope).sum())(x)
+gradient = jax.grad(lambda x: {module}.{module}(x, slope).sum())(x)
 expected = jax.grad(lambda x: (x * jax.nn.sigmoid(slope * x)).sum())(x)
 assert jnp.allclose(gradient, expected, atol=1e-6), (gradient, expected)
 """
 
 
-def test_a_new_operation_is_differentiated_without_a_warning(new, target):
-    install(new("my-swish", *KINDS["my-swish"]), target)
-    run_python(target, "-W", "error::RuntimeWarning", "-c", GRADIENT)
+@pytest.mark.parametrize("name", ["my-swish", "my-trained-swish"])
+def test_a_new_operation_is_differentiated_without_a_warning(new, target, name):
+    install(new(name, *KINDS[name]), target)
+    run_python(target, "-W", "error::RuntimeWarning", "-c", GRADIENT.format(module=name.replace("-", "_")))
 
 
 @pytest.mark.long
@@ -229,6 +328,9 @@ def test_a_new_operation_is_differentiated_without_a_warning(new, target):
         ("my-attention", "flash_attention.mine", "test_example and not grid"),
         ("my-fast-norm", "rms_norm.my_fast_norm", "test_example or test_configurations"),
         ("my-swish", "my_swish.rows", ""),
+        ("my-trained-attention", "flash_attention.my_trained_attention", "test_example and not grid"),
+        ("my-trained-norm", "rms_norm.my_trained_norm", "test_example or test_configurations"),
+        ("my-trained-swish", "my_trained_swish.rows", ""),
     ],
 )
 def test_a_kernel_is_listed_passes_its_proofs_and_is_tuned(new, target, name, kernel, selection):
@@ -262,3 +364,30 @@ def test_a_package_builds_and_installs(new, target, name):
     listing = json.loads(run_python(target, "-m", "ejkernel_cli", "list", "--json"))
     providers = [row["distribution"] for row in listing["kernels"]] + [*listing["policies"].values()]
     assert f"{name} 0.1.0" in providers
+
+
+#: By package: the code of its backward that is broken, and the examples that find it.
+FAULTS = {
+    "my-trained-attention": ("gradients[name].astype", "2 * gradients[name].astype", "test_example and mqa"),
+    "my-trained-norm": (
+        "reference.run_backend(inv, None)",
+        "[2 * g for g in reference.run_backend(inv, None)]",
+        "test_example",
+    ),
+    "my-trained-swish": ("gradients[name].astype", "2 * gradients[name].astype", "test_example"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_backward_that_is_wrong_is_found(new, target, name):
+    folder = new(name, *KINDS[name])
+    kernel, module = BACKWARD[name]
+    correct, wrong, selection = FAULTS[name]
+    file = folder / (module.replace(".", "/") + ".py")
+    assert correct in file.read_text()
+    file.write_text(file.read_text().replace(correct, wrong))
+    install(folder, target)
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not long", "-k", selection]
+    with pytest.raises(AssertionError, match=f"gradients by {kernel}"):
+        run_python(target, "-m", "pytest", *options, "--rootdir", str(folder), str(folder))
