@@ -1,4 +1,4 @@
-"""Make a package for a kernel, an operation, a store or a policy, which builds, installs and is tested.
+"""Make a package for a kernel, an operation, a store, a policy, benchmarks or a subcommand, with tests that pass.
 
 The files under ``templates`` are a package of each kind, with words that are replaced: ``my-package`` and so on.
 """
@@ -20,8 +20,11 @@ import click
 
 from ._calls import matching_operations
 from ._metadata import (
+    BENCHMARKS,
+    COMMANDS,
     KERNELS,
     OPERATIONS,
+    POLICIES,
     distribution,
     entry_points,
     normalized,
@@ -47,6 +50,10 @@ class Kind:
     contents: str
     #: Commands to try once the package is installed.
     steps: tuple[str, ...]
+    #: The name of the only entry point, and its group, in which no other may have this name. A kernel is checked by
+    #: its operation and backend.
+    entry: str = ""
+    group: str = ""
 
 
 KINDS = {
@@ -60,8 +67,22 @@ KINDS = {
         "the operation my_operation, and {kernels}",
         ("ejkernel list --here", PROOFS, "ejkernel tune my_operation --shape my-shape --slope 512"),
     ),
-    "store": Kind("a store", "the store my_package", ("ejkernel list", TESTS)),
-    "policy": Kind("a policy", "the policy my_package", ("ejkernel list", TESTS)),
+    "store": Kind("a store", "the store my_package", ("ejkernel list", TESTS), "my_package", POLICIES),
+    "policy": Kind("a policy", "the policy my_package", ("ejkernel list", TESTS), "my_package", POLICIES),
+    "bench": Kind(
+        "a suite of benchmarks",
+        "the suite of benchmarks my_package",
+        ("ejkernel bench", TESTS, "ejkernel bench my_package --small"),
+        "my_package",
+        BENCHMARKS,
+    ),
+    "command": Kind(
+        "a subcommand",
+        "the subcommand my-package",
+        ("ejkernel --help", TESTS, "ejkernel my-package rms_norm --shape 128x512"),
+        "my-package",
+        COMMANDS,
+    ),
 }
 
 
@@ -81,6 +102,7 @@ def command(name: str, kind: str, operation: str | None, backend: str | None, ba
     \b
     ejkernel new my-attention --operation flash_attention --backward
     ejkernel new my-norm --kind operation
+    ejkernel new my-report --kind command
     """  # noqa: D301  (click reads the character, after which it keeps the lines)
     module = _module(name)
     _check_options(kind, {"--operation": operation, "--backend": backend, "--backward": backward})
@@ -96,6 +118,7 @@ def command(name: str, kind: str, operation: str | None, backend: str | None, ba
         "my_backend": _backend(backend, "rows" if kind == "operation" else module, operations),
         "my-provider": _provider(operation),
     }
+    _check_entry(KINDS[kind], words)
     folder = into / name
     files = _files(kind, operation, backward, words)
     _write(folder, files)
@@ -177,6 +200,13 @@ def _backend(backend: str | None, default: str, operations: Sequence[str]) -> st
     if not re.fullmatch(r"[A-Za-z]\w*", name) or name == "reference":
         raise click.UsageError(f"{name!r} is not a name for a backend; take letters, digits and '_', as in my_gpu")
     return name
+
+
+def _check_entry(kind: Kind, words: Mapping[str, str]) -> None:
+    """Refuse the name of an entry point of another distribution: neither of the two would be used."""
+    for point in entry_points(kind.group):
+        if point.name == _replaced(kind.entry, words):
+            raise click.UsageError(f"{provider(point)} has {kind.noun} {point.name!r}; take another name")
 
 
 def _provider(operation: str) -> str:

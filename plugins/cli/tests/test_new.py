@@ -27,6 +27,8 @@ KINDS = {
     "my-swish": ("--kind", "operation"),
     "my-store": ("--kind", "store"),
     "my-policy": ("--kind", "policy"),
+    "my-suite": ("--kind", "bench"),
+    "my-sizes": ("--kind", "command"),
     "my-trained-attention": ("--operation", "flash_attention", "--backward"),
     "my-trained-norm": ("--operation", "rms_norm", "--backward"),
     "my-trained-swish": ("--kind", "operation", "--backward"),
@@ -37,6 +39,9 @@ BACKWARD = {
     "my-trained-norm": ("rms_norm_bwd.my_trained_norm", "my_trained_norm.bwd"),
     "my-trained-swish": ("my_trained_swish_bwd.rows", "my_trained_swish.rows_bwd"),
 }
+#: By package: the words of the command that lists it, and what is in the list.
+LISTED = {"my-suite": (["bench"], "my_suite  "), "my-sizes": (["--help"], "my-sizes  ")}
+
 #: That of code on the site, which shows some of it.
 WIDTH = 88
 
@@ -137,6 +142,18 @@ def test_the_backward_operation_is_that_which_the_operation_names(new, monkeypat
     assert project["project"]["entry-points"]["ejkernel.kernels"]["gradients_of_rms_norm.a_b"] == "a_b.bwd"
 
 
+@pytest.mark.parametrize(
+    ("name", "points"),
+    [
+        ("my-suite", {"ejkernel.benchmarks": {"my_suite": "my_suite"}}),
+        ("my-sizes", {"ejkernel.commands": {"my-sizes": "my_sizes:command"}}),
+    ],
+)
+def test_a_tool_has_one_entry_point(new, name, points):
+    project = tomllib.loads((new(name, *KINDS[name]) / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"] == points
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_no_word_of_a_template_is_left_and_the_code_is_in_order(new, name):
     folder = new(name, *KINDS[name])
@@ -175,6 +192,11 @@ def test_no_word_of_a_template_is_left_and_the_code_is_in_order(new, name):
             "rms_norm_quantized has no backward operation: JAX",
         ),
         (["a-b", "--kind", "store", "--backward"], 2, "--backward is for a kernel or an operation, not for a store"),
+        (
+            ["a-b", "--kind", "command", "--backward"],
+            2,
+            "--backward is for a kernel or an operation, not for a subcommand",
+        ),
         (["my attention", "--kind", "store"], 2, "'my attention' is not a name for a package"),
         (["1a", "--kind", "store"], 2, "'1a' is not a name for a package"),
         (["../a", "--kind", "store"], 2, "'../a' is not a name for a package"),
@@ -190,10 +212,13 @@ def test_no_word_of_a_template_is_left_and_the_code_is_in_order(new, name):
             "has a kernel rms_norm.xla; name another --backend",
         ),
         (
-            ["a-b", "--kind", "policy", "--backend", "x", "--backward"],
+            ["a-b", "--kind", "bench", "--backend", "x", "--backward"],
             2,
-            "--backend and --backward are for a kernel or an operation, not for a policy",
+            "--backend and --backward are for a kernel or an operation, not for a suite of benchmarks",
         ),
+        (["rms_norm", "--kind", "bench"], 2, "has a suite of benchmarks 'rms_norm'; take another name"),
+        (["list", "--kind", "command"], 2, "has a subcommand 'list'; take another name"),
+        (["tuner", "--kind", "policy"], 2, "has a policy 'tuner'; take another name"),
         (["a-b", "--kind", "shop"], 2, "'shop' is not one of"),
         (["a-b", "--kind", "store", "--into", "absent"], 1, "absent/a-b cannot be written: No such file or directory"),
         (["a-b", "--kind", "store", "--into", "/proc"], 1, "/proc/a-b cannot be written: "),
@@ -295,8 +320,21 @@ def test_the_gradients_of_attention_are_those_of_jax(importable, without):
             np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, atol=1e-5, err_msg=f"{name}, {block}")
 
 
-@pytest.mark.parametrize("name", ["my-store", "my-policy"])
-def test_the_tests_of_a_policy_pass_whatever_the_folder_above_has(new, target, name):
+def test_the_contender_of_a_suite_computes_what_the_operation_does(importable):
+    importable("my-suite")
+    suite = importlib.import_module("my_suite")
+    arguments = suite.example(3, 8).arguments(0)
+    ours = ejkernel_core.call("rms_norm", **arguments, backend="reference")
+    theirs = suite.by_model(arguments)(arguments["x"], arguments["weight"])
+    np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
+
+
+#: The tests of these take some seconds.
+TOOLS = [pytest.param(name, marks=pytest.mark.long) for name in ("my-suite", "my-sizes")]
+
+
+@pytest.mark.parametrize("name", ["my-store", "my-policy", *TOOLS])
+def test_the_tests_of_a_package_pass_whatever_the_folder_above_has(new, target, name):
     folder = new(name, *KINDS[name])
     install(folder, target)
     (folder.parent / "conftest.py").write_text("1 / 0\n")
@@ -361,9 +399,8 @@ def test_a_package_builds_and_installs(new, target, name):
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     isolation = [] if setuptools_version() < 77 else ["--no-build-isolation"]  # with it, nothing is fetched
     subprocess.run([*pip, "install", "--no-deps", *isolation, "--target", target, folder], check=True, timeout=300)
-    listing = json.loads(run_python(target, "-m", "ejkernel_cli", "list", "--json"))
-    providers = [row["distribution"] for row in listing["kernels"]] + [*listing["policies"].values()]
-    assert f"{name} 0.1.0" in providers
+    words, line = LISTED.get(name, (["list", "--json"], f'"{name} 0.1.0"'))
+    assert line in run_python(target, "-m", "ejkernel_cli", *words)
 
 
 #: By package: the code of its backward that is broken, and the examples that find it.

@@ -45,10 +45,19 @@ def test_the_tables_of_the_page_are_those_of_the_command(run, words):
     assert [row for row in shown if row not in rows] == []
 
 
+def test_the_subcommand_of_the_page_is_what_new_makes(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("new", "my-sizes", "--kind", "command").returncode == 0
+    (source,) = [block for block in BLOCKS if block.language == "python"]
+    assert source.text_of_file == Path("my-sizes", source.file).read_text()
+    (points,) = [block.content for block in BLOCKS if block.language == "toml"]
+    assert points in Path("my-sizes/pyproject.toml").read_text()
+
+
 def test_the_subcommand_of_the_page_runs(run, install):
-    (source,) = [block.content for block in BLOCKS if block.language == "python"]
-    path = install("my-package", {"my_command": source}, commands={"hello": "my_command:command"})
-    process = run("hello", "rms_norm", "--shape", "3x8", path=path)
-    assert process.stdout.splitlines()[-2:] == ["x       (3, 8)", "hello"]
-    assert "Say hello" in run("--help", path=path).stdout
-    assert '"x"' in run("hello", "rms_norm", "--shape", "3x8", "--json", path=path).stdout
+    (source,) = [block.text_of_file for block in BLOCKS if block.language == "python"]
+    path = install("my-package", {"command_of_page": source}, commands={"my-sizes": "command_of_page:command"})
+    process = run("my-sizes", "rms_norm", "--shape", "3x8", "--dtype", "float32", path=path)
+    assert process.stdout.splitlines()[-2:] == ["x       (3, 8)   96", "96 bytes"]
+    assert "Show how large the arrays of a call are" in run("--help", path=path).stdout
+    assert '"x": 96' in run("my-sizes", "rms_norm", "--shape", "3x8", "--dtype", "float32", "--json", path=path).stdout
