@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from ._layout import (
     sum_axis,
     unfold_axis,
 )
+from ._samples import bits, random_array
 
 if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
     from ._partitioning import Partitioning
@@ -34,7 +36,7 @@ Texts = Mapping[str, str]
 Folded = tuple[Arguments, Callable[[tuple[Any, ...]], tuple[Any, ...]]]
 
 
-def _cases(cases: Mapping[tuple[str, Any], Mapping[str, Any]]) -> Mapping[tuple[str, Any], Mapping[str, Any]]:
+def _cases(cases: Mapping[Any, Mapping[str, Any]]) -> Mapping[Any, Mapping[str, Any]]:
     return read_only({case: read_only(texts) for case, texts in cases.items()})
 
 
@@ -73,16 +75,23 @@ class Axes:
     positive: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
     #: ``{"heads": "kv_heads"}``: the first is a multiple of the second, and they are sharded together.
     multiples: Texts = attrs.field(factory=dict, converter=read_only, kw_only=True)
-    #: The results of dtype float32, or float64 where the first array has it.
+    #: The results of dtype float32, or float64 where the first array of floating-point numbers has it.
     statistics: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
     #: The dtypes of other results: a name, or a function of the arguments. By default that of the first array.
     dtypes: Mapping[str, Any] = attrs.field(factory=dict, converter=read_only, kw_only=True)
     #: ``{("transpose", True): {"weight": "out_dim dim"}}``: other words for arrays where an option has this value.
     when: Mapping[tuple[str, Any], Texts] = attrs.field(factory=dict, converter=_cases, kw_only=True)
+    #: ``{"slots": {"key": "tokens heads dim"}}``: other words for arrays where a call has this argument, whatever it
+    #: is, and where it has not. None stands for an argument that a call does not have.
+    present: Mapping[str, Texts] = attrs.field(factory=dict, converter=_cases, kw_only=True)
+    absent: Mapping[str, Texts] = attrs.field(factory=dict, converter=_cases, kw_only=True)
     #: True for a backward operation: its results have the axes of the arrays that ``wrt`` names.
     of_gradients: bool = attrs.field(default=False, kw_only=True)
     _layouts: Layouts = attrs.field(init=False, repr=False)
-    _layouts_by_option: Mapping[tuple[str, Any], Layouts] = attrs.field(init=False, repr=False)
+    #: Each condition, a function of the arguments, with the layouts where it holds.
+    _conditional_layouts: tuple[tuple[Callable[[Mapping[str, Any]], bool], Layouts], ...] = attrs.field(
+        init=False, repr=False
+    )
 
     @rounded.default
     def _all_counts(self) -> tuple[str, ...]:
@@ -92,22 +101,33 @@ class Axes:
     def _read_layouts(self) -> Layouts:
         return read_only({name: layout(name, text) for name, text in {**self.arrays, **self.results}.items()})
 
-    @_layouts_by_option.default
-    def _read_layouts_by_option(self) -> Mapping[tuple[str, Any], Layouts]:
-        return _cases(
-            {case: {name: layout(name, text) for name, text in texts.items()} for case, texts in self.when.items()}
+    @_conditional_layouts.default
+    def _read_conditional_layouts(self) -> tuple[tuple[Callable[[Mapping[str, Any]], bool], Layouts], ...]:
+        conditions = [
+            *((functools.partial(_has_value, *case), texts) for case, texts in self.when.items()),
+            *((functools.partial(_is_present, name), texts) for name, texts in self.present.items()),
+            *((functools.partial(_is_absent, name), texts) for name, texts in self.absent.items()),
+        ]
+        return tuple(
+            (condition, read_only({name: layout(name, text) for name, text in texts.items()}))
+            for condition, texts in conditions
         )
 
     def __attrs_post_init__(self) -> None:
-        _check_declaration(self, [self._layouts, *self._layouts_by_option.values()])
+        _check_declaration(self, [self._layouts, *(layouts for _, layouts in self._conditional_layouts)])
 
     def layouts(self, arguments: Mapping[str, Any]) -> Layouts:
         """The layout of every array and result, for a call with these options."""
         layouts = dict(self._layouts)
-        for (option, value), others in self._layouts_by_option.items():
-            if _is_same_option(arguments.get(option), value):
+        for holds, others in self._conditional_layouts:
+            if holds(arguments):
                 layouts.update(others)
         return layouts
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """The parameters on which the words of arrays depend."""
+        return (*(option for option, _ in self.when), *self.present, *self.absent)
 
     def arrays_of(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays that the call has, by name."""
@@ -143,21 +163,25 @@ class Axes:
         )
 
     def _dtype(self, result: str, arguments: Mapping[str, Any]) -> Any:
-        first = next(iter(self.arrays_of(arguments).values())).dtype
+        dtypes = [array.dtype for array in self.arrays_of(arguments).values()]
         if result in self.statistics:
-            return np.promote_types(first, np.float32)  # JAX's own function fails under strict promotion
-        dtype = self.dtypes.get(result, first)
+            inexact = next((dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)), np.float32)
+            return np.promote_types(inexact, np.float32)  # JAX's own function fails under strict promotion
+        dtype = self.dtypes.get(result, dtypes[0])
         return dtype(arguments) if callable(dtype) and not isinstance(dtype, type) else dtype
 
     def backward(self) -> Axes:
         """The axes of the backward operation. Its arrays are those of the forward, the results and their cotangents."""
         results = self.results
         arrays: Any = {**self.arrays, **results, **{f"d_{name}": text for name, text in results.items()}}
-        when = {
-            case: {**texts, **{f"d_{name}": text for name, text in texts.items() if name in results}}
-            for case, texts in self.when.items()
+        cases: Any = {
+            field: {
+                case: {**texts, **{f"d_{name}": text for name, text in texts.items() if name in results}}
+                for case, texts in getattr(self, field).items()
+            }
+            for field in ("when", "present", "absent")
         }
-        return attrs.evolve(self, arrays=arrays, when=when, of_gradients=True)
+        return attrs.evolve(self, arrays=arrays, of_gradients=True, **cases)
 
     # -- choosing, measuring ---------------------------------------------------------------------------------------
 
@@ -222,14 +246,15 @@ class Axes:
     def bytes(self, arguments: Mapping[str, Any]) -> int:
         """The least memory traffic of the call: every array and every result once."""
         arrays = (*self.arrays_of(arguments).values(), *self.outputs(arguments))
-        return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+        return sum(math.prod(array.shape) * bits(array.dtype) // 8 for array in arrays)
 
     @staticmethod
     def samples(arguments: Mapping[str, Any], key: Any) -> Arguments:
-        """The arguments with values for abstract arrays: normal numbers, zeros for integers, mostly True for bools."""
+        """The arguments with random values for abstract arrays: see ``random_array``."""
         abstract = {name: value for name, value in arguments.items() if isinstance(value, jax.ShapeDtypeStruct)}
         draws = jax.random.split(key, max(len(abstract), 1))
-        return {**arguments, **{n: _sample(abstract[n], draw) for n, draw in zip(abstract, draws, strict=False)}}
+        samples = {n: random_array(n, abstract[n], draw) for n, draw in zip(abstract, draws, strict=False)}
+        return {**arguments, **samples}
 
     def partitioning(self, arguments: Mapping[str, Any], also_independent: Iterable[str] = ()) -> Partitioning:
         """The rule by which the call may be sharded over devices. In this call, the axes ``also_independent`` are
@@ -356,8 +381,12 @@ def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
         raise ValueError(f"axes: {', '.join(sorted(duplicates))} cannot be independent and whole")
     for field, names in {"dtypes": [*axes.dtypes], "statistics": axes.statistics}.items():
         _check_names(f"axes, {field}", names, axes.results, "not a result")
-    for texts in axes.when.values():
-        _check_names("axes, when", texts, {*axes.arrays, *axes.results}, "not an array or result")
+    for option, value in axes.when:
+        if value is None or option in axes.arrays:
+            raise ValueError(f"axes, when: takes options and their values; for {option!r} use present= or absent=")
+    for field in ("when", "present", "absent"):
+        for texts in getattr(axes, field).values():
+            _check_names(f"axes, {field}", texts, {*axes.arrays, *axes.results}, "not an array or result")
 
 
 def _check_other_word(axes: Axes, array: str, word: str, names_in_arrays: Iterable[str]) -> None:
@@ -380,21 +409,21 @@ def _check_names(where: str, names: Iterable[str], valid_names: Iterable[str], o
 # -- arrays --------------------------------------------------------------------------------------------------------
 
 
-def _is_same_option(argument: Any, value: Any) -> bool:
+def _is_present(name: str, arguments: Mapping[str, Any]) -> bool:
+    return arguments.get(name) is not None
+
+
+def _is_absent(name: str, arguments: Mapping[str, Any]) -> bool:
+    return arguments.get(name) is None
+
+
+def _has_value(option: str, value: Any, arguments: Mapping[str, Any]) -> bool:
     """Whether the values and types are equal: 1 is not True. A dtype may be written in several ways."""
-    is_equal = argument == value
-    return bool(is_equal) and (isinstance(value, (np.dtype, type)) or type(argument) is type(value))
+    argument = arguments.get(option)
+    if isinstance(value, (np.dtype, type)):
+        return not hasattr(argument, "shape") and bool(argument == value)
+    return type(argument) is type(value) and bool(argument == value)
 
 
 def _power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
-
-
-def _sample(like: jax.ShapeDtypeStruct, key: Any) -> jax.Array:
-    if jnp.issubdtype(like.dtype, jnp.bool_):
-        return jax.random.bernoulli(key, 0.9, like.shape)
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.random.split(key, like.shape)
-    if jnp.issubdtype(like.dtype, jnp.integer):
-        return jnp.zeros(like.shape, like.dtype)
-    return jax.random.normal(key, like.shape, jnp.float32).astype(like.dtype)

@@ -36,6 +36,16 @@ GROUPED = Axes(
     rounded="rows",
     when={("transposed", True): {"rhs": "groups n k"}, ("gated", True): {"out": "rows n/2"}},
 )
+#: Tokens of one sequence, or of several that end at ``ends``.
+TOKENS = Axes(
+    {"x": "batch tokens dim", "ends": "sequences"},
+    {"out": "batch tokens"},
+    whole="batch tokens dim sequences",
+    present={"ends": {"x": "tokens dim", "out": "tokens"}, "axis": {"out": "dim"}},
+    absent={"ends": {"x": "batch tokens dim"}},
+)
+#: Its first array has integers.
+STEPS = Axes({"ids": "n", "x": "n dim"}, {"norm": "n"}, whole="n dim", statistics="norm")
 #: A key and a value for each head, one after the other.
 PAIRS = Axes({"key": "n heads", "pages": "n 2*heads"}, {"new_pages": "n 2*heads"}, independent="n heads")
 #: An entry more than there are rows.
@@ -113,6 +123,16 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "statistics": ({"statistics": "lse"}, "axes, statistics: 'lse' is not a result"),
     "dtypes": ({"dtypes": {"ou": "int32"}}, "axes, dtypes: 'ou' is not a result; did you mean 'out'?"),
     "when": ({"when": {("flag", True): {"z": "dim"}}}, "axes, when: 'z' is not an array or result"),
+    "when of an array": (
+        {"when": {("x", 3): {"out": "dim"}}},
+        "axes, when: takes options and their values; for 'x' use present= or absent=",
+    ),
+    "when of None": (
+        {"when": {("flag", None): {"out": "dim"}}},
+        "axes, when: takes options and their values; for 'flag' use present= or absent=",
+    ),
+    "present": ({"present": {"x": {"z": "dim"}}}, "axes, present: 'z' is not an array or result"),
+    "a word in absent": ({"absent": {"x": {"out": "dum"}}}, "axes of out: 'dum' is neither independent nor whole"),
     "no result": ({"results": {}}, "axes: takes at least one result"),
     "one name for two": ({"results": {"x": "batch"}}, "axes: x cannot be an array and a result"),
     "a result that broadcasts": ({"results": {"out": "#batch"}}, "axes of out: a result is as long as its axes say"),
@@ -146,6 +166,8 @@ def test_an_operation_has_a_parameter_for_each_array() -> None:
         Operation(name="norm", signature=lambda x, weights=None: None, axes=NORM)
     with pytest.raises(ValueError, match="axes of grouped: 'gated' is not a parameter"):
         Operation(name="grouped", signature=lambda lhs, rhs, sizes, scale, transposed: None, axes=GROUPED)
+    with pytest.raises(ValueError, match="axes of tokens: 'ends' is not a parameter; did you mean 'end'?"):
+        Operation(name="tokens", signature=lambda x, end, axis: None, axes=TOKENS)
 
 
 # -- arrays ----------------------------------------------------------------------------------------------------------
@@ -247,6 +269,10 @@ def shapes(results: Any) -> list[tuple[tuple[int, ...], str]]:
             {"x": struct(300), "dtype": "float16"},
             [((3,), "int32"), ((600,), "float16"), ((3,), "float32")],
         ),
+        (STEPS, {"ids": struct(4, dtype="int32"), "x": struct(4, 3, dtype="float64")}, [((4,), "float64")]),
+        (STEPS, {"ids": struct(4, dtype="int32"), "x": struct(4, 3, dtype="bfloat16")}, [((4,), "float32")]),
+        (STEPS, {"ids": struct(4, dtype="int32"), "x": struct(4, 3, dtype="int8")}, [((4,), "float32")]),
+        (STEPS, {"ids": struct(4, dtype="int32"), "x": struct(4, 3, dtype="float8_e4m3fn")}, [((4,), "float32")]),
         (
             Axes({"x": "n"}, {"a": "n", "b": "n"}, whole="n", dtypes={"a": jnp.int8, "b": itemgetter("dtype")}),
             {"x": struct(3), "dtype": "float16"},
@@ -256,6 +282,28 @@ def shapes(results: Any) -> list[tuple[tuple[int, ...], str]]:
 )
 def test_shapes_and_dtypes(axes: Axes, arguments: dict[str, Any], results: Any) -> None:
     assert shapes(axes.outputs(arguments)) == results
+
+
+@pytest.mark.parametrize("ends", [np.array([0, 9]), struct(2, dtype="int32")])
+@pytest.mark.parametrize("axis", ["data", 0, False])
+def test_the_axes_of_a_call_depend_on_what_it_has(ends: Any, axis: Any) -> None:
+    """By identity with None: an array is equal to nothing, and 0 and False are given."""
+    assert shapes(TOKENS.outputs({"x": struct(9, 8), "ends": ends, "axis": None})) == [((9,), "float32")]
+    assert shapes(TOKENS.outputs({"x": struct(3, 9, 8), "ends": None})) == [((3, 9), "float32")]
+    assert shapes(TOKENS.outputs({"x": struct(9, 8), "ends": ends, "axis": axis})) == [((8,), "float32")]
+    with pytest.raises(ValueError, match=re.escape("x: takes (tokens, dim); got shape (3, 9, 8)")):
+        TOKENS.outputs({"x": struct(3, 9, 8), "ends": ends})
+    (gradient,) = TOKENS.backward().outputs({"x": struct(9, 8), "ends": ends, "wrt": ("x",)})
+    assert gradient.shape == (9, 8)
+    assert TOKENS.backward().layouts({"ends": ends})["d_out"] == TOKENS.layouts({"ends": ends})["out"]
+
+
+def test_a_condition_of_a_value_takes_arrays_of_other_options() -> None:
+    arguments = {"lhs": struct(9, 4), "rhs": struct(3, 4, 6), "transposed": np.array([True, False])}
+    assert shapes(GROUPED.outputs(arguments)) == [((9, 6), "float32")]
+    by_dtype = Axes({"x": "n"}, {"out": "n"}, whole="n", when={("dtype", np.dtype("int8")): {"out": "2*n"}})
+    for dtype, length in ((jnp.int8, 6), ("int8", 6), (np.zeros(2), 3), ("int4", 3), (None, 3)):
+        assert by_dtype.outputs({"x": struct(3), "dtype": dtype})[0].shape == (length,)
 
 
 def test_a_result_whose_size_no_array_has_is_refused() -> None:
@@ -353,6 +401,9 @@ def test_bytes_of_a_call() -> None:
     arguments = {"x": struct(4, 8, dtype="bfloat16"), "weight": struct(8), "epsilon": 1e-6}
     assert NORM.bytes(arguments) == 4 * 8 * 2 + 8 * 4 + 4 * 8 * 2 + 4 * 4
     assert operation().cost(arguments) == Cost(0.0, NORM.bytes(arguments))
+    for dtype, size in (("int4", 16), ("uint2", 8), ("float4_e2m1fn", 16), ("int8", 32), ("bool", 32)):
+        axes = Axes({"x": "n m"}, {"out": ""}, whole="n m", dtypes={"out": "float32"})
+        assert axes.bytes({"x": struct(4, 8, dtype=dtype)}) == size + 4
 
 
 def test_samples() -> None:

@@ -7,10 +7,9 @@ from typing import Any
 
 import attrs
 import jax
-import jax.numpy as jnp
 
 import ejkernel_core
-from ejkernel_core import Operation
+from ejkernel_core import Axes, Operation
 from ejkernel_core._kernel import Invocation
 
 from ._forward import forward_results
@@ -24,7 +23,7 @@ Arrays = dict[str, jax.Array]
 def sample_inputs(inv: Invocation, given: Mapping[str, jax.Array] | None = None) -> Arrays:
     """Inputs for an abstract invocation; ``given`` arrays are used as they are. Call it outside of any trace.
 
-    They are the samples of the operation, or else normal numbers, zeros and True. A backward operation also gets the
+    They are the samples of the operation, or else random. A backward operation also gets the
     samples of its forward operation, and the results that the forward has for them: kernels use different ones of these
     results, so that with any others they would have different gradients.
     """
@@ -46,22 +45,12 @@ def _drawn(operation: Operation | None, arguments: Mapping[str, Any], key: Any) 
     if not any(map(_is_abstract, arguments.values())):
         return dict(arguments)
     samples = operation.samples if operation else None
-    drawn = samples(arguments, key) if samples else _random_arrays(arguments, key)
+    drawn = samples(arguments, key) if samples else Axes.samples(arguments, key)
     return {name: drawn[name] if _is_abstract(value) else value for name, value in arguments.items()}
 
 
 def _arrays(arguments: Mapping[str, Any]) -> Arrays:
     return {name: value for name, value in arguments.items() if _is_array(value)}
-
-
-def _random_arrays(arguments: Mapping[str, Any], key: Any) -> Arrays:
-    def draw(number: int, like: Any) -> Any:
-        if jnp.issubdtype(like.dtype, jnp.floating):
-            return jax.random.normal(jax.random.fold_in(key, number), like.shape, jnp.float32).astype(like.dtype)
-        # Integers may be positions or lengths, for which 0 is mostly valid.
-        return jnp.full(like.shape, like.dtype == jnp.bool_, like.dtype)
-
-    return {name: draw(number, v) for number, (name, v) in enumerate(arguments.items()) if _is_abstract(v)}
 
 
 def _is_array(value: Any) -> bool:
