@@ -23,7 +23,7 @@ from ejkernel_core._measurement import OUT_OF_TIME, SLOWER, Entry, Trial
 from ejkernel_core._records import HUNG, WRONG
 
 from . import _timing
-from ._checks import fault_text, memory_fault, results_fault
+from ._checks import fault_text, is_constant, memory_fault, results_fault
 from ._threads import Settings, StillRunningError, run_in_thread, start_thread
 
 #: For each round: its share of the calls, and the multiple of the best time above which it excludes a variant.
@@ -47,6 +47,8 @@ COMPILING_SHARE = 0.6
 MAX_VARIANTS, COUNTING_S = 2000, 1.0
 #: The note of a measurement without a best variant, because of different results.
 NO_WINNER = "results differ, and there is no reference to decide which are right: no configuration is selected"
+#: The note of a measurement whose expected results a wrong kernel could have as well.
+NOTHING_TO_SEE = "every expected result has one value alone, which proves nothing: no configuration is selected"
 #: The time between two reports during long work.
 REPORT_INTERVAL_S = 1.0
 
@@ -151,6 +153,8 @@ class Measurement:
     _stuck_run: tuple[Variant, threading.Thread] | None = None
     _expected: Any = None
     _has_no_reference: bool = False
+    #: Whether the expected results tell nothing about a kernel.
+    _is_constant: bool = False
     _suspects: list[Variant] = attrs.field(factory=list)
     _compile_threads: list[threading.Thread] = attrs.field(factory=list)
     #: By backend: the longest time that a variant of it took to compile.
@@ -216,9 +220,11 @@ class Measurement:
         is_disputed = self._has_no_reference and any((v.reason or "").startswith(WRONG) for v in self.variants)
         if is_disputed:
             self.notes.append(NO_WINNER)
+        if self._is_constant:
+            self.notes.append(NOTHING_TO_SEE)
         # Without its time, nothing is known to be faster than the heuristic's configuration.
         is_usual_unreached = any(v.is_usual and (v.reason or "").startswith(OUT_OF_TIME) for v in self.variants)
-        if is_disputed or is_usual_unreached or not measured:
+        if is_disputed or self._is_constant or is_usual_unreached or not measured:
             return None
         best = min(measured, key=lambda variant: variant.milliseconds)
         limit = best.milliseconds * (1 + MARGIN)
@@ -411,11 +417,13 @@ class Measurement:
         if results is None:
             return
         if self._expected is None:
-            self._set_expected(variant, results)
+            self._expected = expected = self._expected_results(variant, results)
+            # Outside of the trace that the call may be in, as all work of an attempt is.
+            self._is_constant = bool(self._attempt(variant, "checking", lambda: all(map(is_constant, expected))))
         check = functools.partial(results_fault, results, self._expected, self.inv)
         outcome = self._attempt(variant, "checking", lambda: (check(),))
         if outcome is not None:
-            variant.reason, variant.is_checked = outcome[0], not self._has_no_reference
+            variant.reason, variant.is_checked = outcome[0], not (self._has_no_reference or self._is_constant)
 
     def _measure_slowest_again(self) -> None:
         """Measure the slowest variants again at the end, because a thread that was left behind may have slowed them."""
@@ -428,24 +436,25 @@ class Measurement:
                 self._measure(variant, 1)
                 variant.samples = [min(first_samples + variant.samples)]
 
-    def _set_expected(self, first: Variant, results: Any) -> None:
-        """Set the expected results: those of the reference, or of the first variant where the reference has none."""
-        self._expected, self.expected_source = results, first.kernel.name
+    def _expected_results(self, first: Variant, results: Any) -> Any:
+        """The results of the reference, or of the first variant where the reference has none; and their source."""
+        self.expected_source = first.kernel.name
         if self.reference is first:
-            return
+            return results
         if self.reference is None:
             self._has_no_reference = True
             self.expected_source += ", because there is no reference"
-            return
+            return results
         expected = None
         if self.reference.reason is None:
             run = functools.partial(self._results, self.reference)
             expected = self._attempt(self.reference, "running", run, 2 * RUN_SHARE)
         if expected is not None:
-            self._expected, self.expected_source = expected, self.reference.kernel.name
-        else:
-            self._has_no_reference = True
-            self.expected_source += f", because {self.reference.kernel.name}: {self.reference.reason}"
+            self.expected_source = self.reference.kernel.name
+            return expected
+        self._has_no_reference = True
+        self.expected_source += f", because {self.reference.kernel.name}: {self.reference.reason}"
+        return results
 
     def _results(self, variant: Variant) -> Any:
         assert variant.compiled is not None

@@ -312,9 +312,7 @@ def _tell_of_warnings(caught: Sequence[warnings.WarningMessage]) -> None:
         click.echo(f"ejkernel: {text}", err=True)
 
 
-def _fail_if_anything_is_missing(
-    outcomes: Sequence[Outcome], missing: Sequence[str], unstored: Sequence[str]
-) -> None:
+def _fail_if_anything_is_missing(outcomes: Sequence[Outcome], missing: Sequence[str], unstored: Sequence[str]) -> None:
     if unstored:
         raise Failure("; ".join(["not everything could be stored", *unstored]))
     count = sum(_best(outcome) is None for outcome in outcomes) + len(missing)

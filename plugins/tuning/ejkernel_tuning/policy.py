@@ -11,7 +11,7 @@ from ejkernel_core._kernel import LoadedKernel
 from ejkernel_core._measurement import Earlier, Progress
 
 from ._autotune import tune
-from ._measurement import NO_WINNER
+from ._measurement import NO_WINNER, NOTHING_TO_SEE
 from ._progress import Announcer
 from ._result import Tuned
 
@@ -55,7 +55,7 @@ def measure(
 
 def _warn_of_no_result(tuned: Tuned, scope: Scope) -> None:
     reason = next((e.reason for e in tuned.entries if e.is_usual and e.reason), "")
-    why = next((note for note in tuned.notes if NO_WINNER in note), reason)
+    why = next((note for note in tuned.notes if note in (NO_WINNER, NOTHING_TO_SEE)), reason)
     warnings.warn(
         f"{tuned.description}: nothing could be measured within {scope.policy.budget_s:g} s ({why}), so it runs as it "
         "would without tuning, which explain shows. Give it more time, policy_override(budget_s=...), or see what is "

@@ -30,7 +30,7 @@ from ejkernel_tuning import autotune
 
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", num_processes=2, process_id=int(sys.argv[1]))
 mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
-x = jax.make_array_from_callback((6, 32), NamedSharding(mesh, P("rows")), lambda index: np.ones((3, 32), np.float32))
+x = jax.make_array_from_callback((6, 32), NamedSharding(mesh, P("rows")), lambda index: np.arange(96, dtype=np.float32).reshape(3, 32))
 assert not x.is_fully_addressable
 (tuned,) = autotune("rms_norm", x, budget_s=60, num_iters=2).tuned
 print(json.dumps([tuned.description, tuned.best is not None, tuned.notes[-1]]))
@@ -38,14 +38,14 @@ print(json.dumps([tuned.description, tuned.best is not None, tuned.notes[-1]]))
 
 
 def test_one_process_says_nothing() -> None:
-    (tuned,) = autotune("rms_norm", jnp.ones((6, 32)), num_iters=2, remember=False).tuned
+    (tuned,) = autotune("rms_norm", jnp.arange(192.0).reshape(6, 32), num_iters=2, remember=False).tuned
     assert tuned.notes == ("checked against rms_norm.reference",)
 
 
 def test_one_of_several_processes_says_what_becomes_of_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    (tuned,) = autotune("rms_norm", jnp.ones((6, 32)), num_iters=2, remember=False).tuned
+    (tuned,) = autotune("rms_norm", jnp.arange(192.0).reshape(6, 32), num_iters=2, remember=False).tuned
     assert tuned.best is not None
     assert tuned.notes[-1] == NOTE.format(1)
     assert NOTE.format(1) in str(tuned)
