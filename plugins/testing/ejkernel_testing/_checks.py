@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -47,6 +47,18 @@ def values(registry: Registry, kernel: str, example: Example, roundings: float =
     >>> values(registry, kernel, example)
     """
     _check_outcomes("values", registry, kernel, example, "result", roundings)
+
+
+def zeros(registry: Registry, example: Example, results: Sequence[str]) -> list[str]:
+    """Those of the results that are 0 everywhere on this example.
+
+    >>> from ejkernel_testing._double import double
+    >>> registry, _, example = double()
+    >>> zeros(registry, example, ["out"])
+    []
+    """
+    exact = outcome_arrays(registry, REFERENCE, example, is_float64=True)
+    return [name for name in results if not np.any(exact[f"result {name}"])]
 
 
 def gradients(

@@ -220,11 +220,15 @@ def _results_gradients_and_aux(
 
 
 def inputs(registry: Registry, example: Example, draw: int = 0, is_float64: bool = False) -> dict[str, Any]:
-    """The arrays of one draw, rounded to the example's dtype; with ``is_float64``, then converted to float64."""
+    """The arrays of one draw, rounded to the example's dtype; with ``is_float64``, those are float64 again. An array
+    that the example gives a dtype of its own, such as weights of 8 bits, keeps it.
+    """
     names = registry.operation(example.op).arrays
     arrays = {name: value for name, value in example.arguments(draw).items() if name in names and value is not None}
     rounded = {name: example.rounded(value) for name, value in arrays.items()}
-    return {name: _float64(value) if is_float64 else value for name, value in rounded.items()}
+    if not is_float64:
+        return rounded
+    return {name: value if value is arrays[name] else value.astype(np.float64) for name, value in rounded.items()}
 
 
 def options(registry: Registry, example: Example) -> dict[str, Any]:
@@ -254,9 +258,3 @@ def generator(name: str, *purpose: Any) -> np.random.Generator:
     """A generator for one purpose in the checks of the example with this name, the same in every process."""
     digest = hashlib.sha256(repr((name, *purpose)).encode()).digest()
     return np.random.default_rng(np.random.SeedSequence([ENTROPY, int.from_bytes(digest, "big")]))
-
-
-def _float64(value: Any) -> Any:
-    """The same numbers in float64."""
-    is_floating = isinstance(value, np.ndarray) and jnp.issubdtype(value.dtype, jnp.floating)
-    return value.astype(np.float64) if is_floating else value

@@ -160,6 +160,17 @@ class KernelProofs:
         summary_of(request.config).add(self.kernel, known | unproved, selection.checks)
         warn_in_worker(request.config, self.kernel, unproved)
 
+    def test_zeros(self) -> None:
+        """The examples show that a kernel computes something: one that returns 0 would be found, for each result."""
+        op = self.kernel.rpartition(".")[0]
+        unseen = [*self.registry.operation(op).results]
+        for example in self._selection().accepted:
+            unseen = _checks.zeros(self.registry, example, unseen) if unseen and not example.long else unseen
+        assert not unseen, (
+            f"zeros: {self.kernel}: {', '.join(unseen)} is 0 in all quick examples that it does not refuse, so that a "
+            "kernel which computes nothing would pass; give an example in which it is not"
+        )
+
     def test_refusals(self, example: Example) -> None:
         is_run = _checks.refusals(self.registry, self.kernel, example, self.refuses, self.refuses_gradients)
         assert not is_run, f"refusals: {self.kernel} on {example.name}: is not refused, as its features say"

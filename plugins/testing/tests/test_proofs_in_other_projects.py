@@ -219,6 +219,51 @@ def test_an_example_without_checks_has_no_tests() -> None:
     assert [example.name for example in Proofs().examples()] == ["small"]
 
 
+def proofs_of_products(x: float, weight: float, **fields: Any) -> type[testing.KernelProofs]:
+    """Of ``products``, x @ weight and the rows' sums, on one example: its weights have 8 bits, and are not rounded."""
+    registry = Registry(plugins="")
+    seen: list[tuple[str, str]] = []
+
+    @hookimpl
+    def run_backend(inv: Any, cfg: Any) -> Any:
+        seen.append((str(inv["x"].dtype), str(inv["weight"].dtype)))
+        product = inv["x"] @ inv["weight"].astype(inv["x"].dtype)
+        return product, product.sum(1)
+
+    def arguments(draw: int) -> dict[str, Any]:
+        return {"x": np.full((3, 4), x), "weight": np.full((4, 5), weight, jnp.float8_e4m3fn)}
+
+    example = Example("eighths", "products", arguments, wrt=("x",))
+    operation = Operation(
+        name="products",
+        signature=lambda x, weight: None,
+        results=("out", "sums"),
+        differentiable=("x",),
+        examples=lambda: [example, attrs.evolve(example, name="long", long=True, arguments=lambda draw: 1 / 0)],
+    )
+    registry.register(operation)
+    for backend in ("reference", "plain"):
+        registry.register(SimpleNamespace(run_backend=run_backend), f"products.{backend}")
+    return type(
+        "Proofs",
+        (testing.KernelProofs,),
+        {"registry": registry, "kernel": "products.plain", "example": example, "seen": seen, **fields},
+    )
+
+
+def test_examples_in_which_all_results_are_zero_are_not_enough() -> None:
+    proofs_of_products(0.5, 0.25)().test_zeros()
+    with pytest.raises(AssertionError, match="^zeros: products.plain: out, sums is 0 in all quick examples"):
+        proofs_of_products(0.5, 0.0)().test_zeros()
+
+
+def test_the_exact_result_is_of_the_weights_as_they_are() -> None:
+    """What has a dtype of its own keeps it in float64: a reference may take weights of 8 bits alone."""
+    proofs: Any = proofs_of_products(0.3, 0.3)
+    proofs().test_example(proofs.example)
+    assert {*proofs.seen} == {("float32", "float8_e4m3fn"), ("float64", "float8_e4m3fn")}
+
+
 def test_a_few_eight_bit_results_may_be_rounded_to_a_neighbour() -> None:
     rng = np.random.default_rng(2)
     exact = rng.integers(-127, 127, 5000).astype(np.int8)
