@@ -28,6 +28,8 @@ Fold = Callable[[Mapping[str, Any], frozenset[str], int, frozenset[str]], tuple[
 CALL_OPTIONS = ("backend", "cfg", "validate")
 #: The types of Python and NumPy that count as arrays without axes.
 NUMBERS = (bool, int, float, complex, np.generic)
+#: What has a shape and a dtype, and is not an array that a kernel could read.
+NOT_ARRAYS = (np.ma.MaskedArray, jax.Ref)
 
 
 def _signature(value: inspect.Signature | Callable[..., Any]) -> inspect.Signature:
@@ -153,7 +155,7 @@ class Operation:
             )
         self._check_other_names()
         if self.axes is not None:
-            self._check_parameters([*self.axes.arrays, *(option for option, _ in self.axes.when)])
+            self._check_parameters([*self.axes.arrays, *self.axes.conditions])
 
     def _check_parameters(self, names: Iterable[str]) -> None:
         for name in names:
@@ -251,9 +253,9 @@ class Operation:
         """Raise where one of these is not an array. None is allowed where it is the parameter's default."""
         for name, value in arrays.items():
             is_left_out = value is None and self.signature.parameters[name].default is None
-            is_array = hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.ma.MaskedArray)
+            is_array = hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, NOT_ARRAYS)
             if not (is_left_out or is_array or isinstance(value, NUMBERS)):
-                raise TypeError(f"{self.name}: {name} takes an array; got {type(value).__name__} {brief(value)}")
+                raise TypeError(f"{self.name}: {name} takes an array; got {_not_an_array(name, value)}")
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """The arguments of a call by name, without defaults."""
@@ -305,6 +307,15 @@ class Cost:
 
     flops: float
     bytes: float
+
+
+def _not_an_array(name: str, value: Any) -> str:
+    """What stands in the place of an array, and how to pass what it holds."""
+    if isinstance(value, jax.Ref):
+        return f"a jax.Ref: pass what it refers to, {name}=ref[...]"
+    is_tree = isinstance(value, (tuple, list, Mapping))
+    end = "; each argument is one array: pass those that it holds one by one, or jnp.stack them" if is_tree else ""
+    return f"{type(value).__name__} {brief(value)}{end}"
 
 
 def _check_against_forward(name: str, value: Any, declared: Any) -> None:

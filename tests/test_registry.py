@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
@@ -228,6 +229,23 @@ def test_an_option_whose_hash_fails_is_refused_by_name(registry: Registry) -> No
 def test_an_argument_that_is_no_array_is_refused_by_name(registry: Registry, value: object) -> None:
     with pytest.raises(TypeError, match=f"scale: x takes an array; got {type(value).__name__}"):
         registry.call("scale", value)
+
+
+@pytest.mark.parametrize("value", [{"a": X}, (X, X), [1.0, 2.0]], ids=["dict", "tuple", "list"])
+def test_a_tree_of_arrays_is_refused_with_the_way_out(registry: Registry, value: object) -> None:
+    way_out = "each argument is one array: pass those that it holds one by one, or jnp.stack them"
+    for method in (registry.call, registry.plan, registry.explain):
+        with pytest.raises(TypeError, match=f"scale: x takes an array; got {type(value).__name__} .*; {way_out}"):
+            method("scale", value)
+
+
+def test_a_reference_to_an_array_is_refused_with_the_way_out(registry: Registry) -> None:
+    ref = jax.new_ref(jnp.asarray(X))
+    jitted = jax.jit(lambda ref: registry.call("scale", ref))
+    for call in (jitted, *(functools.partial(m, "scale") for m in (registry.call, registry.plan, registry.explain))):
+        with pytest.raises(TypeError, match=r"^scale: x takes an array; got a jax.Ref: pass what it refers to, x=ref"):
+            call(ref)
+    np.testing.assert_array_equal(jax.jit(lambda ref: registry.call("scale", ref[...]))(ref), 2 * X)
 
 
 def flag_registry() -> Registry:
