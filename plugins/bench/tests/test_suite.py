@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ejkernel_core
-from ejkernel_bench import layer_norm, rms_norm, suite
+from ejkernel_bench import layer_norm, moe_order, rms_norm, suite
 from ejkernel_bench._calls import benchmark_examples
 from ejkernel_bench._peers import TorchArray, is_installed
 from ejkernel_core import Cost, Example, Operation, Registry, Unsupported, hookimpl
@@ -313,6 +313,18 @@ def test_a_pass_of_torch_has_results_and_gradients_in_order(registry, monkeypatc
     report = measure(registry, {"torch": lambda arguments: peer})
     assert list(report.faults) == []
     assert all(isinstance(row[-3], float) for row in report.tables[0].rows)
+
+
+def test_moe_order_is_measured_against_a_sort(monkeypatch):
+    report = moe_order.run(rounds=1, small=True)
+    (table,) = report.tables
+    assert list(report.faults) == []
+    for column in (suite.OURS, "xla", "XLA"):
+        assert isinstance(table.rows[0][table.columns.index(column)], float)
+    assert ("torch" in report.text) == (not is_installed("torch"))
+    unstable = lambda arguments: lambda experts: (jnp.zeros(8, jnp.int32), jnp.arange(experts.size, dtype=jnp.int32))
+    monkeypatch.setattr(moe_order, "by_xla", unstable)
+    assert "XLA, forward, 33x2-8" in moe_order.run(rounds=1, small=True).faults[0]
 
 
 NORMS = {"rms_norm": rms_norm, "layer_norm": layer_norm}
