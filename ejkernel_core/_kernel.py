@@ -44,7 +44,7 @@ class Invocation(Mapping[str, Any]):
     #: The operation that is called.
     operation: Operation | None = attrs.field(default=None, repr=False)
     #: The processes whose devices run the program, sorted: (0, 1). One or none: this process alone. None: unknown, but
-    #: there may be several. They are no part of any key.
+    #: there may be several. They are not part of any key.
     processes: tuple[int, ...] | None = ()
     #: The registry that chose the kernel; None in an invocation that was made by hand.
     registry: Any = attrs.field(default=None, repr=False)

@@ -200,7 +200,7 @@ def _array(value: Any, inner: Inner) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         return {f"{TAG}array": [value.dtype.name, *value.shape]}
     if _is_array(value):
-        raise TypeError("stable_json: an array's numbers are no content; pass abstractify(array)")
+        raise TypeError("stable_json: an array's numbers are not content; pass abstractify(array)")
     return None
 
 

@@ -48,7 +48,10 @@ def check_plugin(entry: Entry, plugin: Any) -> Any:
         hook_manager(entry, plugin, PolicyHooks)
         return plugin
     if not isinstance(plugin, Operation):
-        raise PluginError(f"{entry.title} is a {type(plugin).__name__}, no Operation")
+        # Importing a module of a package sets an attribute of the package.
+        is_replaced = isinstance(plugin, ModuleType) and ":" in entry.value
+        hint = "; a module has the name of the operation, and took its place: rename the file" if is_replaced else ""
+        raise PluginError(f"{entry.title} is of type {type(plugin).__name__}, not an Operation{hint}")
     return plugin
 
 

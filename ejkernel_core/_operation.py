@@ -151,7 +151,7 @@ class Operation:
             raise ValueError(f"{self.name}: backward names another operation, see gradient_signature")
         if reserved := [name for name in CALL_OPTIONS if name in self.signature.parameters]:
             raise ValueError(
-                f"{self.name}: {reserved[0]!r} is an option of every call, and no parameter of an operation"
+                f"{self.name}: {reserved[0]!r} is an option of every call, so it cannot be a parameter of an operation"
             )
         self._check_other_names()
         if self.axes is not None:

@@ -175,10 +175,10 @@ _CYCLE.append(_CYCLE)
     [
         (object(), "a builtins.object has no content"),
         ([1, {"a": object()}], "a builtins.object has no content"),
-        (jnp.ones(2), r"an array's numbers are no content; pass abstractify\(array\)"),
-        (np.ones(2), "an array's numbers are no content"),
+        (jnp.ones(2), r"an array's numbers are not content; pass abstractify\(array\)"),
+        (np.ones(2), "an array's numbers are not content"),
         (adder(object()), "a builtins.object has no content"),
-        (adder(jnp.ones(2)), "an array's numbers are no content"),
+        (adder(jnp.ones(2)), "an array's numbers are not content"),
         (iter([]), "a builtins.list_iterator has no content"),
         (_CYCLE, "a builtins.list contains itself"),
         (type("Local", (), {}), "cannot be found again by its name"),

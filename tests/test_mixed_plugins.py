@@ -133,7 +133,7 @@ POLICIES_BROKEN_WHEN_CALLED = {
 }
 OPERATIONS = {
     "operation import": ("1/0", "ZeroDivisionError: division by zero"),
-    "operation of nothing": ("operation = 3", "is a int, no Operation"),
+    "operation of nothing": ("operation = 3", "is of type int, not an Operation"),
 }
 
 

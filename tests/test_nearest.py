@@ -126,7 +126,7 @@ def package_memory(registry: Registry, folder: Path) -> str:
 def test_a_package_with_another_kernel_for_a_call_does_not_answer_with_another_call(
     registry: Registry, tmp_path: Path
 ) -> None:
-    """The best kernel of the call may be no candidate. What was the best for a fraction of the rows says less."""
+    """The best kernel of the call may not be a candidate. What was the best for a fraction of the rows says less."""
     registry.register(kernel(4, 7), "scaled.two")
     remember(registry, 16, 4, "two")
     remember(registry, 128, 7, "one")

@@ -419,9 +419,20 @@ def test_a_plugin_imported_before_the_core(distribution: MakeDistribution, doubl
 def test_an_entry_point_of_an_operation_with_another_value(distribution: MakeDistribution, double: None) -> None:
     distribution("odd-dist", {"odd": "operation = 3"}, operations={"odd": "odd:operation"})
     registry = Registry()
-    with pytest.raises(PluginError, match="odd-dist 1.0 .*is a int, no Operation"):
+    with pytest.raises(PluginError, match="odd-dist 1.0 .*is of type int, not an Operation"):
         registry.call("odd", X)
     np.testing.assert_array_equal(registry.call("double", X), 2 * X)
+
+
+def test_a_module_with_the_name_of_its_operation_is_told(distribution: MakeDistribution, double: None) -> None:
+    folder = distribution("odd-dist", {"odd": ""}, operations={"twice": "odd:twice"})
+    (folder / "odd.py").unlink()
+    (folder / "odd").mkdir()
+    (folder / "odd" / "__init__.py").write_text("twice = 'an operation'\nfrom .twice import *\n")
+    (folder / "odd" / "twice.py").write_text("")
+    hint = "is of type module, not an Operation; a module has the name of the operation, and took its place: rename"
+    with pytest.raises(PluginError, match=hint):
+        Registry().call("twice", X)
 
 
 def test_a_kernel_that_returns_another_shape_is_reported(double: None) -> None:

@@ -38,7 +38,7 @@ class Suite:
             raise BrokenSuite(f"{entry.title} cannot be imported: {type(fault).__name__}: {fault}") from fault
         run = getattr(target, "run", None) if inspect.ismodule(target) else target
         if not callable(run):
-            raise BrokenSuite(f"{entry.title} is not a module with a function 'run', and no function")
+            raise BrokenSuite(f"{entry.title} is neither a module with a function 'run' nor a function")
         return run, (inspect.getdoc(target) or "").partition("\n")[0].rstrip(".")
 
     @property

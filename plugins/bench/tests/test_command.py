@@ -99,7 +99,7 @@ def test_a_distribution_adds_suites(install_suites, ejkernel):
     [
         ("no_such_module", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
         ("third_party_suites:absent", "cannot be imported: AttributeError:"),
-        ("json", "is not a module with a function 'run', and no function"),
+        ("json", "is neither a module with a function 'run' nor a function"),
     ],
 )
 def test_a_broken_suite_is_reported_by_name_and_distribution_and_the_others_run(

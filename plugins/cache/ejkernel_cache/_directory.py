@@ -207,7 +207,7 @@ class Directory:
         except FileExistsError as fault:
             if not self.root.is_file():  # another process has removed the folder meanwhile
                 raise
-            raise NotADirectoryError(errno.ENOTDIR, "is a file, and no folder", str(self.root)) from fault
+            raise NotADirectoryError(errno.ENOTDIR, "is a file, not a folder", str(self.root)) from fault
         folder = self.root
         for name in names:
             parent, folder = folder, folder / name

@@ -108,7 +108,7 @@ def test_a_value_without_content_is_refused() -> None:
     for value, message in [
         (object(), "a builtins.object has no content"),
         ([object()], "a builtins.object has no content"),
-        (Model(array=jnp.ones(2)), "an array's numbers are no content"),
+        (Model(array=jnp.ones(2)), "an array's numbers are not content"),
         (cyclic_list, "a list contains itself"),
         (cyclic_model, "a Model contains itself"),
         (Holder, None),

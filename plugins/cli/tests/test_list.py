@@ -40,7 +40,7 @@ def test_a_pipe_has_the_columns_that_it_is_given(run):
 def test_a_selection_is_obeyed_and_named(run):
     process = run("list", EJKERNEL_PLUGINS="-ejkernel-triton,-ejkernel-cudnn")
     assert process.stdout.startswith("EJKERNEL_PLUGINS='-ejkernel-triton,-ejkernel-cudnn' selects these plugins:\n")
-    rest = process.stdout.partition("\n")[2].partition("\ncommands")[0]  # they are no plugins
+    rest = process.stdout.partition("\n")[2].partition("\ncommands")[0]  # they are not plugins
     assert "triton" not in rest
     assert "cudnn" not in rest
     assert "pallas_tpu" in rest

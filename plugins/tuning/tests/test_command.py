@@ -407,7 +407,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_measured(
     run: Run, triple_op: Triple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    for place, reason in (("file", "is a file, and no folder"), ("file/below", "Not a directory")):
+    for place, reason in (("file", "is a file, not a folder"), ("file/below", "Not a directory")):
         monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / place))
         default_cache.cache_clear()
         assert run(*SHAPE) == (

@@ -38,7 +38,7 @@ def prepare(arguments: Arguments) -> tuple[Arguments, Restore]:
 
 
 def _in_range(experts: Any, count: int) -> jax.Array:
-    # An int8 cannot be compared with 300. A uint32 that is no int32 becomes negative, which is not an expert either.
+    # An int8 cannot be compared with 300. A uint32 beyond int32 becomes negative, which is not an expert either.
     wide = experts if experts.dtype.itemsize > 4 else experts.astype(jnp.int32)
     is_expert = (wide >= 0) & (wide < count)
     return jnp.where(is_expert, wide, count).astype(jnp.int32)

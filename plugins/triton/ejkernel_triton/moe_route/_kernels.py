@@ -90,7 +90,7 @@ def _exponentials(x):
 
 @triton.jit
 def _keys(x):
-    """Integers in the order of these numbers, which are no NaN. Zeros of both signs are equal."""
+    """Integers in the order of these numbers, none of which is NaN. Zeros of both signs are equal."""
     return _in_order((x + 0.0).to(tl.int32, bitcast=True))
 
 
