@@ -61,12 +61,21 @@ class Registry(Plugins):
         super().__init__(plugins, policies_of)
 
     def call(
-        self, op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, validate: bool = False, **kwargs: Any
+        self,
+        op: str,
+        /,
+        *args: Any,
+        backend: str | None = None,
+        cfg: Any = None,
+        validate: bool = False,
+        donate: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """Run the operation ``op`` by the best installed kernel for the device.
 
         ``backend`` names a kernel and ``cfg`` is a configuration. They are used, or refused with the reason. With
         ``validate=True`` the operation first checks the values of arrays; a traced array has none, and is refused.
+        With ``donate=True`` an eager call takes the arguments that the operation updates in place away from the caller.
         All other arguments are the operation's. The call can be jitted, differentiated, vmapped and sharded.
 
         >>> import ejkernel_core
@@ -76,18 +85,18 @@ class Registry(Plugins):
         """
         # Every eager call runs this code and that of ``_called``, so each line costs time.
         try:
-            return self._called(op, args, backend, cfg, validate, kwargs)
+            return self._called(op, args, backend, cfg, validate, donate, kwargs)
         except Exception as fault:
             fault.__traceback__ = without_hidden_frames(fault.__traceback__)
             raise
 
     def _called(
-        self, op: str, args: tuple[Any, ...], backend: Any, cfg: Any, validate: Any, kwargs: dict[str, Any]
+        self, op: str, args: tuple[Any, ...], backend: Any, cfg: Any, validate: Any, donate: Any, kwargs: dict[str, Any]
     ) -> Any:
         form, arrays, options = _parse(self, op, args, kwargs)
         scope = _scopes.current()
         try:
-            key = (*options, backend, cfg, content((*options, cfg)), scope.digest)
+            key = (*options, backend, cfg, donate, content((*options, cfg)), scope.digest)
             function = form.functions.get(key)
         except Exception as fault:  # of any type: the class of an option may be a user's own
             static = dict(zip((*form.option_names, "backend", "cfg"), (*options, backend, cfg), strict=True))
@@ -97,13 +106,17 @@ class Registry(Plugins):
         if function is None:
             values = (*options, backend)
             if (plain_values := plain(values)) is not values:
-                return self._call_plain(op, form, arrays, plain_values, cfg, validate)
+                return self._call_plain(op, form, arrays, plain_values, cfg, validate, donate)
+        if donate is not False:
+            from ._donation import check_donation
+
+            check_donation(form.operation, dict(zip(form.array_names, arrays, strict=True)), donate)
         if validate is not False:
             _check_values(self, form, arrays, options, validate)
         if function is not None:
             return _run(form, *function, arrays)
         context = CallContext(self.core, backend, cfg, scope)
-        run = _jit(form, options, context)
+        run = _jit(form, options, context, donate)
         results = _run(form, run, context.dependencies, arrays)
         if len(form.functions) >= MAX_COMPILED:
             form.functions.pop(next(iter(form.functions)), None)
@@ -114,12 +127,12 @@ class Registry(Plugins):
         return results
 
     def _call_plain(
-        self, op: str, form: Form, arrays: Sequence[Any], values: tuple[Any, ...], cfg: Any, validate: Any
+        self, op: str, form: Form, arrays: Sequence[Any], values: tuple[Any, ...], cfg: Any, validate: Any, donate: Any
     ) -> Any:
         """The call with the plain values of its options and backend, by the function that was compiled for these."""
         *options, backend = values
         arguments = dict(zip((*form.array_names, *form.option_names), (*arrays, *options), strict=True))
-        return self._called(op, (), backend, cfg, validate, arguments)
+        return self._called(op, (), backend, cfg, validate, donate, arguments)
 
     def invocation(
         self, op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any
@@ -252,7 +265,7 @@ def _form(registry: Registry, form_key: tuple[Any, ...], args: tuple[Any, ...], 
     return form
 
 
-def _jit(form: Form, options: Sequence[Any], context: CallContext) -> Callable[..., Any]:
+def _jit(form: Form, options: Sequence[Any], context: CallContext, donate: bool) -> Callable[..., Any]:
     """The jitted function of the form's arrays, for these options."""
     for name, value in zip(form.option_names, options, strict=True):
         if isinstance(value, (jax.Array, np.ndarray)):
@@ -277,7 +290,8 @@ def _jit(form: Form, options: Sequence[Any], context: CallContext) -> Callable[.
     run.__name__ = run.__qualname__ = form.operation.name
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in form.array_names]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return jax.jit(run)
+    updated = [*form.operation.aliases.values()] if donate else []
+    return jax.jit(run, donate_argnums=[i for i, name in enumerate(form.array_names) if name in updated])
 
 
 class _ScopeMismatch(RuntimeError):
@@ -306,6 +320,13 @@ def _run(form: Form, run: Callable[..., Any], dependencies: Dependencies, arrays
             raise
         with _scopes.jit_key_of_scope():
             return run(*arrays)
+    except RuntimeError as error:
+        from ._donation import deleted_argument
+
+        deleted = deleted_argument(form.operation, dict(zip(form.array_names, arrays, strict=True)))
+        if deleted is None:
+            raise
+        raise deleted from error
 
 
 def _prepare(

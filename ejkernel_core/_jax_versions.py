@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "line_of_call",
     "lower_with_devices",
     "lowering_processes",
+    "mapped_by_vmap",
     "mapped_mesh_axes",
     "partitioner_spec",
     "reshard_like",
@@ -90,6 +91,27 @@ def mapped_mesh_axes() -> frozenset[str]:
 
     axes: frozenset[str] = get_axis_env().explicit_mesh_axis_names
     return axes
+
+
+def mapped_by_vmap(arrays: Mapping[str, Any]) -> list[frozenset[str]] | None:
+    """For each ``jax.vmap`` around an eager call that maps over any of these arrays, the innermost first: the arrays
+    that it maps over. None inside a trace of ``jax.jit`` (the traces and tracers of ``jax._src``, in 0.10.2, 0.11.2 and
+    0.12.0.1).
+    """
+    from jax._src.core import trace_ctx
+    from jax._src.interpreters.batching import BatchTracer
+    from jax._src.interpreters.partial_eval import DynamicJaxprTrace
+
+    levels, trace = [], trace_ctx.trace
+    while trace is not None:
+        if isinstance(trace, DynamicJaxprTrace):
+            return None
+        of_trace = {name: array for name, array in arrays.items() if getattr(array, "_trace", None) is trace}
+        if any(isinstance(array, BatchTracer) for array in of_trace.values()):
+            levels.append(frozenset(of_trace))
+        inner = {name: getattr(array, "val", getattr(array, "primal", None)) for name, array in of_trace.items()}
+        arrays, trace = {**arrays, **inner}, getattr(trace, "parent_trace", None)
+    return levels
 
 
 def reshard_like(array: Any, other: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -25,7 +26,7 @@ Restore = Callable[[tuple[Any, ...]], Any]
 Fold = Callable[[Mapping[str, Any], frozenset[str], int, frozenset[str]], tuple[Arguments, Restore] | None]
 
 #: The options of every call, beside the operation's parameters.
-CALL_OPTIONS = ("backend", "cfg", "validate")
+CALL_OPTIONS = ("backend", "cfg", "validate", "donate")
 #: The types of Python and NumPy that count as arrays without axes.
 NUMBERS = (bool, int, float, complex, np.generic)
 #: What has a shape and a dtype, and is not an array that a kernel could read.
@@ -59,6 +60,9 @@ class Operation:
     version: int = 1
     #: The meaning of the axes of the canonical arguments. Every call is checked against it.
     axes: Axes | None = None
+    #: ``{"new_pages": "pages"}``: the results that are an argument, updated. Both have the same axes and dtype, and no
+    #: gradient. XLA copies the argument if it is used elsewhere; ``donate=True`` takes it away from the caller.
+    aliases: Mapping[str, str] = attrs.field(factory=dict, converter=read_only)
     #: The parameters that are arrays. All others are static options, hashable and known while tracing.
     arrays: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
     #: The arrays that have gradients.
@@ -108,7 +112,7 @@ class Operation:
 
     @differentiable.default
     def _all_arrays(self) -> tuple[str, ...]:
-        return self.arrays
+        return () if self.aliases else self.arrays
 
     @results.default
     def _results(self) -> tuple[str, ...]:
@@ -116,7 +120,9 @@ class Operation:
 
     @outputs.default
     def _outputs(self) -> Callable[[Mapping[str, Any]], tuple[Any, ...]] | None:
-        return self.axes.outputs if self.axes is not None else None
+        if self.axes is None or not self.aliases:
+            return None if self.axes is None else self.axes.outputs
+        return partial(_outputs_in_place, self.axes, self.aliases)
 
     @tuning_key.default
     def _tuning_key(self) -> Callable[[Mapping[str, Any]], Any] | None:
@@ -154,6 +160,7 @@ class Operation:
                 f"{self.name}: {reserved[0]!r} is an option of every call, so it cannot be a parameter of an operation"
             )
         self._check_other_names()
+        self._check_aliases()
         if self.axes is not None:
             self._check_parameters([*self.axes.arrays, *self.axes.conditions])
 
@@ -170,6 +177,22 @@ class Operation:
                 raise ValueError(f"other_names of {self.name}: {other!r} is a parameter, and no other name")
             if name.isidentifier() and name not in names:
                 raise ValueError(f"other_names of {self.name}: {name!r} is not a parameter{suggestion(name, names)}")
+
+    def _check_aliases(self) -> None:
+        prefix = f"aliases of {self.name}"
+        for result, array in self.aliases.items():
+            for name, known, kind in ((result, self.results, "a result"), (array, self.arrays, "an array")):
+                if name not in known:
+                    raise ValueError(f"{prefix}: {name!r} is not {kind}{suggestion(name, known)}")
+            axes = self.axes and (self.axes.results[result], self.axes.arrays[array])
+            if axes and axes[0] != axes[1]:
+                raise ValueError(f"{prefix}: {result} has the axes {axes[0]!r}, and {array} {axes[1]!r}")
+        updated = list(self.aliases.values())
+        if repeated := next((array for array in updated if updated.count(array) > 1), None):
+            raise ValueError(f"{prefix}: {repeated} cannot be two results")
+        if self.aliases and (self.backward or self.differentiable):
+            reason = "what is updated in place has no gradient"
+            raise ValueError(f"{prefix}: {reason}, so give neither backward nor differentiable")
 
     def prepared(self, arguments: Arguments) -> tuple[Arguments, Restore]:
         """The checked canonical arguments, and the function that turns the results into what the caller gets."""
@@ -287,6 +310,15 @@ class Operation:
             hint = suggestion(name, (*self.signature.parameters, *CALL_OPTIONS))
             return hint if repr(name) in error or not hint else f"; {name!r} is unknown{hint}"
         return f"; {name!r} is called {here!r} here" if here.isidentifier() else f"; {here}"
+
+
+def _outputs_in_place(
+    axes: Axes, aliases: Mapping[str, str], arguments: Mapping[str, Any]
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The results that follow from the axes; each that is an argument has its dtype."""
+    outputs = zip(axes.results, axes.outputs(arguments), strict=True)
+    dtypes = {result: arguments[array].dtype for result, array in aliases.items()}
+    return tuple(jax.ShapeDtypeStruct(out.shape, dtypes.get(name, out.dtype)) for name, out in outputs)
 
 
 def zero_cotangent(result: Any) -> Any:

@@ -177,9 +177,16 @@ class Request:
         return sizes
 
     def _outputs(self, values: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
-        if self.operation.outputs is not None:
-            return tuple(self.operation.outputs(self.arguments(values)))
-        return _outputs_of_reference(self, [abstract(value) for value in values])
+        operation, arguments = self.operation, self.arguments(values)
+        if operation.outputs is None:
+            outputs = _outputs_of_reference(self, [abstract(value) for value in values])
+        else:
+            outputs = tuple(operation.outputs(arguments))
+        for result, array in operation.aliases.items():
+            declared, updated = outputs[operation.results.index(result)], abstract(arguments[array])
+            if (declared.shape, declared.dtype) != (updated.shape, updated.dtype):
+                raise PluginError(f"{operation.name}: {result} is {array}, updated, and has to be like it")
+        return outputs
 
     @property
     def may_be_sharded(self) -> bool:

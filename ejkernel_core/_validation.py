@@ -20,6 +20,10 @@ def clearer_error(operation: Operation, arrays: Mapping[str, Any], error: Except
         return clearer
     if isinstance(error, TypeError):
         return None
+    from ._donation import deleted_argument
+
+    if (deleted := deleted_argument(operation, arrays)) is not None:
+        return deleted
     return _too_large(operation.name, arrays) or on_other_mesh(operation.name, arrays)
 
 
