@@ -43,10 +43,10 @@ test: $(VENV)/.installed-integration
 	$(BIN)/python -m pytest -q $(TESTS) -m "not long and not gpu" --budget $(BUDGET) $(SEED:%=--seed %) -n 2 --dist worksteal
 
 # The sweeps, which are all tests of a package, on which something has changed since they last passed, as
-# tests/long-sweeps.json has it. With TENTH=commit, of the others a tenth each, drawn by the commit; then nothing is
-# recorded.
+# tests/long-sweeps.json has it. With TENTH=commit, of the others a tenth each, drawn by the commit, and of those on
+# which something has changed as much as costs at most so many MINUTES; then nothing is recorded.
 test-long: $(VENV)/.installed-integration
-	$(BIN)/python .ci/long_sweeps.py $(TENTH:%=--tenth %)
+	$(BIN)/python .ci/long_sweeps.py $(TENTH:%=--tenth %) $(MINUTES:%=--minutes %)
 
 # Everything, whatever is recorded: before each release.
 test-all: $(VENV)/.installed-integration

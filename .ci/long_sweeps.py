@@ -9,7 +9,8 @@ beside the tests, for the budget of `make test`.
     long_sweeps.py --all             runs all of them, and records anew
     long_sweeps.py plugins/xla/tests the same of these packages
     long_sweeps.py --tenth COMMIT    records nothing; and of each recorded sweep runs a tenth of the tests, drawn by the
-                                     commit's hash, so that a file that is wrong is found
+                                     commit's hash, so that a file that is wrong is found. Of the others it runs all,
+                                     or as large a share as costs at most so many --minutes
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -38,7 +40,10 @@ COMMON = ("conftest.py", "pyproject.toml", ".ci/long_sweeps.py")
 LEFTOVERS = ("__pycache__", "build", ".pytest_cache", ".hypothesis", RECORDS.name, "costs.json")
 #: XLA's own kernels are compiled as users do. The others run in interpreters here, where optimising shows nothing more.
 OPTIMIZED = frozenset({"plugins/xla"})
-WORKERS = ("-n", "2")
+PROCESSES = 2
+WORKERS = ("-n", str(PROCESSES))
+#: The cost of a sweep of which none is recorded.
+UNKNOWN_MINUTES = 30.0
 NO_TESTS = 5
 
 
@@ -171,6 +176,30 @@ def record(root: Path, name: str, passed: Mapping[str, str]) -> None:
 # -- the run ---------------------------------------------------------------------------------------------------------
 
 
+def minutes(root: Path, sweeps: Iterable[Package]) -> float:
+    """What these sweeps cost together, as the files beside their tests have it."""
+    return sum(_minutes(root / one.tests / "costs.json") for one in sweeps)
+
+
+def _minutes(file: Path) -> float:
+    if not file.exists():
+        return UNKNOWN_MINUTES
+    tests = json.loads(file.read_text()).values()
+    return sum(float(price) * len(cases) for test in tests for price, cases in test["cases"].items()) / 60 / PROCESSES
+
+
+def run_in_part(root: Path, changed: Collection[Package], same: Collection[Package], seed: str, most: float) -> bool:
+    """A tenth of the recorded sweeps, and as much of the others as costs so many minutes. Whether they passed."""
+    cost = minutes(root, changed)
+    share = min(1.0, most / cost) if cost else 1.0
+    if share < 1:
+        print(f"not recorded: {cost:.0f} minutes; {most:g} are allowed, so {share:.0%} of it runs", flush=True)
+    passed = True
+    for sweeps, part in ((changed, share), (same, 0.1)):
+        passed = run(root, sweeps, [f"--share={part:.3f}", f"--seed={seed}"]) and passed
+    return passed
+
+
 def run(root: Path, sweeps: Collection[Package], options: Sequence[str] = ()) -> bool:
     """Run all tests of these packages, or as many as the options of pytest say. Whether they passed."""
     passed = True
@@ -192,6 +221,7 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description="the long sweeps, where something has changed")
     parser.add_argument("--all", action="store_true", help="run those that are recorded, too")
     parser.add_argument("--tenth", metavar="COMMIT", help="of those that are recorded, run a tenth; record nothing")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="with --tenth, the most that the others cost")
     parser.add_argument("folders", nargs="*", help="tests of packages, such as plugins/xla/tests; by default all")
     chosen = parser.parse_args(arguments)
     every, installed = packages(root), versions()
@@ -204,8 +234,7 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     same = [one for one in sweeps if one not in changed]
     print(f"{name}: {', '.join(one.tests for one in changed) or 'nothing'} to run; recorded: {len(same)}", flush=True)
     if chosen.tenth:
-        in_part = ["--share=0.1", f"--seed={chosen.tenth}", *(f"--share-of={one.tests}" for one in same)]
-        return 0 if run(root, sweeps, in_part if same else []) else 1
+        return 0 if run_in_part(root, changed, same, chosen.tenth, chosen.minutes) else 1
     all_passed = True
     for one in changed:  # each recorded at once, so that a run that is interrupted loses one
         passed = run(root, [one], ["--record-costs"])

@@ -41,9 +41,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection", "a part of the tests, drawn by a text: the same in every process")
     group.addoption("--share", type=float, default=1.0, metavar="FRACTION", help="run this share of the tests")
     group.addoption("--seed", default="", metavar="TEXT", help="what draws them; for a budget, by default a digest")
-    group.addoption(
-        "--share-of", action="append", default=[], metavar="FOLDER", help="those of this folder alone; all others run"
-    )
     group.addoption("--budget", type=seconds, metavar="SECONDS", help="run tests that cost so much together")
     group.addoption("--record-costs", action="store_true", help="write what each test costs")
 
@@ -70,12 +67,6 @@ def digest(root: Path) -> str:
 def draw(seed: str, test: str) -> float:
     """A number from 0 to 1, by the test's own name: what else there is has no say in it."""
     return int.from_bytes(hashlib.sha256(f"{seed} {test}".encode()).digest()[:8], "big") / 2**64
-
-
-def is_in_share(test: str, share: float, seed: str, folders: Collection[str]) -> bool:
-    if folders and not any(test.startswith(f"{folder.rstrip('/')}/") for folder in folders):
-        return True
-    return draw(seed, test) < share
 
 
 # -- costs -----------------------------------------------------------------------------------------------------------
@@ -268,8 +259,7 @@ class Selection:
         option = self._config.getoption
         budget, seed = option("--budget"), option("--seed")
         if budget is None:
-            share = option("--share"), seed, option("--share-of")
-            return {item.nodeid for item in items if is_in_share(item.nodeid, *share)}
+            return {item.nodeid for item in items if draw(seed, item.nodeid) < option("--share")}
         cases = [case_of(item, self._config.rootpath) for item in items]
         choice = choose(cases, budget, seed)
         self._chances = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.selection import is_in_share
+from tests.selection import draw
 
 #: A repository of a core, an operation, a kernel for CPUs, one for GPUs, and packages that the latter depends on.
 FILES = {
@@ -205,7 +206,7 @@ def test_a_sweep_that_failed_is_not_recorded(root: Path, sweep: Sweep) -> None:
 def test_a_wrong_record_is_found_by_the_tenth(sweeps: ModuleType, root: Path, sweep: Sweep) -> None:
     """For a wrong record, the tenth of some commits has the test that fails. Workers run it, as in ``.ci/run``."""
     tests = [f"{CARD}/test_card.py::test_right[{number}]" for number in range(60)]
-    samples = {seed: [test for test in tests if is_in_share(test, 0.1, seed, [CARD])] for seed in map(str, range(99))}
+    samples = {seed: [test for test in tests if draw(seed, test) < 0.1] for seed in map(str, range(99))}
     assert max(map(len, samples.values())) < 20
     assert set().union(*samples.values()) == set(tests)
     failing_seed = next(seed for seed, sample in samples.items() if tests[7] in sample)
@@ -233,8 +234,28 @@ def test_an_unrecorded_sweep_runs_whole_and_the_others_by_a_tenth(sweeps: Module
     status, output = sweep("--tenth", "commit")
     assert status == 0, output
     assert "plugins/words/tests to run" in output
-    count = int(output.split(" passed")[0].split()[-1])
-    assert 60 < count < 80
+    whole, tenth = map(int, re.findall(r"(\d+) passed", output))
+    assert whole == 60
+    assert 0 < tenth < 20
+
+
+@pytest.mark.long
+def test_of_unrecorded_sweeps_runs_what_the_minutes_allow(sweeps: ModuleType, root: Path, sweep: Sweep) -> None:
+    """By what the cases of before cost: 60 of 30 seconds, in two processes, are 15 minutes."""
+    cases = {"30": [str(number) for number in range(60)]}
+    (root / CARD / "costs.json").write_text(json.dumps({"test_card.py::test_right": {"source": "", "cases": cases}}))
+    card = next(package for package in sweeps.packages(root) if package.tests == CARD)
+    assert sweeps.minutes(root, [card]) == 15
+    versions = sweeps.versions()
+    sweeps.record(root, sweeps.environment(versions), {**hashes(sweeps, root, versions), CARD: "another"})
+    status, output = sweep("--tenth", "commit", "--minutes", "3")
+    assert status == 0, output
+    assert "not recorded: 15 minutes; 3 are allowed, so 20% of it runs" in output
+    tests = [f"{CARD}/test_card.py::test_right[{number}]" for number in range(60)]
+    drawn = sum(draw("commit", test) < 0.2 for test in tests)
+    assert 0 < drawn < 30
+    assert f"{drawn} passed" in output
+    assert "60 passed" in sweep("--tenth", "commit", "--minutes", "15")[1]
 
 
 def test_each_environment_has_its_own_records(sweeps: ModuleType, root: Path) -> None:
