@@ -17,6 +17,7 @@ from ejkernel_core._discovery import KERNELS, OPERATIONS
 
 from . import _checks
 from ._configurations import COUNTS, configuration_values, configurations
+from ._in_place import in_place
 from ._outcome import REFERENCE
 from ._processes import DEVICES, VARIABLE, has_one_accelerator, has_one_cpu, run_on_several_devices
 from ._programs import PAIRS, PROGRAMS, programs
@@ -54,11 +55,12 @@ _ARGUMENTS: dict[str, tuple[str, Callable[[Selection], Rows]]] = {
         "example",
         lambda examples: ((e,) for e in examples.accepted if "accumulation" in e.checks),
     ),
+    "test_in_place": ("example", lambda examples: ((e,) for e in examples.accepted if "in_place" in e.checks)),
 }
 
 
 #: The words that an example's ``checks`` may contain.
-CHECKS = ("values", "accumulation", "configurations", "sensitivity", "programs", *TRANSFORMS)
+CHECKS = ("values", "accumulation", "configurations", "sensitivity", "programs", "in_place", *TRANSFORMS)
 
 
 class KernelProofs:
@@ -129,6 +131,11 @@ class KernelProofs:
     def _checked_examples(cls) -> Examples:
         """The examples. Raises for an unknown word, for which no test would run."""
         examples = cls().examples()
+        updated = cls.registry.operation(cls.kernel.rpartition(".")[0]).aliases.values()
+        if updated and not any("in_place" in example.checks for example in examples):
+            raise ValueError(
+                f"{cls.kernel} updates {', '.join(updated)} in place: give an example the check 'in_place'"
+            )
         for example in examples:
             arrays = cls.registry.operation(example.op).arrays
             for field, words, options in (("checks", example.checks, CHECKS), ("wrt", example.wrt, arrays)):
@@ -215,6 +222,10 @@ class KernelProofs:
     def test_accumulation(self, example: Example) -> None:
         self._skip_if_refused(example)
         _checks.accumulation(self.registry, self.kernel, example, self.roundings)
+
+    def test_in_place(self, example: Example) -> None:
+        self._skip_if_refused(example)
+        in_place(self.registry, self.kernel, example)
 
     def _skip_if_refused(self, example: Example) -> None:
         if not _checks.refusals(self.registry, self.kernel, example, self.refuses, self.refuses_gradients):

@@ -24,6 +24,7 @@ from ejkernel_core._records import HUNG, WRONG
 
 from . import _timing
 from ._checks import fault_text, is_constant, memory_fault, results_fault
+from ._in_place import InPlace, compile_in_place
 from ._threads import Settings, StillRunningError, run_in_thread, start_thread
 
 #: For each round: its share of the calls, and the multiple of the best time above which it excludes a variant.
@@ -323,8 +324,9 @@ class Measurement:
         outcomes.put((None, None))
 
     def _compile_one(self, variant: Variant) -> Any:
-        avals, start = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.inputs.values()], time.monotonic()
-        compiled = jax.jit(self._function(variant)).lower(*avals).compile()
+        avals = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in self.inputs.items()}
+        start = time.monotonic()
+        compiled = compile_in_place(self.inv.operation, self._function(variant), avals)
         self._compile_s[variant.backend] = max(time.monotonic() - start, self._compile_s.get(variant.backend, 0.0))
         return compiled
 
@@ -487,8 +489,17 @@ class Measurement:
         assert compiled is not None
 
         def work() -> list[float]:
-            if self.inv.platform == "gpu" and (samples := _timing.on_device(compiled, arrays, calls, self.deadline)):
-                return samples
+            if not isinstance(compiled, InPlace):
+                return samples()
+            compiled.begin(arrays)
+            try:
+                return samples()
+            finally:
+                compiled.end()
+
+        def samples() -> list[float]:
+            if self.inv.platform == "gpu" and (times := _timing.on_device(compiled, arrays, calls, self.deadline)):
+                return times
             if not variant.calls_per_sample:
                 variant.calls_per_sample = _timing.batch_size(compiled, arrays)
             return [_timing.seconds(compiled, arrays, variant.calls_per_sample) * 1e3 for _ in range(calls)]

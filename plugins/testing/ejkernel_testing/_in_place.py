@@ -1,0 +1,90 @@
+"""The check of an operation that updates an argument in place: who owns the array, and that nothing is copied."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel_core import Example, Registry
+
+from ._outcome import inputs, options
+
+Arrays = Mapping[str, Any]
+
+
+def in_place(registry: Registry, kernel: str, example: Example) -> None:
+    """Without donation all arrays of the caller stay as they are; with it, the updated ones are taken away. Under
+    ``jax.jit`` with donation, and as the carry of a scan, the compiled program copies none of them.
+    """
+    operation = registry.operation(example.op)
+    updated, backend = [*operation.aliases.values()], kernel.rpartition(".")[2]
+    values, prefix = inputs(registry, example), f"in_place: {kernel} on {example.name}"
+
+    def call(**arguments: Any) -> tuple[Any, ...]:
+        results = registry.call(example.op, **options(registry, example), backend=backend, **arguments)
+        return tuple(jax.tree.leaves(results))
+
+    given = _on_device(values)
+    expected = jax.device_get(call(**given))
+    for name, value in values.items():
+        assert _is_same(given[name], value), f"{prefix}: it writes into {name}, which the caller has not given away"
+    results = call(donate=True, **given)
+    _check_equal(prefix, "an eager call with donate=True", results, expected)
+    kept = [name for name in updated if not given[name].is_deleted()]
+    assert not kept, f"{prefix}: donate=True does not take {', '.join(kept)} away"
+    _check_program(f"{prefix}: under jit with donation", call, values, updated, expected)
+    places = {array: operation.results.index(result) for result, array in operation.aliases.items()}
+
+    def twice(**arrays: Any) -> tuple[Any, ...]:
+        """The updated arrays are the carry of a scan."""
+
+        def step(carry: Any, _: Any) -> tuple[Any, tuple[Any, ...]]:
+            results = call(**{**arrays, **carry})
+            others = tuple(result for i, result in enumerate(results) if i not in places.values())
+            return {array: results[place] for array, place in places.items()}, others
+
+        carry, others = jax.lax.scan(step, {name: arrays[name] for name in updated}, length=2)
+        return (*carry.values(), *(other[-1] for other in others))
+
+    once = {array: expected[place] for array, place in places.items()}
+    again = jax.device_get(call(**_on_device({**values, **once})))
+    others = [result for i, result in enumerate(again) if i not in places.values()]
+    expected_of_scan = [*(again[places[name]] for name in updated), *others]
+    _check_program(f"{prefix}: as the carry of a scan", twice, values, updated, expected_of_scan)
+
+
+def _check_program(
+    prefix: str, function: Callable[..., Any], values: Arrays, updated: list[str], expected: Any
+) -> None:
+    arrays = _on_device(values)
+    compiled: Any = jax.jit(function, donate_argnames=updated).lower(**arrays).compile()
+    text = compiled.as_text()
+    # An interpreter's callback gets copies, and returns other arrays.
+    if "callback" not in text:
+        for name in updated:
+            count = len(re.findall(rf"= \w+\[{','.join(map(str, arrays[name].shape))}\]\S* copy\(", text))
+            assert not count, f"{prefix}, the program copies {name} {count} times"
+        size = sum(arrays[name].nbytes for name in updated)
+        aliased = compiled.memory_analysis().alias_size_in_bytes
+        assert aliased >= size, f"{prefix}, {aliased} bytes are updated in place; the arrays have {size}"
+    _check_equal(prefix, "the program", compiled(**arrays), expected)
+
+
+def _check_equal(prefix: str, what: str, results: Any, expected: Any) -> None:
+    for place, (result, value) in enumerate(zip(results, expected, strict=True)):
+        assert _is_same(result, value), f"{prefix}: {what} has another result {place}"
+
+
+def _on_device(values: Arrays) -> dict[str, jax.Array]:
+    """New arrays, of which each may be given away."""
+    return {name: jnp.array(value) for name, value in values.items()}
+
+
+def _is_same(array: Any, value: Any) -> bool:
+    """Whether all bits are equal."""
+    return np.asarray(array).tobytes() == np.asarray(value, np.asarray(array).dtype).tobytes()
