@@ -479,6 +479,8 @@ def _parse_abstract(
 ) -> tuple[Form, list[Any], list[Any], CallContext]:
     if "validate" in kwargs:
         raise TypeError(f"{name}: validate checks values, but only shapes are used here: pass it to call or omit it")
+    if "donate" in kwargs:
+        raise TypeError(f"{name}: donate is for a call that runs, and nothing runs here: pass it to call or omit it")
     form, arrays, options = _parse(registry, name, args, kwargs)
     backend = plain(backend)
     _check_backend(registry, name, backend)

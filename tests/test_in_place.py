@@ -202,6 +202,9 @@ def test_donations_that_are_refused(registry: Registry) -> None:
         registry.call("store", pages, rows, slots, donate="pages")
     with pytest.raises(ValueError, match="^store: donate=True gives pages away, and rows is the same array"):
         registry.call("store", pages, pages, jnp.arange(64), donate=True)
+    for method in (registry.plan, registry.explain, registry.invocation):
+        with pytest.raises(TypeError, match="^store: donate is for a call that runs"):
+            method("store", pages, rows, slots, donate=True)
     assert not pages.is_deleted()
     np.testing.assert_array_equal(registry.call("store", pages, pages, jnp.arange(64)), PAGES)
 
