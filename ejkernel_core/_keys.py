@@ -264,22 +264,16 @@ def _callable(value: Any, inner: Inner) -> Any:
 _RULES = (_dtype, _number, _array, _tree, _enum, _record, _sequence, _mapping, _callable)
 
 
-def code_fingerprint(function: Any) -> str:
-    """A short hash of the code of a function or method, without the functions that it calls."""
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return "" if code is None else _code_hash(code, functools.partial(_to_json, path=()))
-
-
 def _closure(function: types.FunctionType, inner: Inner) -> Any:
     """A lambda or a nested function: its code, its closure and its defaults."""
     cells = [inner(cell.cell_contents) for cell in function.__closure__ or ()]
     defaults = [inner(v) for v in function.__defaults__ or ()], inner(function.__kwdefaults__ or {})
-    return {f"{TAG}function": [function.__module__, _code_hash(function.__code__, inner), cells, *defaults]}
+    return {f"{TAG}function": [function.__module__, code_hash(function.__code__, inner), cells, *defaults]}
 
 
-def _code_hash(code: types.CodeType, inner: Inner) -> str:
+def code_hash(code: types.CodeType, inner: Inner) -> str:
     """A hash of code. It includes only the names of the globals that the code reads."""
-    constants = [_code_hash(c, inner) if isinstance(c, types.CodeType) else inner(c) for c in code.co_consts]
+    constants = [code_hash(c, inner) if isinstance(c, types.CodeType) else inner(c) for c in code.co_consts]
     return short_hash([code.co_code.hex(), constants, code.co_names, code.co_varnames])
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pluggy
 
+from ._code import code_fingerprint
 from ._discovery import KERNELS, POLICIES, Broken, Entry, conflict, version_of
 from ._display import brief
 from ._errors import NEVER_CAUGHT, EjkernelError, PluginError, description
 from ._hooks import BUILT_IN_PREFIX, PROJECT, REQUIRED_HOOKS, KernelHooks, PolicyHooks, specifications
 from ._kernel import LoadedKernel, why_mutable_type
-from ._keys import code_fingerprint, short_hash
 from ._operation import Operation
 
 #: By the name of a kernel: the type of its configurations, as last loaded in this process.
@@ -102,7 +102,7 @@ def _version(entry: Entry, plugin: Any) -> str:
     if not entry.is_local:
         return f"{entry.distribution} {entry.version}"
     hooks = [hook for name in specifications(KernelHooks) if (hook := getattr(plugin, name, None)) is not None]
-    return short_hash([code_fingerprint(function) for function in getattr(plugin, "CODE", hooks)])
+    return code_fingerprint(getattr(plugin, "CODE", hooks))
 
 
 def hook_manager(entry: Entry, plugin: Any, hooks: type) -> pluggy.PluginManager:

@@ -34,11 +34,12 @@ LAYERS = """
     _kernel
     _records
     _validation
+    _donation
     _operation _discovery
     _axes _example _sharding
     _partitioning
-    _layout
-    _keys _devices
+    _layout _code
+    _keys _devices _samples
     _display
     _errors
     _jax_versions _environment

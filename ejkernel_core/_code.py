@@ -1,0 +1,166 @@
+"""What a function computes, as a hash: the version of a kernel that was registered at run time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import sys
+import types
+import uuid
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import jax
+import numpy as np
+
+from ._keys import code_hash, short_hash, stable_json
+
+#: An array with more bytes is not read: it counts as another one each time.
+MOST_BYTES = 2**20
+#: What has no content is another one each time, also in another process.
+_PROCESS = uuid.uuid4().hex
+_others = itertools.count()
+#: By object: what its attributes were when they were first read.
+_instances: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def code_fingerprint(functions: Iterable[Any]) -> str:
+    """A short hash of functions and methods: of their code, closures and defaults, of the attributes of their objects,
+    and of all that they read in their own module, and so on. What belongs to another module counts by its name.
+
+    >>> def scaled(factor):
+    ...     return lambda x: factor * x
+    >>> code_fingerprint([scaled(2.0)]) == code_fingerprint([scaled(2.0)])
+    True
+    >>> code_fingerprint([scaled(2.0)]) == code_fingerprint([scaled(5.0)])
+    False
+    """
+    return short_hash([_Reader(_module_of(function)).read(function) for function in functions])
+
+
+def _module_of(function: Any) -> str | None:
+    return getattr(getattr(function, "__func__", function), "__module__", None)
+
+
+@attrs.frozen
+class _Reader:
+    """Reads the content of values, each once."""
+
+    #: That of the function, of which the code may change while a program runs: a notebook, say.
+    module: str | None
+    #: By id: the number of each value that was read, which keeps it alive.
+    known: dict[int, tuple[int, Any]] = attrs.field(factory=dict)
+
+    def read(self, value: Any) -> Any:
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+            return stable_json(value)
+        if id(value) in self.known:
+            return ["known", self.known[id(value)][0]]
+        self.known[id(value)] = len(self.known), value
+        return self._read(value)
+
+    def _read(self, value: Any) -> Any:
+        if isinstance(value, types.ModuleType):
+            return ["module", value.__name__]
+        if isinstance(value, types.MethodType):
+            return ["method", self.read(value.__func__), self._instance(value.__self__)]
+        if isinstance(value, functools.partial):
+            return ["partial", *map(self.read, (value.func, value.args, value.keywords))]
+        if isinstance(value, type):
+            return self._class(value)
+        if callable(value) and getattr(value, "__module__", None) != self.module and (name := _name(value)):
+            return ["name", name]
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, (jax.Array, np.ndarray)):
+            return self._array(value)
+        if callable(value) and (wrapped := getattr(value, "__wrapped__", None)) is not None:
+            return ["wrapped", type(value).__qualname__, self.read(wrapped)]  # such as a jitted function
+        if isinstance(value, (tuple, list)):
+            return [type(value).__qualname__, *map(self.read, value)]
+        if isinstance(value, Mapping):
+            return [type(value).__qualname__, *([self.read(key), self.read(inner)] for key, inner in value.items())]
+        return self._object(value)
+
+    def _function(self, function: types.FunctionType) -> Any:
+        cells = [cell.cell_contents for cell in function.__closure__ or () if _has_content(cell)]
+        names = sorted(set(_names(function.__code__)) & function.__globals__.keys())
+        return [
+            "function",
+            code_hash(function.__code__, self.read),
+            *map(self.read, (cells, function.__defaults__, function.__kwdefaults__)),
+            {name: self.read(function.__globals__[name]) for name in names},
+        ]
+
+    def _class(self, kind: type) -> Any:
+        functions = {name: value for name, value in vars(kind).items() if isinstance(value, types.FunctionType)}
+        own = functions if kind.__module__ == self.module else {}
+        return ["class", f"{kind.__module__}.{kind.__qualname__}", {name: self.read(own[name]) for name in sorted(own)}]
+
+    def _array(self, array: Any) -> Any:
+        if isinstance(array, jax.core.Tracer) or array.nbytes > MOST_BYTES:
+            return self._other()
+        if isinstance(array, jax.Array) and not array.is_fully_addressable:
+            return self._other()
+        data = np.asarray(array).tobytes()
+        return ["array", str(array.dtype), list(array.shape), hashlib.sha256(data).hexdigest()]
+
+    def _object(self, value: Any) -> Any:
+        try:
+            return stable_json(value)
+        except TypeError:
+            # Objects of other modules may have anything inside.
+            kind: Any = type(value)
+            is_plain = isinstance(value, types.SimpleNamespace) or attrs.has(kind) or dataclasses.is_dataclass(kind)
+            return self._attributes(value) if is_plain or kind.__module__ == self.module else self._other()
+
+    def _instance(self, value: Any) -> Any:
+        """The attributes of a method's object, as they were first read: it may count its calls, or remember them."""
+        try:
+            known = _instances.get(value)
+            if known is None:
+                known = _instances[value] = _Reader(self.module)._attributes(value)
+        except TypeError:  # without a hash, or without weak references
+            return self._attributes(value)
+        return known
+
+    def _attributes(self, value: Any) -> Any:
+        if isinstance(value, type | types.ModuleType):
+            return self.read(value)
+        kind: Any = type(value)
+        names = [field.name for field in attrs.fields(kind)] if attrs.has(kind) else [*getattr(value, "__dict__", ())]
+        fields = {name: self.read(getattr(value, name)) for name in names if hasattr(value, name)}
+        return ["object", f"{kind.__module__}.{kind.__qualname__}", fields]
+
+    @staticmethod
+    def _other() -> Any:
+        return ["other", _PROCESS, next(_others)]
+
+
+def _name(value: Any) -> str | None:
+    """The name by which a function or another callable is found in its module."""
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+    target: Any = sys.modules.get(getattr(value, "__module__", None) or "")
+    for part in name.split(".") if isinstance(name, str) else ["<nameless>"]:
+        target = getattr(target, part, None)
+    return f"{value.__module__}.{name}" if target is value else None
+
+
+def _has_content(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # of a name that is bound later
+        return False
+    return True
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names of globals and attributes that the code reads, and the code inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
