@@ -23,7 +23,7 @@ from ._choice import explained
 from ._devices import Target, explicit_mesh, target_of
 from ._display import brief
 from ._errors import EjkernelError, NotDifferentiable
-from ._jax_versions import hide_frames, without_hidden_frames
+from ._jax_versions import ends_at_caller, hide_frames, without_hidden_frames
 from ._kernel import Invocation
 from ._keys import content, plain
 from ._lowering import apply, apply_inline, has_opaque_kernel
@@ -134,6 +134,7 @@ class Registry(Plugins):
         arguments = dict(zip((*form.array_names, *form.option_names), (*arrays, *options), strict=True))
         return self._called(op, (), backend, cfg, validate, donate, arguments)
 
+    @ends_at_caller
     def invocation(
         self, op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any
     ) -> Invocation:
@@ -148,6 +149,7 @@ class Registry(Plugins):
         call = abstract_call(self, op, args, kwargs, backend, cfg)
         return call.request.invocation(call.avals, call.target)
 
+    @ends_at_caller
     def plan(self, op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any) -> Plan:
         """What ``call`` would run, and why. Arrays may be ``jax.ShapeDtypeStruct``. Raises the errors of the call.
 
@@ -162,6 +164,7 @@ class Registry(Plugins):
         call = abstract_call(self, op, args, kwargs, backend, cfg)
         return call.request.plan(call.avals, call.target)
 
+    @ends_at_caller
     def explain(
         self, op: str, /, *args: Any, backend: str | None = None, cfg: Any = None, **kwargs: Any
     ) -> Explanation:

@@ -22,6 +22,8 @@ from typing import Any
 
 #: The most characters in the message of a ``RecordError``.
 MAX_RECORD_FAULT = 2000
+#: Before the line of a call, as in "called at model.py:31, in attention".
+CALLED_AT = "called at "
 
 
 def description(fault: BaseException) -> str:
@@ -63,6 +65,16 @@ def name_operation(fault: Exception, op: str) -> None:
         fault.add_note(f"in prepare of {op}")
 
 
+def name_line(fault: BaseException, line: str | None) -> None:
+    """Say in which line of the user's program the call is, once: the message of one of our errors ends with it, and
+    another exception, such as one of a kernel, has a note.
+    """
+    if isinstance(fault, EjkernelError):
+        fault.name_line(line)
+    elif line is not None and not any(note.startswith(CALLED_AT) for note in getattr(fault, "__notes__", ())):
+        fault.add_note(f"{CALLED_AT}{line}")
+
+
 def printable(text: str) -> str:
     r"""The text with an escape, as in JSON, for each character that may control a terminal or that none can show. Line
     breaks and tabs stay.
@@ -92,7 +104,7 @@ class EjkernelError(Exception):
         """Add the line of the call to the message, once."""
         if line is not None and self.line is None:
             self.line = line
-            self.args = (f"{self}\ncalled at {line}", *self.args[1:])
+            self.args = (f"{self}\n{CALLED_AT}{line}", *self.args[1:])
 
 
 class Unsupported(EjkernelError):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -17,10 +18,13 @@ try:
 except ImportError:
     from jax.extend.core import Primitive
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 __all__ = [
     "Primitive",
     "avals_like",
     "by_custom_partitioning",
+    "ends_at_caller",
     "hide_frames",
     "is_partitioned",
     "keep_weakly",
@@ -265,18 +269,34 @@ def without_hidden_frames(traceback: TracebackType | None) -> TracebackType | No
     return visible
 
 
+def ends_at_caller(function: Function) -> Function:
+    """The function. The traceback of what it raises has no hidden frames, where its caller is not one of JAX's own
+    functions, which would leave them out.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as fault:
+            fault.__traceback__ = without_hidden_frames(fault.__traceback__)
+            raise
+
+    return call  # type: ignore[return-value]
+
+
 def line_of_call() -> str | None:
     """Where the user's program makes the call that JAX lowers now, as in ``model.py:31, in attention``.
 
     JAX lowers programs one inside another, so the equations that it is at are in the frames of ``jaxpr_subcomp``. Each
-    has the lines at which it was traced, inside of the program that it is in (in 0.10.2, 0.11.2 and 0.12.0.1). An eager
-    call is still running.
+    has the lines at which it was traced, inside of the program that it is in. Those of ``eval_jaxpr`` are run one by
+    one, as in an eager ``jax.checkpoint`` (in 0.10.2, 0.11.2 and 0.12.0.1). An eager call is still running.
     """
     from jax._src import source_info_util
 
     frames = [*_frames()]
     for frame in frames:
-        eqn = frame.f_locals.get("eqn") if frame.f_code.co_name == "jaxpr_subcomp" else None
+        eqn = frame.f_locals.get("eqn") if frame.f_code.co_name in ("jaxpr_subcomp", "eval_jaxpr") else None
         for line in () if eqn is None else source_info_util.user_frames(eqn.source_info.traceback):
             return f"{line.file_name}:{line.start_line}, in {line.function_name}"
     for frame in frames:

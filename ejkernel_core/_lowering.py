@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from ._choice import candidates_for
 from ._devices import Target, explicit_mesh, partly_manual_mesh, target, target_of
-from ._errors import EjkernelError, NotDifferentiable, PluginError
+from ._errors import NotDifferentiable, PluginError, name_line
 from ._fallback import warn_of_reference
 from ._jax_versions import avals_like, is_partitioned, line_of_call, lowering_processes, unchecked_varying, vary_alike
 from ._labels import call_label
@@ -147,8 +147,7 @@ def _lower(ctx: Any, *operands: Any, request: Request, platform: str | None) -> 
     try:
         return _lowered(ctx, operands, request, platform or ctx.module_context.platforms[0])
     except BaseException as fault:
-        if isinstance(fault, EjkernelError):
-            fault.name_line(line_of_call())
+        name_line(fault, line_of_call())
         request.context.dependencies.fault = fault
         raise
 

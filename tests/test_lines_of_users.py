@@ -64,6 +64,7 @@ PROGRAMS: dict[str, Callable[[Callable[[Any], Any]], Callable[[Any], Any]]] = {
     "jit of vmap": lambda layer: jax.jit(lambda x: jax.vmap(layer)(x[None])),
     "scan": lambda layer: lambda x: jax.lax.scan(lambda c, _: (layer(c), None), x, None, length=2),
     "checkpoint": lambda layer: jax.jit(jax.grad(lambda x: jax.checkpoint(layer)(x).sum())),
+    "eager checkpoint": lambda layer: jax.grad(lambda x: jax.checkpoint(layer)(x).sum()),
     "shard_map": in_shard_map,
     "sharded arrays": on_sharded_arrays,
 }
@@ -108,6 +109,31 @@ def test_no_frame_of_ours_is_shown(program: str) -> None:
             files = [frame.filename for frame in traceback.extract_tb(fault.__traceback__)]
             assert not [file for file in files if file.startswith(OURS)]
             fault = fault.__cause__
+
+
+@pytest.mark.parametrize("method", [ejkernel_core.plan, ejkernel_core.explain, ejkernel_core.invocation])
+def test_a_question_shows_no_frame_of_ours(method: Any) -> None:
+    with pytest.raises(ValueError, match="^flash_attention: key") as caught:
+        method("flash_attention", X, X[..., :4], X)
+    *_, last = traceback.extract_tb(caught.value.__traceback__)
+    assert last.filename == __file__
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_exception_of_a_kernel_has_a_note_with_the_line(program: str) -> None:
+    @hookimpl
+    def run_backend(inv: Any, cfg: Any) -> Any:
+        raise ZeroDivisionError("no blocks")
+
+    registry = Registry()
+    registry.register(SimpleNamespace(run_backend=run_backend), "flash_attention.broken")
+
+    def layer(x: Any) -> Any:
+        return registry.call("flash_attention", x, x, x, backend="broken")
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        PROGRAMS[program](layer)(X)
+    assert caught.value.__notes__.count(f"called at {line_of(layer)}") == 1
 
 
 def test_all_frames_are_shown_where_jax_shows_its_own() -> None:

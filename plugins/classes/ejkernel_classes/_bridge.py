@@ -14,6 +14,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from ejkernel_core import Invocation as CoreInvocation
 from ejkernel_core import NoKernel, NotDifferentiable, Operation, Unsupported, gradient_signature, hookimpl
 from ejkernel_core._devices import current_platform, target
+from ejkernel_core._jax_versions import line_of_call
 from ejkernel_core._keys import content
 from ejkernel_core._operation import Arguments, Restore
 
@@ -212,7 +213,9 @@ class Site:
         try:
             cfg = self.heuristic(inv)
         except Unsupported as refusal:
-            raise NoKernel(f"no kernel can do {inv}\n  {self.kernel.name}: {refusal}") from refusal
+            error = NoKernel(f"no kernel can do {inv}\n  {self.kernel.name}: {refusal}")
+            error.name_line(line_of_call())
+            raise error from refusal
         method = self.kernel.methods()[self.kernel.plainest]
 
         def run(arrays: Mapping[str, Any]) -> Any:

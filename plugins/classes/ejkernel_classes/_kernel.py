@@ -16,6 +16,7 @@ import attrs
 
 import ejkernel_core
 from ejkernel_core import Explanation, NoKernel, Plan, Registry
+from ejkernel_core._jax_versions import ends_at_caller
 from ejkernel_core._kernel import why_mutable
 from ejkernel_core._keys import content
 
@@ -125,6 +126,7 @@ class Kernel(Generic[Cfg, Out]):
 
     # -- methods that a user calls -------------------------------------------------------------------------------
 
+    @ends_at_caller
     def __call__(self, *args: Any, cfg: Any = None, backend: str | None = None, **kwargs: Any) -> Out:
         """The results, by the best method with the best configuration."""
         with recording.record_calls():
@@ -134,10 +136,12 @@ class Kernel(Generic[Cfg, Out]):
         """The invocation of such a call. Configurations are stored under its ``key``."""
         return Invocation(self, args, kwargs)
 
+    @ends_at_caller
     def plan(self, *args: Any, cfg: Any = None, backend: str | None = None, **kwargs: Any) -> Plan:
         """The plan of such a call. Arrays may be abstract."""
         return self._call_registry(Registry.plan, args, kwargs, cfg, backend)  # type: ignore[no-any-return]
 
+    @ends_at_caller
     def explain(self, *args: Any, cfg: Any = None, backend: str | None = None, **kwargs: Any) -> Explanation:
         """The plan of such a call and of its gradients, or the error in place of it."""
         try:

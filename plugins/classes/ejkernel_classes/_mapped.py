@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from ejkernel_core._jax_versions import ends_at_caller
+
 from ._named import call
 
 
@@ -29,6 +31,7 @@ def vmap_with_config(
     """
     run = _bind_options(kernel, cfg, backend)
 
+    @ends_at_caller
     def mapped(*args: Any, **kwargs: Any) -> Any:
         return jax.vmap(lambda *mapped_args: run(*mapped_args, **kwargs), in_axes, out_axes)(*args)
 

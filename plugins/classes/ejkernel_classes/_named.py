@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import ejkernel_core
+from ejkernel_core._jax_versions import ends_at_caller
 
 from ._blocks import kernel_config
 from ._recording import recording
@@ -22,6 +23,7 @@ def call(op: str, *args: Any, cfg: Any = None, backend: str | None = None, **kwa
 def front_door(function: Any) -> Any:
     """The typed function of an operation, with recording and parameters like ``call``."""
 
+    @ends_at_caller
     @functools.wraps(function)
     def wrapper(*args: Any, cfg: Any = None, backend: str | None = None, **kwargs: Any) -> Any:
         cfg, backend = cfg_and_backend(function.__name__, cfg, backend)

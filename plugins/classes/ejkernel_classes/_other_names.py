@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ejkernel_core._jax_versions import ends_at_caller
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -24,6 +26,7 @@ def other_names(**hints: str) -> Callable[[Function], Function]:
         title = function.__qualname__.partition(".")[0]
         assert not hints.keys() & inspect.signature(function).parameters.keys()
 
+        @ends_at_caller
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             for name in kwargs:
