@@ -143,4 +143,4 @@ def _names_in(module: str) -> list[str]:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

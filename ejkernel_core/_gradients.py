@@ -51,7 +51,8 @@ def _check_differentiable(request: Request, wrt: Sequence[str]) -> None:
     operation = request.operation
     if operation.backward is None and not _has_reference(request):
         raise NotDifferentiable(
-            f"{operation.name!r} has neither a backward operation nor a reference kernel to differentiate"
+            f"{operation.name!r} has neither a backward operation nor a reference kernel to differentiate: register "
+            f"'{operation.name}.{operation.reference}', in plain JAX"
         )
     names_without_gradient = [name for name in wrt if name not in operation.differentiable]
     if names_without_gradient:

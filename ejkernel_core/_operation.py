@@ -277,6 +277,7 @@ class Operation:
         for name, value in arrays.items():
             is_left_out = value is None and self.signature.parameters[name].default is None
             is_array = hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, NOT_ARRAYS)
+            is_array = is_array and not (isinstance(value, np.ndarray) and _has_no_numbers(value.dtype))
             if not (is_left_out or is_array or isinstance(value, NUMBERS)):
                 raise TypeError(f"{self.name}: {name} takes an array; got {_not_an_array(name, value)}")
 
@@ -345,9 +346,20 @@ def _not_an_array(name: str, value: Any) -> str:
     """What stands in the place of an array, and how to pass what it holds."""
     if isinstance(value, jax.Ref):
         return f"a jax.Ref: pass what it refers to, {name}=ref[...]"
-    is_tree = isinstance(value, (tuple, list, Mapping))
-    end = "; each argument is one array: pass those that it holds one by one, or jnp.stack them" if is_tree else ""
-    return f"{type(value).__name__} {brief(value)}{end}"
+    text, end = f"{type(value).__name__} {brief(value)}", ""
+    if isinstance(value, np.ndarray):
+        text = f"one of {value.dtype}, which JAX does not have"
+    elif isinstance(value, (tuple, list, Mapping)):
+        leaves = jax.tree.leaves(value)
+        end = "; each argument is one array: pass those that it holds one by one, or jnp.stack them"
+        if leaves and all(isinstance(leaf, NUMBERS) for leaf in leaves):
+            end = f"; make an array of it: jnp.asarray({name})"
+    return f"{text}{end}"
+
+
+def _has_no_numbers(dtype: np.dtype[Any]) -> bool:
+    """Whether it is of texts, objects, times or fields."""
+    return dtype.kind in "OSUMm" or dtype.names is not None
 
 
 def _check_against_forward(name: str, value: Any, declared: Any) -> None:

@@ -36,7 +36,7 @@ def _is_mode(policy: Any, field: Any, value: Any) -> None:
 
 
 def _is_seconds(policy: Any, field: Any, value: Any) -> None:
-    message = f"{field.name}: takes seconds above 0; got {brief(value)}"
+    message = f"{field.name}: takes a finite number of seconds above 0; got {brief(value)}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(message)
     if not 0 < float(value) < math.inf:

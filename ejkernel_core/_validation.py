@@ -18,6 +18,11 @@ def clearer_error(operation: Operation, arrays: Mapping[str, Any], error: Except
         operation.check_arrays(arrays)
     except TypeError as clearer:
         return clearer
+    for name, array in arrays.items():
+        if isinstance(array, jax.ShapeDtypeStruct):
+            return TypeError(
+                f"{operation.name}: {name} has a shape and no values: a call takes arrays; plan and explain take shapes"
+            )
     if isinstance(error, TypeError):
         return None
     from ._donation import deleted_argument

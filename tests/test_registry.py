@@ -231,12 +231,39 @@ def test_an_argument_that_is_no_array_is_refused_by_name(registry: Registry, val
         registry.call("scale", value)
 
 
-@pytest.mark.parametrize("value", [{"a": X}, (X, X), [1.0, 2.0]], ids=["dict", "tuple", "list"])
+@pytest.mark.parametrize("value", [{"a": X}, (X, X), [X, 2.0]], ids=["dict", "tuple", "list"])
 def test_a_tree_of_arrays_is_refused_with_the_way_out(registry: Registry, value: object) -> None:
     way_out = "each argument is one array: pass those that it holds one by one, or jnp.stack them"
     for method in (registry.call, registry.plan, registry.explain):
         with pytest.raises(TypeError, match=f"scale: x takes an array; got {type(value).__name__} .*; {way_out}"):
             method("scale", value)
+
+
+def test_numbers_in_lists_are_refused_with_the_way_out(registry: Registry) -> None:
+    for value in ([1.0, 2.0], [[1, 2], [3, 4]], (1.0,)):
+        with pytest.raises(
+            TypeError, match=r"^scale: x takes an array; got .*; make an array of it: jnp.asarray\(x\)$"
+        ):
+            registry.call("scale", value)
+
+
+@pytest.mark.parametrize("value", [np.array(["a"]), np.array([None]), np.array(["2026-01-01"], "datetime64[D]")])
+def test_an_array_of_no_numbers_is_refused(registry: Registry, value: np.ndarray) -> None:
+    for method in (registry.call, registry.plan):
+        with pytest.raises(
+            TypeError, match=f"^scale: x takes an array; got one of {re.escape(str(value.dtype))}, which"
+        ):
+            method("scale", value)
+    with pytest.raises(TypeError, match="^scale: x takes an array; got one of .*'a'.*, which JAX does not have"):
+        registry.call("scale", np.zeros(2, [("a", "float32")]))
+
+
+def test_a_call_on_a_shape_is_refused_with_the_way_out(registry: Registry) -> None:
+    with pytest.raises(
+        TypeError, match="^scale: x has a shape and no values: a call takes arrays; plan and explain take"
+    ):
+        registry.call("scale", jax.ShapeDtypeStruct((2,), "float32"))
+    assert registry.plan("scale", jax.ShapeDtypeStruct((2,), "float32")).kernel.name == "scale.two"
 
 
 def test_a_reference_to_an_array_is_refused_with_the_way_out(registry: Registry) -> None:

@@ -57,7 +57,7 @@ def _warn_of_no_result(tuned: Tuned, scope: Scope) -> None:
     reason = next((e.reason for e in tuned.entries if e.is_usual and e.reason), "")
     why = next((note for note in tuned.notes if note in (NO_WINNER, NOTHING_TO_SEE)), reason)
     warnings.warn(
-        f"{tuned.description}: nothing could be measured within {scope.policy.budget_s:g} s ({why}), so it runs as it "
+        f"{tuned.description}: nothing was selected within {scope.policy.budget_s:g} s ({why}), so it runs as it "
         "would without tuning, which explain shows. Give it more time, policy_override(budget_s=...), or see what is "
         "wrong: print(ejkernel_tuning.autotune(...))",
         RuntimeWarning,
