@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._display import most_similar, suggestion
+from ._display import brief, most_similar, suggestion
 from ._keys import abstract, read_only
 from ._layout import (
     LEADING,
@@ -36,8 +36,21 @@ Texts = Mapping[str, str]
 Folded = tuple[Arguments, Callable[[tuple[Any, ...]], tuple[Any, ...]]]
 
 
+def _texts(texts: Any) -> Texts:
+    if not isinstance(texts, Mapping):
+        raise TypeError(f"axes: take the words of each array by its name, as {{'x': 'batch dim'}}; got {brief(texts)}")
+    return read_only(texts)
+
+
 def _cases(cases: Mapping[Any, Mapping[str, Any]]) -> Mapping[Any, Mapping[str, Any]]:
-    return read_only({case: read_only(texts) for case, texts in cases.items()})
+    return read_only({case: _texts(texts) for case, texts in cases.items()})
+
+
+def _cases_of_options(cases: Mapping[Any, Mapping[str, Any]]) -> Mapping[Any, Mapping[str, Any]]:
+    for case in cases:
+        if not (isinstance(case, tuple) and len(case) == 2):
+            raise TypeError(f"axes, when: takes pairs of an option and its value; got {brief(case)}")
+    return _cases(cases)
 
 
 def _names(names: str | Iterable[str]) -> tuple[str, ...]:
@@ -58,8 +71,8 @@ class Axes:
     (ShapeDtypeStruct(shape=(3, 4, 8), dtype=float32),)
     """
 
-    arrays: Texts = attrs.field(converter=read_only)
-    results: Texts = attrs.field(converter=read_only)
+    arrays: Texts = attrs.field(converter=_texts)
+    results: Texts = attrs.field(converter=_texts)
     #: The axes whose entries are computed independently, in one kernel or on several devices.
     independent: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
     #: All other axes.
@@ -80,7 +93,7 @@ class Axes:
     #: The dtypes of other results: a name, or a function of the arguments. By default that of the first array.
     dtypes: Mapping[str, Any] = attrs.field(factory=dict, converter=read_only, kw_only=True)
     #: ``{("transpose", True): {"weight": "out_dim dim"}}``: other words for arrays where an option has this value.
-    when: Mapping[tuple[str, Any], Texts] = attrs.field(factory=dict, converter=_cases, kw_only=True)
+    when: Mapping[tuple[str, Any], Texts] = attrs.field(factory=dict, converter=_cases_of_options, kw_only=True)
     #: ``{"slots": {"key": "tokens heads dim"}}``: other words for arrays where a call has this argument, whatever it
     #: is, and where it has not. None stands for an argument that a call does not have.
     present: Mapping[str, Texts] = attrs.field(factory=dict, converter=_cases, kw_only=True)
@@ -381,12 +394,22 @@ def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
         raise ValueError(f"axes: {', '.join(sorted(duplicates))} cannot be independent and whole")
     for field, names in {"dtypes": [*axes.dtypes], "statistics": axes.statistics}.items():
         _check_names(f"axes, {field}", names, axes.results, "not a result")
+    for result, dtype in axes.dtypes.items():
+        if isinstance(dtype, str):
+            _check_dtype(result, dtype)
     for option, value in axes.when:
         if value is None or option in axes.arrays:
             raise ValueError(f"axes, when: takes options and their values; for {option!r} use present= or absent=")
     for field in ("when", "present", "absent"):
         for texts in getattr(axes, field).values():
             _check_names(f"axes, {field}", texts, {*axes.arrays, *axes.results}, "not an array or result")
+
+
+def _check_dtype(result: str, name: str) -> None:
+    try:
+        jnp.dtype(name)
+    except TypeError:
+        raise ValueError(f"axes, dtypes: {result} takes the name of a dtype; got {name!r}") from None
 
 
 def _check_other_word(axes: Axes, array: str, word: str, names_in_arrays: Iterable[str]) -> None:

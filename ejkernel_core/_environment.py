@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 
 import attrs
 
 PREFIX = "EJKERNEL_"
+#: jaxlib before 0.11 has wrong sums in float32 on CPUs, unless XLA_FLAGS has this flag with nothing after its last "=".
+FUSION_FLAG = "--xla_cpu_experimental_ynn_fusion_type="
 
 
 @attrs.frozen
@@ -95,6 +98,12 @@ def _most_similar(name: str, names: list[str]) -> str | None:
     rests = [other.removeprefix(PREFIX) for other in names]
     match = next(iter(difflib.get_close_matches(name.removeprefix(PREFIX), rests, 1)), None)
     return match and PREFIX + match
+
+
+def lacks_fusion_flag(environment: Mapping[str, str], jaxlib: str | None) -> bool:
+    """Whether this version of jaxlib needs the flag on a CPU, and XLA_FLAGS does not have it."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", jaxlib or "99")[:2])
+    return numbers < (0, 11) and FUSION_FLAG not in environment.get("XLA_FLAGS", "").split()
 
 
 def remarks(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:

@@ -347,7 +347,7 @@ def _not_an_array(name: str, value: Any) -> str:
     if isinstance(value, jax.Ref):
         return f"a jax.Ref: pass what it refers to, {name}=ref[...]"
     text, end = f"{type(value).__name__} {brief(value)}", ""
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and _has_no_numbers(value.dtype):
         text = f"one of {value.dtype}, which JAX does not have"
     elif isinstance(value, (tuple, list, Mapping)):
         leaves = jax.tree.leaves(value)

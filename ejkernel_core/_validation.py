@@ -19,7 +19,7 @@ def clearer_error(operation: Operation, arrays: Mapping[str, Any], error: Except
     except TypeError as clearer:
         return clearer
     for name, array in arrays.items():
-        if isinstance(array, jax.ShapeDtypeStruct):
+        if isinstance(array, jax.ShapeDtypeStruct) and "ShapeDtypeStruct" in str(error):  # not one of plan and explain
             return TypeError(
                 f"{operation.name}: {name} has a shape and no values: a call takes arrays; plan and explain take shapes"
             )

@@ -122,6 +122,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"whole": "dim batch"}, "axes: batch cannot be independent and whole"),
     "statistics": ({"statistics": "lse"}, "axes, statistics: 'lse' is not a result"),
     "dtypes": ({"dtypes": {"ou": "int32"}}, "axes, dtypes: 'ou' is not a result; did you mean 'out'?"),
+    "the name of a dtype": ({"dtypes": {"out": "flot32"}}, "axes, dtypes: out takes the name of a dtype; got 'flot32'"),
     "when": ({"when": {("flag", True): {"z": "dim"}}}, "axes, when: 'z' is not an array or result"),
     "when of an array": (
         {"when": {("x", 3): {"out": "dim"}}},
@@ -151,6 +152,21 @@ def test_mistakes_in_axes_are_refused_when_they_are_declared(case: str) -> None:
     valid = {"arrays": {"x": "batch dim"}, "results": {"out": "batch"}, "independent": "batch", "whole": "dim"}
     Axes(**valid)
     with pytest.raises(ValueError, match=re.escape(message)):
+        Axes(**{**valid, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"results": "out"}, "axes: take the words of each array by its name, as {'x': 'batch dim'}; got 'out'"),
+        ({"arrays": ["x"]}, "axes: take the words of each array by its name"),
+        ({"when": {"flag": {"out": "dim"}}}, "axes, when: takes pairs of an option and its value; got 'flag'"),
+        ({"present": {"flag": "dim"}}, "axes: take the words of each array by its name"),
+    ],
+)
+def test_other_forms_of_axes_are_refused(fields: dict[str, Any], message: str) -> None:
+    valid = {"arrays": {"x": "batch dim"}, "results": {"out": "batch"}, "independent": "batch", "whole": "dim"}
+    with pytest.raises(TypeError, match=re.escape(message)):
         Axes(**{**valid, **fields})
 
 

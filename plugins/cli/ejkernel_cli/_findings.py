@@ -56,8 +56,7 @@ COMPILERS = (
     "triton",
     "jax-triton",
 )
-#: jaxlib before 0.11 has wrong sums in float32 on CPUs, unless XLA_FLAGS has this flag with nothing after its last "=".
-FUSION_FLAG = "--xla_cpu_experimental_ynn_fusion_type="
+FUSION_FLAG: str = core_environment().FUSION_FLAG
 
 
 @attrs.frozen
@@ -265,8 +264,7 @@ def flags(machine: Machine) -> Findings:
 
 def lacks_fusion_flag(environment: Mapping[str, str]) -> bool:
     """Whether the installed jaxlib needs the flag, and XLA_FLAGS does not have it."""
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version("jaxlib") or "99")[:2])
-    return numbers < (0, 11) and FUSION_FLAG not in environment.get("XLA_FLAGS", "").split()
+    return bool(core_environment().lacks_fusion_flag(environment, version("jaxlib")))
 
 
 def plugins(machine: Machine) -> Findings:

@@ -139,7 +139,7 @@ def _module(name: str) -> str:
     if keyword.iskeyword(module):
         raise click.UsageError(f"{name!r} is a word of Python; take another name, as my-{name}")
     if version(normalized(name)) is not None or importlib.util.find_spec(module) is not None:
-        raise click.UsageError(f"a package {name!r} is installed already; take another name, as my-{name}")
+        raise click.UsageError(f"a package {name!r} is installed already; uninstall it, or take another name")
     return module
 
 

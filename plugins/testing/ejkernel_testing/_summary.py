@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+
+import jax
+
+from ejkernel_core._discovery import version_of
+from ejkernel_core._environment import FUSION_FLAG, lacks_fusion_flag
 
 if TYPE_CHECKING:
     import pytest
@@ -53,6 +59,13 @@ class Summary:
             terminalreporter.section("what was not proved", yellow=True)
         for text in lines:
             terminalreporter.write_line(text)
+        has_failed = bool(terminalreporter.stats.get("failed"))
+        if has_failed and jax.default_backend() == "cpu" and lacks_fusion_flag(os.environ, version_of("jaxlib")):
+            terminalreporter.section("before anything else", yellow=True)
+            terminalreporter.write_line(
+                "This jaxlib can give wrong sums in float32 on a CPU, also in what fails here. Set this, and run the "
+                f'tests again: export XLA_FLAGS="{FUSION_FLAG} $XLA_FLAGS"'
+            )
 
 
 def _is_empty(item: pytest.Item) -> bool:

@@ -15,11 +15,13 @@ from typing import Any
 
 import attrs
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import pytest
 
 import ejkernel_testing as testing
 from ejkernel_core import Example, Operation, Registry, Unsupported, hookimpl
+from ejkernel_core._environment import lacks_fusion_flag
 from ejkernel_testing import _checks, _processes, _proofs
 from ejkernel_testing._double import double
 
@@ -99,6 +101,7 @@ def test_a_kernel_that_is_wrong_on_a_shard_only_fails(tmp_path: Path, environmen
     assert re.search(r"transforms: shard_map: double.wrong_on_a_shard on rows: \S+ is off by", output), output
     assert "1 failed, 1 passed" in output
     assert ("in a process with 8 devices" in output) is (not environment)
+    assert ("export XLA_FLAGS=" in output) is lacks_fusion_flag(environment, jaxlib.__version__)
 
 
 @pytest.mark.long

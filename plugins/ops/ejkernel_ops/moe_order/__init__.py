@@ -14,7 +14,7 @@ from ejkernel_ops.front_door import front_door
 class Order(NamedTuple):
     """The tokens in the order of the experts, as the last two results of ``moe_route``."""
 
-    #: (num_experts,), int32: how many places each expert has.
+    #: (num_experts,), int32: how often each expert was chosen.
     group_sizes: jax.Array
     #: (tokens * k,), int32: the places in ``experts``, flattened, in the order of their experts. Those of one expert
     #: are in the order of their tokens, and those without an expert come last.
