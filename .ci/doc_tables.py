@@ -61,6 +61,7 @@ MEANINGS = {
     "cross": "different numbers of queries and keys",
     "empty": "arrays without elements",
     "other value_dim": "values of another head dim",
+    "negative scale": "a `softmax_scale` below 0",
     "bidirectional window": "a window without `causal`",
     "head_dim": "head dims, of those in the examples",
     "heads": "heads over heads of keys, on four devices",
@@ -72,7 +73,7 @@ GROUPS = (
     {"dropout_prob", "dropout_seed", "dropout"},
 )
 #: The argument that a word is about.
-ABOUT = {"bidirectional window": "sliding_window"}
+ABOUT = {"bidirectional window": "sliding_window", "negative scale": "softmax_scale"}
 #: The sizes of this word have no row: "other value_dim" has one.
 LEFT_OUT = "value_dim"
 #: The reason of a backend without a kernel for the gradients.
@@ -153,6 +154,7 @@ def context_examples() -> Iterator[Example]:
         "return_lse": {"return_lse": True},
         "cross": {},
         "other value_dim": {},
+        "negative scale": {"softmax_scale": -0.5},
     }
     for layout in ("zigzag", "contiguous"):
         for heads in ((8, 8), (8, 4), (8, 2), (6, 3)):

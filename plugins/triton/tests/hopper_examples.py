@@ -23,7 +23,7 @@ K, N = 8, 16
 REFUSED_ARGUMENTS = {"bias", "attention_mask", "dropout_prob", "dropout_seed"}
 #: Numbers that float16 does not have.
 OVERFLOWING = {"soft-cap-of-overflowing-logits"}
-NEGATIVE = {"softmax_scale-negative", "plain-negative-scale"}
+REFUSED = {"other value_dim", "negative scale"}
 
 
 def attention_examples(examples: Sequence[Example], dtypes: tuple[str, str]) -> Iterator[Example]:
@@ -33,7 +33,7 @@ def attention_examples(examples: Sequence[Example], dtypes: tuple[str, str]) -> 
     for wide in examples:
         made = wide.abstract()
         empty = 0 in (*made["query"].shape, *made["key"].shape)
-        if wide.name in NEGATIVE or "other value_dim" in wide.features:
+        if wide.features & REFUSED:
             continue
         if "float32" in wide.features and not empty:
             dtype = "bfloat16" if wide.name in OVERFLOWING else dtypes[zlib.crc32(wide.name.encode()) % 2]
@@ -48,9 +48,7 @@ def _narrow_attention(wide: Example, dtype: str) -> Example:
     sets = tuple(names for names in wide.wrt_sets if not REFUSED_ARGUMENTS & {*names})
     shared = {"long": wide.long, "batched": wide.batched, "wrt_sets": sets}
     narrowed = flash_attention.example(wide.name, arguments, wide.checks, dtype=dtype, **shared)
-    varied = [
-        one for one in wide.variations if not REFUSED_ARGUMENTS & {*one.arguments(0)} and one.name not in NEGATIVE
-    ]
+    varied = [one for one in wide.variations if not (REFUSED_ARGUMENTS & {*one.arguments(0)} or one.features & REFUSED)]
     return attrs.evolve(narrowed, variations=tuple(_narrow_attention(one, dtype) for one in varied))
 
 

@@ -505,6 +505,7 @@ def _features(arguments: Arguments) -> frozenset[str]:
         f"head_dim={query.shape[-1]}": True,
         f"value_dim={value.shape[-1]}": True,
         "other value_dim": value.shape[-1] != query.shape[-1],
+        "negative scale": (arguments.get("softmax_scale") or 0) < 0,
         "grouped": query.shape[-2] != key.shape[-2],
         "cross": query.shape[-3] != key.shape[-3],
         "packed": query.ndim == 3,
