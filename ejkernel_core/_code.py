@@ -123,6 +123,7 @@ class _Reader:
         try:
             known = _instances.get(value)
             if known is None:
+                _instances[value] = ["itself"]  # in what its attributes refer to
                 known = _instances[value] = _Reader(self.module)._attributes(value)
         except TypeError:  # without a hash, or without weak references
             return self._attributes(value)
@@ -133,7 +134,9 @@ class _Reader:
             return self.read(value)
         kind: Any = type(value)
         names = [field.name for field in attrs.fields(kind)] if attrs.has(kind) else [*getattr(value, "__dict__", ())]
-        fields = {name: self.read(getattr(value, name)) for name in names if hasattr(value, name)}
+        # A cached property follows from the others.
+        own = [name for name in names if not isinstance(getattr(kind, name, None), functools.cached_property)]
+        fields = {name: self.read(getattr(value, name)) for name in own if hasattr(value, name)}
         return ["object", f"{kind.__module__}.{kind.__qualname__}", fields]
 
     @staticmethod

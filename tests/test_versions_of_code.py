@@ -45,6 +45,21 @@ class Scaled:
         return x * self.factor
 
 
+class Referring:
+    """Its cached property refers to it, as the plugins of a kernel object do."""
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+        self.itself = self
+
+    @functools.cached_property
+    def plugin(self) -> Any:
+        return SimpleNamespace(run=self.run, lock=threading.Lock())
+
+    def run(self, x: Any) -> Any:
+        return x * self.factor
+
+
 def closure(value: Any) -> Callable[[Any], Any]:
     return lambda x: x * value
 
@@ -109,6 +124,12 @@ def test_functions_that_call_one_another_have_a_version() -> None:
     loop = closure(holder)
     holder.append(loop)
     assert len(version(loop)) == 16
+
+
+def test_an_object_that_refers_to_itself_has_a_version() -> None:
+    first, second, other = Referring(2), Referring(2), Referring(3)
+    assert first.plugin.run(1) == 2
+    assert version(first.run) == version(second.run) != version(other.run)
 
 
 def test_the_version_is_the_same_in_another_process() -> None:

@@ -153,7 +153,9 @@ def test_a_worker_of_xdist_warns() -> None:
 
 def test_the_summary_is_printed_last() -> None:
     lines: list[str] = []
-    reporter: Any = SimpleNamespace(section=lambda title, **style: lines.append(title), write_line=lines.append)
+    reporter: Any = SimpleNamespace(
+        section=lambda title, **style: lines.append(title), write_line=lines.append, stats={}
+    )
     summary = Summary()
     summary.pytest_terminal_summary(reporter)
     assert lines == []
