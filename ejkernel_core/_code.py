@@ -76,6 +76,8 @@ class _Reader:
             return ["name", name]
         if isinstance(value, types.FunctionType):
             return self._function(value)
+        if isinstance(value, (types.WrapperDescriptorType, types.MethodDescriptorType)):
+            return ["name", value.__qualname__]
         if isinstance(value, (jax.Array, np.ndarray)):
             return self._array(value)
         if callable(value) and (wrapped := getattr(value, "__wrapped__", None)) is not None:
@@ -96,10 +98,17 @@ class _Reader:
             {name: self.read(function.__globals__[name]) for name in names},
         ]
 
-    def _class(self, kind: type) -> Any:
+    def _class(self, kind: Any) -> Any:
+        """Its name, and if it is of the own module, what it defines. Methods that a decorator has generated follow from
+        the fields.
+        """
+        title = f"{kind.__module__}.{kind.__qualname__}"
+        if kind.__module__ != self.module:
+            return ["class", title]
+        fields: list[Any] = [[field.name, self.read(_default(field))] for field in _fields(kind)]
         functions = {name: value for name, value in vars(kind).items() if isinstance(value, types.FunctionType)}
-        own = functions if kind.__module__ == self.module else {}
-        return ["class", f"{kind.__module__}.{kind.__qualname__}", {name: self.read(own[name]) for name in sorted(own)}]
+        own = [name for name in sorted(functions) if not (fields and name.startswith("__"))]
+        return ["class", title, fields, {name: self.read(functions[name]) for name in own}]
 
     def _array(self, array: Any) -> Any:
         if isinstance(array, jax.core.Tracer) or array.nbytes > MOST_BYTES:
@@ -133,7 +142,7 @@ class _Reader:
         if isinstance(value, type | types.ModuleType):
             return self.read(value)
         kind: Any = type(value)
-        names = [field.name for field in attrs.fields(kind)] if attrs.has(kind) else [*getattr(value, "__dict__", ())]
+        names = [field.name for field in _fields(kind)] or [*getattr(value, "__dict__", ())]
         # A cached property follows from the others.
         own = [name for name in names if not isinstance(getattr(kind, name, None), functools.cached_property)]
         fields = {name: self.read(getattr(value, name)) for name in own if hasattr(value, name)}
@@ -151,6 +160,20 @@ def _name(value: Any) -> str | None:
     for part in name.split(".") if isinstance(name, str) else ["<nameless>"]:
         target = getattr(target, part, None)
     return f"{value.__module__}.{name}" if target is value else None
+
+
+def _fields(kind: Any) -> tuple[Any, ...]:
+    """The fields of an attrs class or a dataclass, with their names and defaults."""
+    if attrs.has(kind):
+        return tuple(attrs.fields(kind))
+    return dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+
+
+def _default(field: Any) -> Any:
+    """The default of a field, or what makes one; None where it has neither."""
+    makers = getattr(field, "default_factory", None), getattr(field.default, "factory", None)
+    absent = (None, attrs.NOTHING, dataclasses.MISSING)
+    return next((v for v in (*makers, field.default) if not any(v is one for one in absent)), None)
 
 
 def _has_content(cell: types.CellType) -> bool:

@@ -27,7 +27,7 @@ def version(function: Any) -> str:
 
 def run_in(source: str, name: str = "notebook") -> Any:
     """The function ``run`` of a module of this source."""
-    module = types.ModuleType(name)
+    module = sys.modules[name] = types.ModuleType(name)  # where dataclasses look for it
     exec(source, vars(module))
     return module.run  # type: ignore[attr-defined]
 
@@ -67,6 +67,28 @@ def closure(value: Any) -> Callable[[Any], Any]:
 HELPER = "def helper(x): return {}\ndef middle(x): return helper(x)\ndef run(x): return middle(x)"
 CONSTANT = "FACTORS = {}\ndef run(x): return x * FACTORS[0]"
 
+ATTRS = """
+import attrs
+import dataclasses
+
+@attrs.frozen
+class Config:
+    name: str
+    block: int = attrs.field(default={0}, validator=attrs.validators.in_((1, 2)))
+    sizes: list = attrs.field(factory=list)
+
+    def double(self):
+        return self.block {1}
+
+@dataclasses.dataclass(frozen=True)
+class Other:
+    name: str
+    depth: int = {2}
+    sizes: list = dataclasses.field(default_factory=list)
+
+def run(x):
+    return x * Config().double() * Other().depth
+"""
 #: Two functions each that compute something else.
 DIFFERENT: dict[str, tuple[Any, Any]] = {
     "code": (lambda x: x + 1, lambda x: x * 1),
@@ -88,6 +110,9 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
     "what it calls calls": (run_in(HELPER.format("x + 1")), run_in(HELPER.format("x * 1"))),
     "a global": (run_in(CONSTANT.format("[1, 2]")), run_in(CONSTANT.format("[3, 2]"))),
     "another function of a library": (closure(jnp.add), closure(jnp.multiply)),
+    "a field's default": (run_in(ATTRS.format(1, "* 2", 3)), run_in(ATTRS.format(2, "* 2", 3))),
+    "a method of a class": (run_in(ATTRS.format(1, "* 2", 3)), run_in(ATTRS.format(1, "+ 2", 3))),
+    "a default of a dataclass": (run_in(ATTRS.format(1, "* 2", 3)), run_in(ATTRS.format(1, "* 2", 4))),
     "locks": (closure(threading.Lock()), closure(threading.Lock())),
     "large arrays": (closure(np.zeros(MOST_BYTES // 8 + 1)), closure(np.zeros(MOST_BYTES // 8 + 1))),
 }
@@ -102,6 +127,8 @@ EQUAL: dict[str, Callable[[], Any]] = {
     "a helper": lambda: run_in(HELPER.format("x + 1")),
     "a global that is not read": lambda: run_in(f"import random\nOTHER = random.random()\n{HELPER.format('x + 1')}"),
     "a function of a library": lambda: closure(jnp.add),
+    "a class of attrs and a dataclass": lambda: run_in(ATTRS.format(1, "* 2", 3)),
+    "methods of builtin types": lambda: closure((object.__setattr__, str.join, len)),
     "a small array": lambda: closure(np.zeros(MOST_BYTES // 8)),
 }
 

@@ -15,7 +15,7 @@ CELLS = (
 import jax.numpy as jnp
 import ejkernel_core
 from ejkernel_tuning import autotune
-x = jnp.ones((60, 128))
+x = jnp.arange(7680.0).reshape(60, 128)
 ejkernel_core.plan("rms_norm", x)
 """,
     'ejkernel_core.explain("rms_norm", x)',
