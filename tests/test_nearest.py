@@ -364,9 +364,9 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]
     traces: list[tuple[str, tuple[Any, ...]]] = []
     original_jit = _call._jit
 
-    def jit(form: Any, options: Any, context: Any) -> Any:
+    def jit(form: Any, options: Any, *others: Any) -> Any:
         traces.append((form.operation.name, tuple(options)))
-        return original_jit(form, options, context)
+        return original_jit(form, options, *others)
 
     monkeypatch.setattr(_call, "_jit", jit)
     return traces

@@ -126,7 +126,9 @@ except PluginError as error:
     module = folder / "my_norm/backward.py"
     module.touch()
     try:
-        assert "(my_norm:backward) is a module" in run_python(folder, "-c", source)
+        assert "(my_norm:backward) is of type module, not an Operation; a module has the name" in run_python(
+            folder, "-c", source
+        )
     finally:
         module.unlink()
 
