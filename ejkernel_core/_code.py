@@ -54,6 +54,8 @@ class _Reader:
     module: str | None
     #: By id: the number of each value that was read, which keeps it alive.
     known: dict[int, tuple[int, Any]] = attrs.field(factory=dict)
+    #: Whether a module has the values. What has no content, such as a lock or an open file, counts by its type there.
+    is_global: bool = False
 
     def read(self, value: Any) -> Any:
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
@@ -95,7 +97,7 @@ class _Reader:
             "function",
             code_hash(function.__code__, self.read),
             *map(self.read, (cells, function.__defaults__, function.__kwdefaults__)),
-            {name: self.read(function.__globals__[name]) for name in names},
+            {name: attrs.evolve(self, is_global=True).read(function.__globals__[name]) for name in names},
         ]
 
     def _class(self, kind: Any) -> Any:
@@ -112,9 +114,9 @@ class _Reader:
 
     def _array(self, array: Any) -> Any:
         if isinstance(array, jax.core.Tracer) or array.nbytes > MOST_BYTES:
-            return self._other()
+            return self._other(array)
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
-            return self._other()
+            return self._other(array)
         data = np.asarray(array).tobytes()
         return ["array", str(array.dtype), list(array.shape), hashlib.sha256(data).hexdigest()]
 
@@ -125,7 +127,7 @@ class _Reader:
             # Objects of other modules may have anything inside.
             kind: Any = type(value)
             is_plain = isinstance(value, types.SimpleNamespace) or attrs.has(kind) or dataclasses.is_dataclass(kind)
-            return self._attributes(value) if is_plain or kind.__module__ == self.module else self._other()
+            return self._attributes(value) if is_plain or kind.__module__ == self.module else self._other(value)
 
     def _instance(self, value: Any) -> Any:
         """The attributes of a method's object, as they were first read: it may count its calls, or remember them."""
@@ -148,9 +150,9 @@ class _Reader:
         fields = {name: self.read(getattr(value, name)) for name in own if hasattr(value, name)}
         return ["object", f"{kind.__module__}.{kind.__qualname__}", fields]
 
-    @staticmethod
-    def _other() -> Any:
-        return ["other", _PROCESS, next(_others)]
+    def _other(self, value: Any) -> Any:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        return ["other", kind] if self.is_global else ["other", kind, _PROCESS, next(_others)]
 
 
 def _name(value: Any) -> str | None:

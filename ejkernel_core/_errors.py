@@ -67,11 +67,15 @@ def name_operation(fault: Exception, op: str) -> None:
 
 def name_line(fault: BaseException, line: str | None) -> None:
     """Say in which line of the user's program the call is, once: the message of one of our errors ends with it, and
-    another exception, such as one of a kernel, has a note.
+    another exception, such as one of a kernel, has a note. An interrupt is not about the call.
     """
     if isinstance(fault, EjkernelError):
         fault.name_line(line)
-    elif line is not None and not any(note.startswith(CALLED_AT) for note in getattr(fault, "__notes__", ())):
+    elif (
+        isinstance(fault, Exception)
+        and line is not None
+        and not any(note.startswith(CALLED_AT) for note in getattr(fault, "__notes__", ()))
+    ):
         fault.add_note(f"{CALLED_AT}{line}")
 
 

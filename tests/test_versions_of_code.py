@@ -128,6 +128,7 @@ EQUAL: dict[str, Callable[[], Any]] = {
     "a global that is not read": lambda: run_in(f"import random\nOTHER = random.random()\n{HELPER.format('x + 1')}"),
     "a function of a library": lambda: closure(jnp.add),
     "a class of attrs and a dataclass": lambda: run_in(ATTRS.format(1, "* 2", 3)),
+    "a lock of the module": lambda: run_in("import threading\nLOCK = threading.Lock()\ndef run(x): return LOCK, x"),
     "methods of builtin types": lambda: closure((object.__setattr__, str.join, len)),
     "a small array": lambda: closure(np.zeros(MOST_BYTES // 8)),
 }

@@ -353,7 +353,7 @@ def test_records_are_stored_under_the_lock(scale_op: Any, monkeypatch: pytest.Mo
         put(cache, key, record)
 
     monkeypatch.setattr(PersistentCache, "put", record_lock_and_put)
-    x = jnp.ones(5)
+    x = jnp.arange(5.0)
     if by_hand:
         monkeypatch.setattr(ejkernel_core, "registry", scale_op.registry)
         autotune("scale", x, num_iters=2)
