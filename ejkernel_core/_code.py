@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import itertools
 import sys
+import threading
 import types
 import uuid
 import weakref
@@ -19,13 +21,16 @@ import numpy as np
 
 from ._keys import code_hash, short_hash, stable_json
 
-#: An array with more bytes is not read: it counts as another one each time.
+#: An array with more bytes is not read. It counts as what has no content.
 MOST_BYTES = 2**20
 #: What has no content is another one each time, also in another process.
 _PROCESS = uuid.uuid4().hex
 _others = itertools.count()
 #: By object: what its attributes were when they were first read.
 _instances: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+#: By id: the objects whose attributes are read now, of which one may refer to another; and what protects both.
+_reading: dict[int, Any] = {}
+_lock = threading.RLock()
 
 
 def code_fingerprint(functions: Iterable[Any]) -> str:
@@ -58,12 +63,15 @@ class _Reader:
     is_global: bool = False
 
     def read(self, value: Any) -> Any:
-        if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        if value is None or type(value) in (bool, int, float, complex, str, bytes):
             return stable_json(value)
         if id(value) in self.known:
             return ["known", self.known[id(value)][0]]
         self.known[id(value)] = len(self.known), value
-        return self._read(value)
+        try:
+            return self._read(value)
+        except Exception:  # of any type: the class may be a user's own, and registering it must not fail for this
+            return self._other(value)
 
     def _read(self, value: Any) -> Any:
         if isinstance(value, types.ModuleType):
@@ -131,14 +139,21 @@ class _Reader:
 
     def _instance(self, value: Any) -> Any:
         """The attributes of a method's object, as they were first read: it may count its calls, or remember them."""
-        try:
-            known = _instances.get(value)
-            if known is None:
-                _instances[value] = ["itself"]  # in what its attributes refer to
-                known = _instances[value] = _Reader(self.module)._attributes(value)
-        except TypeError:  # without a hash, or without weak references
-            return self._attributes(value)
-        return known
+        with _lock:
+            if id(value) in _reading:
+                return ["itself"]
+            with contextlib.suppress(TypeError):  # without a hash
+                if (known := _instances.get(value)) is not None:
+                    return known
+            _reading[id(value)] = value
+            try:
+                attributes = _Reader(self.module)._attributes(value)
+            finally:
+                del _reading[id(value)]
+            if not _reading:  # else it may be a part of an object that it refers to, and have "itself" in its place
+                with contextlib.suppress(TypeError):  # without a hash, or without weak references
+                    _instances[value] = attributes
+            return attributes
 
     def _attributes(self, value: Any) -> Any:
         if isinstance(value, type | types.ModuleType):

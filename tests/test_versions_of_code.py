@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import subprocess
 import sys
@@ -158,6 +159,45 @@ def test_an_object_that_refers_to_itself_has_a_version() -> None:
     first, second, other = Referring(2), Referring(2), Referring(3)
     assert first.plugin.run(1) == 2
     assert version(first.run) == version(second.run) != version(other.run)
+
+
+class Pair:
+    """Two of them refer to each other."""
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def run(self, x: Any) -> Any:
+        return x * self.other.factor
+
+
+def pair(factor: int) -> Pair:
+    first, second = Pair(1), Pair(factor)
+    first.other, second.other = second, first
+    first.of_other, second.of_other = second.run, first.run
+    return first
+
+
+def test_objects_that_refer_to_each_other_have_versions() -> None:
+    first, second = pair(2), pair(3)
+    assert version(first.run) == version(pair(2).run) != version(second.run)
+    assert version(first.other.run) != version(second.other.run)
+
+
+def test_a_local_enum_counts_by_its_member() -> None:
+    class Local(enum.IntEnum):
+        ONE = 1
+        TWO = 2
+
+    assert version(closure(Local.ONE)) == version(closure(Local.ONE)) != version(closure(Local.TWO))
+
+
+def test_a_value_that_cannot_be_read_is_another_one_each_time() -> None:
+    class Raising(dict[str, int]):
+        def items(self) -> Any:
+            raise OSError("not today")
+
+    assert version(closure(Raising())) != version(closure(Raising()))
 
 
 def test_the_version_is_the_same_in_another_process() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import ejkernel_core
-from ejkernel_core._jax_versions import hide_frames, without_hidden_frames
+from ejkernel_core._jax_versions import ends_at_caller, hide_frames
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -29,18 +29,15 @@ def front_door(function: Function) -> Function:
     count = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters.values())
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
+    @ends_at_caller
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            if len(args) > count or not (takes_any or kwargs.keys() <= parameters.keys()):
-                operation = ejkernel_core.registry.operation(name)
-                known = operation.signature.parameters
-                # Without options of the function that are none of the operation: those are right.
-                raised = {key: value for key, value in kwargs.items() if key in known or key not in parameters}
-                operation.bind(args, raised)
-            return function(*args, **kwargs)
-        except Exception as fault:
-            fault.__traceback__ = without_hidden_frames(fault.__traceback__)
-            raise
+        if len(args) > count or not (takes_any or kwargs.keys() <= parameters.keys()):
+            operation = ejkernel_core.registry.operation(name)
+            known = operation.signature.parameters
+            # Without options of the function that are none of the operation: those are right.
+            raised = {key: value for key, value in kwargs.items() if key in known or key not in parameters}
+            operation.bind(args, raised)
+        return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]

@@ -61,7 +61,7 @@ class Summary:
             terminalreporter.write_line(text)
         has_failed = bool(terminalreporter.stats.get("failed"))
         if has_failed and jax.default_backend() == "cpu" and lacks_fusion_flag(os.environ, version_of("jaxlib")):
-            terminalreporter.section("before anything else", yellow=True)
+            terminalreporter.section("a fault of jaxlib", yellow=True)
             terminalreporter.write_line(
                 "This jaxlib can give wrong sums in float32 on a CPU, also in what fails here. Set this, and run the "
                 f'tests again: export XLA_FLAGS="{FUSION_FLAG} $XLA_FLAGS"'

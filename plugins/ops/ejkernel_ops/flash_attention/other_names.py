@@ -39,7 +39,7 @@ OTHER_NAMES = {other: name for name, others in BY_NAME.items() for other in othe
     "return_attn_probs": "there are no probabilities to return; 'return_lse' returns the log-sum-exp",
     "broadcast_dropout": "leave it out: each probability is dropped by itself",
     "force_fp32_for_softmax": "it is not needed: logits and sums are float32, or float64 for float64",
-    **dict.fromkeys(("interpret", "debug"), "it is an option of a kernel's own launch, which the plugin makes"),
+    **dict.fromkeys(("interpret", "debug"), "leave it out: the plugin of a kernel launches it"),
     **dict.fromkeys(("block_size", "block_q", "block_k", "block_sizes", "config"), "'cfg' takes a kernel's Config"),
     "enable_gqa": "it is not needed: heads of queries share heads of keys wherever there are fewer of these",
     "precision": "it is not needed: logits and sums are float32, or float64 for float64",
