@@ -57,6 +57,10 @@ def _names(names: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(names.split()) if isinstance(names, str) else tuple(names)
 
 
+def _names_by_result(names: Mapping[str, str | Iterable[str]]) -> Mapping[str, tuple[str, ...]]:
+    return read_only({result: _names(arrays) for result, arrays in names.items()})
+
+
 @attrs.frozen(eq=False)
 class Axes:
     """The meaning of each axis of each array, as words. They describe the canonical arguments that kernels see.
@@ -98,6 +102,8 @@ class Axes:
     #: is, and where it has not. None stands for an argument that a call does not have.
     present: Mapping[str, Texts] = attrs.field(factory=dict, converter=_cases, kw_only=True)
     absent: Mapping[str, Texts] = attrs.field(factory=dict, converter=_cases, kw_only=True)
+    #: ``{"rstd": "x weight"}``: the arrays whose gradients are computed from a result. Without an entry, all are.
+    residuals: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict, converter=_names_by_result, kw_only=True)
     #: True for a backward operation: its results have the axes of the arrays that ``wrt`` names.
     of_gradients: bool = attrs.field(default=False, kw_only=True)
     _layouts: Layouts = attrs.field(init=False, repr=False)
@@ -392,8 +398,10 @@ def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
         raise ValueError(f"axes, vmap: takes an independent axis; got {axes.vmap!r}")
     if duplicates := {*axes.independent} & {*axes.whole}:
         raise ValueError(f"axes: {', '.join(sorted(duplicates))} cannot be independent and whole")
-    for field, names in {"dtypes": [*axes.dtypes], "statistics": axes.statistics}.items():
-        _check_names(f"axes, {field}", names, axes.results, "not a result")
+    for field in ("dtypes", "statistics", "residuals"):
+        _check_names(f"axes, {field}", getattr(axes, field), axes.results, "not a result")
+    for result, names in axes.residuals.items():
+        _check_names(f"axes, residuals of {result}", names, axes.arrays, "not an array")
     for result, dtype in axes.dtypes.items():
         if isinstance(dtype, str):
             _check_dtype(result, dtype)

@@ -26,11 +26,19 @@ from ._errors import EjkernelError, NotDifferentiable
 from ._jax_versions import ends_at_caller, hide_frames, without_hidden_frames
 from ._kernel import Invocation
 from ._keys import content, plain
-from ._lowering import apply, apply_inline, has_opaque_kernel
+from ._lowering import apply, apply_and_restore, apply_inline, has_opaque_kernel
 from ._operation import NUMBERS, Operation, Restore
 from ._plan import Explanation, Plan
 from ._plugins import Plugins
-from ._request import CallContext, Dependencies, Request, make_request, requests_in, standard_promotion
+from ._request import (
+    CallContext,
+    Dependencies,
+    Request,
+    make_request,
+    requests_in,
+    standard_promotion,
+    used_results,
+)
 
 if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
     from ._partitioning import Division
@@ -287,7 +295,7 @@ def _jit(form: Form, options: Sequence[Any], context: CallContext, donate: bool)
             )
         with standard_promotion():
             request, values, restore = _prepare(form, arrays, options, context)
-            return restore(apply(request, values))
+            return apply_and_restore(request, values, restore)
 
     # JAX shows these names in compiled code and in errors.
     run.__name__ = run.__qualname__ = form.operation.name
@@ -395,11 +403,9 @@ class AbstractCall:
 
         The cotangent of a result that the caller does not get, or that has no gradient, is dropped.
         """
-        jaxpr = jax.make_jaxpr(self.restore)(tuple(self.request.outputs(self.avals))).jaxpr
-        used_ids = {id(variable) for eqn in jaxpr.eqns for variable in eqn.invars} | {id(v) for v in jaxpr.outvars}
+        is_used = used_results(self.restore, self.request.outputs(self.avals))
         used_cotangents = [
-            ct if id(v) in used_ids and _gradients.is_inexact(ct) else None
-            for ct, v in zip(cotangents, jaxpr.invars, strict=True)
+            ct if used and _gradients.is_inexact(ct) else None for ct, used in zip(cotangents, is_used, strict=True)
         ]
         avals = dict(zip(self.request.arrays, self.avals, strict=True))
         differentiable = self.request.operation.differentiable

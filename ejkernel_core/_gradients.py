@@ -41,9 +41,11 @@ def _call_jvp(primitive: Any, primals: Sequence[Any], tangents: Sequence[Any], *
     wrt = tuple(name for name, tangent in zip(request.arrays, tangents, strict=True) if not _is_zero(tangent))
     _check_differentiable(request, wrt)
     # The names come before the tangents use the results: if both are saved, the backward runs no forward kernel again.
-    results = with_checkpoint_names(request, primitive.bind(*primals, request=request))
+    saving = request.saving(wrt)
+    saved = with_checkpoint_names(saving, primitive.bind(*primals, request=saving))
     nonzero = [tangent for tangent in tangents if not _is_zero(tangent)]
-    result_tangents = iter(tangent_call.bind(*primals, *results, *nonzero, request=request, wrt=wrt))
+    result_tangents = iter(tangent_call.bind(*primals, *saved, *nonzero, request=request, wrt=wrt))
+    results = _of_results(request, wrt, saved)
     return results, [next(result_tangents) if is_inexact(result) else _no_tangent(result) for result in results]
 
 
@@ -76,9 +78,15 @@ Parts = tuple[Sequence[Any], Sequence[Any], Sequence[Any]]
 
 
 def _parts(request: Request, wrt: Sequence[str], operands: Sequence[Any]) -> Parts:
-    """The arrays, the results and the tangents among the operands of ``tangent_call``."""
+    """The arrays, the saved results and the tangents among the operands of ``tangent_call``."""
     first, last = len(request.arrays), len(operands) - len(wrt)
     return operands[:first], operands[first:last], operands[last:]
+
+
+def _of_results(request: Request, wrt: Sequence[str], saved: Sequence[Any]) -> list[Any]:
+    """The results of the call among those that are saved."""
+    by_name = dict(zip(request.saving(wrt).results, saved, strict=True))
+    return [by_name[name] for name in request.results]
 
 
 def _tangents(*operands: Any, request: Request, wrt: tuple[str, ...]) -> list[Any]:
@@ -96,8 +104,8 @@ def _tangents(*operands: Any, request: Request, wrt: tuple[str, ...]) -> list[An
 
 
 def _tangent_types(*avals: Any, request: Request, wrt: tuple[str, ...]) -> list[Any]:
-    _, results, _ = _parts(request, wrt, avals)
-    return [result.to_tangent_aval() for result in results if is_inexact(result)]
+    _, saved, _ = _parts(request, wrt, avals)
+    return [result.to_tangent_aval() for result in _of_results(request, wrt, saved) if is_inexact(result)]
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, request: Request, wrt: tuple[str, ...]) -> Any:
@@ -121,9 +129,9 @@ def _tangents_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: R
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, request: Request, wrt: tuple[str, ...]) -> list[Any]:
     """Run the backward operation, for the cotangents that are not zero and the gradients that JAX needs."""
-    arrays, results, argument_tangents = _parts(request, wrt, operands)
+    arrays, saved, argument_tangents = _parts(request, wrt, operands)
     cotangent_iterator = iter(cotangents)
-    cts = [next(cotangent_iterator) if is_inexact(result) else None for result in results]
+    cts = [next(cotangent_iterator) if is_inexact(r) else None for r in _of_results(request, wrt, saved)]
     cts = [None if isinstance(ct, ad.Zero) else ct for ct in cts]
     needed = tuple(
         name for name, tangent in zip(wrt, argument_tangents, strict=True) if ad.is_undefined_primal(tangent)
@@ -132,10 +140,10 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, request: Request, wrt:
     if needed and any(ct is not None for ct in cts):
         # A pullback may be called under other settings than those of its forward.
         with request.settings.in_effect():
-            gradients = _gradients(request, arrays, results, cts, needed)
+            gradients = _gradients(request, arrays, request.saving(wrt).complete(saved, arrays), cts, needed)
     primals = dict(zip(request.arrays, arrays, strict=True))
     resharded = {name: reshard_like(gradient, primals[name]) for name, gradient in gradients.items()}
-    return [*(None for _ in (*arrays, *results)), *(resharded.get(name) for name in wrt)]
+    return [*(None for _ in (*arrays, *saved)), *(resharded.get(name) for name in wrt)]
 
 
 def _gradients(
@@ -150,13 +158,16 @@ def _gradients(
 def backward_request(
     request: Request, arrays: Sequence[Any], results: Sequence[Any], cotangents: Sequence[Any], wrt: tuple[str, ...]
 ) -> tuple[Request, list[Any]]:
-    """The request of the backward operation and its arrays; ``gradient_signature`` has its parameters."""
+    """The request of the backward operation and its arrays; ``gradient_signature`` has its parameters. ``results`` are
+    all of a kernel's, and ``cotangents`` those of the request's.
+    """
     operation, registry = request.operation, request.registry
     backward = _backward_operation(request)
     arguments = {
         **request.arguments(arrays),
         **dict(zip(operation.results, results, strict=True)),
-        **{f"d_{name}": ct for name, ct in zip(operation.results, cotangents, strict=True)},
+        **dict.fromkeys(f"d_{name}" for name in operation.results),
+        **{f"d_{name}": ct for name, ct in zip(request.results, cotangents, strict=True)},
         "wrt": wrt,
     }
     # An explicit backend or cfg holds for the backward operation too, if it has that backend or takes that cfg.
@@ -172,7 +183,7 @@ def _mapped_axis_of_backward(axis: MappedAxis, request: Request, backward: Reque
     """The mapped axis of a call in its backward. The gradients of arrays that are the same for all its indices are sums
     over it.
     """
-    results = [name for name in request.results if name not in axis.sums]
+    results = [name for name in request.all_results if name not in axis.sums]
     arrays = {*axis.arrays, *results, *(f"d_{name}" for name in results)}
     return MappedAxis(frozenset(arrays & {*backward.arrays}), frozenset(wrt) - axis.arrays)
 
@@ -223,7 +234,7 @@ def _by_reference(
     cfg = _fitting_cfg(request, [request.registry.kernel(operation.name, operation.reference)])
     context = attrs.evolve(request.context, backend=operation.reference, cfg=cfg)
     reference_request, _ = make_request(context, operation, request.arguments(arrays))
-    reference_request = attrs.evolve(reference_request, mapped=request.mapped)
+    reference_request = attrs.evolve(reference_request, mapped=request.mapped, needed=request.needed)
     by_name = dict(zip(request.arrays, arrays, strict=True))
 
     def run(differentiated: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -48,6 +48,9 @@ class Invocation(Mapping[str, Any]):
     processes: tuple[int, ...] | None = ()
     #: The registry that chose the kernel; None in an invocation that was made by hand.
     registry: Any = attrs.field(default=None, repr=False)
+    #: The results that something depends on; None for all. A kernel may return None in the place of the others. It is
+    #: known where the kernel runs, not while it is chosen, and is not a part of any key.
+    needed: frozenset[str] | None = attrs.field(default=None, repr=False)
 
     @functools.cached_property
     def key(self) -> Key:
@@ -108,6 +111,10 @@ class Invocation(Mapping[str, Any]):
         if self.registry is None:
             raise ValueError(f"{self.op}: the invocation was made without a registry, which would call {brief(op)}")
         return self.registry.call(op, *args, **kwargs)
+
+    def needs(self, result: str) -> bool:
+        """Whether something depends on this result."""
+        return self.needed is None or result in self.needed
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> Invocation:
         """The same invocation on these arrays."""

@@ -26,10 +26,19 @@ from ._choice import candidates_for
 from ._devices import Target, explicit_mesh, partly_manual_mesh, target, target_of
 from ._errors import NotDifferentiable, PluginError, name_line
 from ._fallback import warn_of_reference
-from ._jax_versions import avals_like, is_partitioned, line_of_call, lowering_processes, unchecked_varying, vary_alike
+from ._jax_versions import (
+    avals_like,
+    is_partitioned,
+    line_of_call,
+    lowering_processes,
+    narrow_where_dead,
+    unchecked_varying,
+    vary_alike,
+)
 from ._labels import call_label
+from ._operation import Restore
 from ._plan import Plan
-from ._request import CALLS, Request, bind, standard_promotion
+from ._request import CALLS, Request, bind, standard_promotion, used_results
 
 
 def apply(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -38,6 +47,13 @@ def apply(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
     if request.context.backend == request.operation.reference:
         return apply_inline(request, arrays)
     return bind(request, arrays)
+
+
+def apply_and_restore(request: Request, arrays: Sequence[Any], restore: Restore) -> Any:
+    """What the caller gets of a call, whose kernel computes nothing else."""
+    if len(request.results) > 1:
+        request = request.needing(used_results(restore, request.outputs(arrays)))
+    return restore(request.complete(apply(request, arrays), arrays))
 
 
 def apply_inline(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -91,7 +107,7 @@ def _refuse_tangent(operation: str, name: str, primals: Any, tangents: Any) -> A
 
 def with_checkpoint_names(request: Request, results: Sequence[Any]) -> list[Any]:
     """The results, with the names that a policy of ``jax.checkpoint`` may save."""
-    is_backward = request.results is not request.operation.results
+    is_backward = request.all_results is not request.operation.results
     names = [f"d_{name}" if is_backward else name for name in request.results]
     return [checkpoint_name(r, f"{request.operation.name}.{n}") for r, n in zip(results, names, strict=True)]
 
@@ -131,6 +147,10 @@ def _abstract_eval(*avals: Any, request: Request) -> list[Any]:
 
     shards = shards_of_types(request.partitioning(avals), avals, mesh)
     return avals_like(avals, results, [*map(partition_spec, shards.specs_of_results)])
+
+
+def _without_dead_results(used: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
+    return {"request": params["request"].needing(used)}
 
 
 def _run_eagerly(*arrays: Any, request: Request) -> tuple[Any, ...]:  # only under jax.disable_jit
@@ -245,6 +265,7 @@ for _primitive in CALLS:
     _primitive.def_impl(_run_eagerly)
     _primitive.def_abstract_eval(_abstract_eval)
     batching.primitive_batchers[_primitive] = _batch
+    narrow_where_dead(_primitive, _without_dead_results)
     # A function that is lowered for several platforms gets a plan for each. Any other platform has the last rule.
     for _platform in ("cpu", "cuda", "rocm", "tpu"):
         mlir.register_lowering(_primitive, partial(_lower, platform=_platform), platform=_platform)

@@ -15,7 +15,7 @@ from ._errors import NoKernel, PluginError, Unsupported, message
 from ._jax_versions import Primitive, keep_weakly, lower_with_devices, vary_alike
 from ._kernel import Invocation
 from ._keys import abstract, content
-from ._operation import Arguments, Operation
+from ._operation import Arguments, Operation, Restore
 from ._plan import AUTOTUNED, Plan
 from ._plugins import Plugins
 from ._scopes import EMPTY, Scope
@@ -108,12 +108,48 @@ class Request:
     #: The outermost first. They are merged into one call or a loop where the call is lowered, on the shard of a device:
     #: merging two axes of which one is sharded would move data between devices.
     mapped: tuple[MappedAxis, ...] = ()
+    #: The results that something depends on; None for all. It is not a part of any key.
+    needed: frozenset[str] | None = None
+
+    @property
+    def all_results(self) -> tuple[str, ...]:
+        """The names of what a kernel returns: for a backward operation, the arrays whose gradients it computes."""
+        wrt = dict(self.options).get("wrt")
+        return wrt if isinstance(wrt, tuple) else self.operation.results
 
     @property
     def results(self) -> tuple[str, ...]:
-        """The names of the results: those of a backward operation are the arrays whose gradients they are."""
-        wrt = dict(self.options).get("wrt")
-        return wrt if isinstance(wrt, tuple) else self.operation.results
+        """The names of the needed results."""
+        return self.select(self.all_results)
+
+    def select(self, results: Sequence[Any]) -> tuple[Any, ...]:
+        """The needed ones of all results."""
+        if self.needed is None:
+            return tuple(results)
+        return tuple(r for name, r in zip(self.all_results, results, strict=True) if name in self.needed)
+
+    def complete(self, results: Sequence[Any], values: Sequence[Any]) -> tuple[Any, ...]:
+        """All results, from the needed ones of a call on these arrays. On the others nothing depends: they are 0."""
+        if self.needed is None:
+            return tuple(results)
+        outputs = attrs.evolve(self, needed=None).outputs(values)
+        by_name = dict(zip(self.results, results, strict=True))
+        return tuple(
+            by_name[name] if name in by_name else jax.numpy.zeros(output.shape, output.dtype)
+            for name, output in zip(self.all_results, outputs, strict=True)
+        )
+
+    def needing(self, used: Sequence[bool]) -> Request:
+        """The request of those results alone that are used, of those of this one."""
+        if all(used):
+            return self
+        return attrs.evolve(self, needed=frozenset(n for n, is_used in zip(self.results, used, strict=True) if is_used))
+
+    def saving(self, wrt: Sequence[str]) -> Request:
+        """The request that also has the results which the gradients of the arrays ``wrt`` are computed from."""
+        if self.needed is None or self.operation.backward is None:  # else JAX differentiates the reference
+            return self
+        return attrs.evolve(self, needed=self.needed | self.operation.residuals(wrt))
 
     @property
     def registry(self) -> Plugins:
@@ -152,7 +188,9 @@ class Request:
 
     def run(self, plan: Plan, values: Sequence[Any]) -> tuple[Any, ...]:
         inv = plan.invocation.with_arrays(dict(zip(self.arrays, values, strict=True)))
-        return plan.kernel.run_backend(inv, plan.choice.cfg)
+        inv = inv if self.needed is None else attrs.evolve(inv, needed=self.needed)
+        results = plan.kernel.run_backend(inv, plan.choice.cfg)
+        return self.select(results) if len(results) == len(self.all_results) else results
 
     def elements(self, values: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """The shapes and dtypes of these arrays without the mapped axes."""
@@ -186,7 +224,7 @@ class Request:
             declared, updated = outputs[operation.results.index(result)], abstract(arguments[array])
             if (declared.shape, declared.dtype) != (updated.shape, updated.dtype):
                 raise PluginError(f"{operation.name}: {result} is {array}, updated, and has to be like it")
-        return outputs
+        return self.select(outputs)
 
     @property
     def may_be_sharded(self) -> bool:
@@ -206,6 +244,8 @@ class Request:
         if rule is None:
             results = dict(zip(self.results, self._outputs(elements), strict=True))
             rule = whole_partitioning(dict(zip(self.arrays, elements, strict=True)), results, reason)
+        elif self.needed is not None:
+            rule = attrs.evolve(rule, results=dict(self.select([*rule.results.items()])))
         sizes = self.mapped_sizes(values)
         for number, axis in reversed([*enumerate(self.mapped)]):
             rule = rule.with_mapped_axis(f"mapped axis {number}", sizes[number], axis.arrays, axis.sums)
@@ -262,6 +302,13 @@ def bind(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """The results of the best kernel for the request, by the primitive."""
     primitive = kernel_call if absent_target() is None else absent_device_call
     return tuple(primitive.bind(*vary_alike(arrays), request=request))
+
+
+def used_results(restore: Restore, outputs: Sequence[Any]) -> list[bool]:
+    """Which of these results the caller gets something of."""
+    program = jax.make_jaxpr(restore)(tuple(outputs)).jaxpr
+    used = {id(variable) for eqn in program.eqns for variable in eqn.invars} | {id(v) for v in program.outvars}
+    return [id(variable) in used for variable in program.invars]
 
 
 def requests_in(program: Any) -> Iterator[tuple[Request, list[Any]]]:

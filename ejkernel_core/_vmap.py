@@ -42,9 +42,14 @@ def _by_folding(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...] | No
         folded_call[:] = folded_request, folded[1]
         return folded_arrays
 
-    if not jax.eval_shape(fold_arrays, *without_axes(outer, request.arrays, arrays)):
+    folded_avals = jax.eval_shape(fold_arrays, *without_axes(outer, request.arrays, arrays))
+    if not folded_avals:
         return None
-    folded_request, unfold = folded_call
+    folded_request, unfold_all = attrs.evolve(folded_call[0], needed=request.needed), folded_call[1]
+
+    def unfold(results: Sequence[Any]) -> tuple[Any, ...]:
+        return request.select(unfold_all(folded_request.complete(results, folded_avals)))
+
     for outer_axis in reversed(outer):
         fold_arrays = jax.vmap(
             fold_arrays,
