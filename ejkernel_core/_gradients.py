@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from ._errors import NotDifferentiable, PluginError, UnknownOperation
 from ._jax_versions import Primitive, reshard_like, reshard_without
 from ._kernel import LoadedKernel
-from ._lowering import apply, with_checkpoint_names
+from ._lowering import apply, result_types, with_checkpoint_names
 from ._operation import Operation, gradient_signature, zero_cotangent
 from ._request import CALLS, MappedAxis, Request, make_request
 
@@ -42,10 +42,11 @@ def _call_jvp(primitive: Any, primals: Sequence[Any], tangents: Sequence[Any], *
     _check_differentiable(request, wrt)
     # The names come before the tangents use the results: if both are saved, the backward runs no forward kernel again.
     saving = request.saving(wrt)
-    saved = with_checkpoint_names(saving, primitive.bind(*primals, request=saving))
+    by_name = saving.by_name(with_checkpoint_names(saving, primitive.bind(*primals, request=saving)))
+    results = [by_name[name] for name in request.results]
+    residuals = [by_name[name] for name in request.operation.residuals(wrt)]
     nonzero = [tangent for tangent in tangents if not _is_zero(tangent)]
-    result_tangents = iter(tangent_call.bind(*primals, *saved, *nonzero, request=request, wrt=wrt))
-    results = _of_results(request, wrt, saved)
+    result_tangents = iter(tangent_call.bind(*primals, *residuals, *nonzero, request=request, wrt=wrt))
     return results, [next(result_tangents) if is_inexact(result) else _no_tangent(result) for result in results]
 
 
@@ -78,15 +79,9 @@ Parts = tuple[Sequence[Any], Sequence[Any], Sequence[Any]]
 
 
 def _parts(request: Request, wrt: Sequence[str], operands: Sequence[Any]) -> Parts:
-    """The arrays, the saved results and the tangents among the operands of ``tangent_call``."""
+    """The arrays, the residuals and the tangents among the operands of ``tangent_call``."""
     first, last = len(request.arrays), len(operands) - len(wrt)
     return operands[:first], operands[first:last], operands[last:]
-
-
-def _of_results(request: Request, wrt: Sequence[str], saved: Sequence[Any]) -> list[Any]:
-    """The results of the call among those that are saved."""
-    by_name = dict(zip(request.saving(wrt).results, saved, strict=True))
-    return [by_name[name] for name in request.results]
 
 
 def _tangents(*operands: Any, request: Request, wrt: tuple[str, ...]) -> list[Any]:
@@ -104,8 +99,8 @@ def _tangents(*operands: Any, request: Request, wrt: tuple[str, ...]) -> list[An
 
 
 def _tangent_types(*avals: Any, request: Request, wrt: tuple[str, ...]) -> list[Any]:
-    _, saved, _ = _parts(request, wrt, avals)
-    return [result.to_tangent_aval() for result in _of_results(request, wrt, saved) if is_inexact(result)]
+    arrays, _, _ = _parts(request, wrt, avals)
+    return [result.to_tangent_aval() for result in result_types(*arrays, request=request) if is_inexact(result)]
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, request: Request, wrt: tuple[str, ...]) -> Any:
@@ -129,9 +124,9 @@ def _tangents_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: R
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, request: Request, wrt: tuple[str, ...]) -> list[Any]:
     """Run the backward operation, for the cotangents that are not zero and the gradients that JAX needs."""
-    arrays, saved, argument_tangents = _parts(request, wrt, operands)
+    arrays, residuals, argument_tangents = _parts(request, wrt, operands)
     cotangent_iterator = iter(cotangents)
-    cts = [next(cotangent_iterator) if is_inexact(r) else None for r in _of_results(request, wrt, saved)]
+    cts = [next(cotangent_iterator) if is_inexact(result) else None for result in request.outputs(arrays)]
     cts = [None if isinstance(ct, ad.Zero) else ct for ct in cts]
     needed = tuple(
         name for name, tangent in zip(wrt, argument_tangents, strict=True) if ad.is_undefined_primal(tangent)
@@ -140,10 +135,11 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, request: Request, wrt:
     if needed and any(ct is not None for ct in cts):
         # A pullback may be called under other settings than those of its forward.
         with request.settings.in_effect():
-            gradients = _gradients(request, arrays, request.saving(wrt).complete(saved, arrays), cts, needed)
+            by_name = dict(zip(request.operation.residuals(wrt), residuals, strict=True))
+            gradients = _gradients(request, arrays, request.completed(by_name, arrays), cts, needed)
     primals = dict(zip(request.arrays, arrays, strict=True))
     resharded = {name: reshard_like(gradient, primals[name]) for name, gradient in gradients.items()}
-    return [*(None for _ in (*arrays, *saved)), *(resharded.get(name) for name in wrt)]
+    return [*(None for _ in (*arrays, *residuals)), *(resharded.get(name) for name in wrt)]
 
 
 def _gradients(

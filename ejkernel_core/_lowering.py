@@ -53,7 +53,7 @@ def apply_and_restore(request: Request, arrays: Sequence[Any], restore: Restore)
     """What the caller gets of a call, whose kernel computes nothing else."""
     if len(request.results) > 1:
         request = request.needing(used_results(restore, request.outputs(arrays)))
-    return restore(request.complete(apply(request, arrays), arrays))
+    return restore(request.completed(request.by_name(apply(request, arrays)), arrays))
 
 
 def apply_inline(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -136,7 +136,8 @@ def _types(results: Sequence[Any]) -> list[str]:
     ]
 
 
-def _abstract_eval(*avals: Any, request: Request) -> list[Any]:
+def result_types(*avals: Any, request: Request) -> list[Any]:
+    """The types of the results of a call on arrays of these types."""
     results = request.outputs(avals)
     if not avals:
         return [ShapedArray(result.shape, result.dtype) for result in results]
@@ -263,7 +264,7 @@ def has_opaque_kernel(request: Request, avals: Sequence[Any], target: Target) ->
 for _primitive in CALLS:
     _primitive.multiple_results = True
     _primitive.def_impl(_run_eagerly)
-    _primitive.def_abstract_eval(_abstract_eval)
+    _primitive.def_abstract_eval(result_types)
     batching.primitive_batchers[_primitive] = _batch
     narrow_where_dead(_primitive, _without_dead_results)
     # A function that is lowered for several platforms gets a plan for each. Any other platform has the last rule.

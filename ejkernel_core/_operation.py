@@ -194,10 +194,12 @@ class Operation:
             reason = "what is updated in place has no gradient"
             raise ValueError(f"{prefix}: {reason}, so give neither backward nor differentiable")
 
-    def residuals(self, wrt: Iterable[str]) -> frozenset[str]:
-        """The results that the backward operation reads for these gradients."""
+    def residuals(self, wrt: Iterable[str]) -> tuple[str, ...]:
+        """The results that these gradients are computed from: none where JAX differentiates the reference."""
+        if self.backward is None:
+            return ()
         read_for = {} if self.axes is None else self.axes.residuals
-        return frozenset(name for name in self.results if {*read_for.get(name, self.arrays)} & {*wrt})
+        return tuple(name for name in self.results if {*read_for.get(name, self.arrays)} & {*wrt})
 
     def prepared(self, arguments: Arguments) -> tuple[Arguments, Restore]:
         """The checked canonical arguments, and the function that turns the results into what the caller gets."""

@@ -128,16 +128,20 @@ class Request:
             return tuple(results)
         return tuple(r for name, r in zip(self.all_results, results, strict=True) if name in self.needed)
 
-    def complete(self, results: Sequence[Any], values: Sequence[Any]) -> tuple[Any, ...]:
-        """All results, from the needed ones of a call on these arrays. On the others nothing depends: they are 0."""
-        if self.needed is None:
-            return tuple(results)
+    def completed(self, results: Mapping[str, Any], values: Sequence[Any]) -> tuple[Any, ...]:
+        """All results of a call on these arrays, in order. On those that are not given nothing depends: they are 0."""
+        names = self.all_results
+        if len(results) == len(names):
+            return tuple(results[name] for name in names)
         outputs = attrs.evolve(self, needed=None).outputs(values)
-        by_name = dict(zip(self.results, results, strict=True))
         return tuple(
-            by_name[name] if name in by_name else jax.numpy.zeros(output.shape, output.dtype)
-            for name, output in zip(self.all_results, outputs, strict=True)
+            results[name] if name in results else jax.numpy.zeros(output.shape, output.dtype)
+            for name, output in zip(names, outputs, strict=True)
         )
+
+    def by_name(self, results: Sequence[Any]) -> dict[str, Any]:
+        """The needed results by name."""
+        return dict(zip(self.results, results, strict=True))
 
     def needing(self, used: Sequence[bool]) -> Request:
         """The request of those results alone that are used, of those of this one."""
@@ -147,9 +151,9 @@ class Request:
 
     def saving(self, wrt: Sequence[str]) -> Request:
         """The request that also has the results which the gradients of the arrays ``wrt`` are computed from."""
-        if self.needed is None or self.operation.backward is None:  # else JAX differentiates the reference
-            return self
-        return attrs.evolve(self, needed=self.needed | self.operation.residuals(wrt))
+        return (
+            self if self.needed is None else attrs.evolve(self, needed=self.needed.union(self.operation.residuals(wrt)))
+        )
 
     @property
     def registry(self) -> Plugins:

@@ -48,7 +48,8 @@ def _by_folding(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...] | No
     folded_request, unfold_all = attrs.evolve(folded_call[0], needed=request.needed), folded_call[1]
 
     def unfold(results: Sequence[Any]) -> tuple[Any, ...]:
-        return request.select(unfold_all(folded_request.complete(results, folded_avals)))
+        by_name = folded_request.by_name(results)
+        return request.select(unfold_all(folded_request.completed(by_name, folded_avals)))
 
     for outer_axis in reversed(outer):
         fold_arrays = jax.vmap(

@@ -13,6 +13,7 @@ from ejkernel_core import Example, Registry
 from ._outcome import (
     REFERENCE,
     arguments,
+    array_alone,
     backward_kernels,
     machine_epsilon,
     outcome_arrays,
@@ -77,6 +78,21 @@ def gradients(
             f"gradients: {kernel} on {example.name}: the gradients are those of {source}; {backward} is declared"
         )
     _check_outcomes("gradients", registry, kernel, example, "gradient", roundings)
+
+
+def needed(registry: Registry, kernel: str, example: Example, roundings: float = 1.0) -> None:
+    """Each result is the same where no other is needed.
+
+    >>> from ejkernel_testing._double import double
+    >>> registry, kernel, example = double()
+    >>> needed(registry, kernel, example)
+    """
+    exact = outcome_arrays(registry, REFERENCE, example, is_float64=True)
+    for place, result in enumerate(registry.operation(example.op).results):
+        name = f"result {result}"
+        alone, expected = array_alone(registry, kernel.rpartition(".")[2], example, place), exact[name]
+        tolerance = _tolerance(registry, example, name, expected, roundings)
+        compare("needed", kernel, example, name, alone, expected, tolerance, lambda: "; no other result is needed")
 
 
 def accumulation(registry: Registry, kernel: str, example: Example, roundings: float = 1.0) -> None:

@@ -44,6 +44,15 @@ def computed_arrays(registry: Registry, backend: str, example: Example) -> dict[
     return _evaluate(Computation(registry, backend, example, False, example.name, ())).arrays
 
 
+def array_alone(registry: Registry, backend: str, example: Example, place: int) -> np.ndarray:
+    """The result at this place, computed where no other is needed."""
+    with jax.enable_x64(example.dtype == "float64"):
+        arrays = inputs(registry, example)
+        function = jax.jit(lambda arrays: _visible_and_all_results(registry, backend, example, arrays)[1][place])
+        poison_memory([jax.eval_shape(function, arrays)])
+        return np.asarray(function(arrays))
+
+
 def backward_kernels(registry: Registry, backend: str, example: Example) -> tuple[str, ...]:
     """The kernels of the backward operation in that program; none if JAX differentiates the reference."""
     return _cached_outcome(registry, backend, example, False, None).backward_kernels
@@ -125,6 +134,7 @@ def _evaluate(computation: Computation) -> Outcome:
         )
         try:
             program = jax.jit(with_gradients).lower(arrays, ct)
+            poison_memory(jax.tree.leaves(program.out_info))
             _, gradients, results = program.compile()(arrays, ct)
         except Unsupported as error:
             kernel = f"{example.op}.{backend}"
@@ -143,6 +153,22 @@ def _backward_kernels(registry: Registry, example: Example, program: jax.stages.
     text = program.as_text(debug_info=True) if names else ""
     # Calls are labelled with the quoted names of their kernels.
     return tuple(name for name in names if f"{quote(name, safe='')}(" in text)
+
+
+def poison_memory(results: Sequence[Any]) -> None:
+    """Leave NaN, and the least integers, in memory of the device that results like these may get. A kernel that does
+    not write all of a result is found then: fresh memory is often 0.
+    """
+    if jax.default_backend() == "cpu":  # where the interpreters of kernels poison their outputs
+        return
+    is_float = [jnp.issubdtype(result.dtype, jnp.inexact) for result in results]
+    jax.block_until_ready(
+        [
+            jnp.full(result.shape, jnp.nan if has_nan else jnp.iinfo(result.dtype).min, result.dtype)
+            for result, has_nan in zip(results, is_float, strict=True)
+            if result.dtype != bool
+        ]
+    )
 
 
 def machine_epsilon(dtype: Any) -> float:

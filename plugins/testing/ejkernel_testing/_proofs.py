@@ -56,11 +56,12 @@ _ARGUMENTS: dict[str, tuple[str, Callable[[Selection], Rows]]] = {
         lambda examples: ((e,) for e in examples.accepted if "accumulation" in e.checks),
     ),
     "test_in_place": ("example", lambda examples: ((e,) for e in examples.accepted if "in_place" in e.checks)),
+    "test_needed": ("example", lambda examples: ((e,) for e in examples.of_several_results)),
 }
 
 
 #: The words that an example's ``checks`` may contain.
-CHECKS = ("values", "accumulation", "configurations", "sensitivity", "programs", "in_place", *TRANSFORMS)
+CHECKS = ("values", "accumulation", "configurations", "sensitivity", "programs", "in_place", "needed", *TRANSFORMS)
 
 
 class KernelProofs:
@@ -124,6 +125,8 @@ class KernelProofs:
         if test == "test_programs":
             groups = () if cls.kernel.endswith(f".{REFERENCE}") else ("one", cls.pairs)
             rows = [row for row in rows if row[-1] in groups]
+        if test == "test_needed" and len(cls.registry.operation(cls.kernel.rpartition(".")[0]).results) == 1:
+            rows = []
         return list(_parameter_sets(rows, cls.always))
 
     @classmethod
@@ -227,6 +230,10 @@ class KernelProofs:
     def test_in_place(self, example: Example) -> None:
         self._skip_if_refused(example)
         in_place(self.registry, self.kernel, example)
+
+    def test_needed(self, example: Example) -> None:
+        self._skip_if_refused(example)
+        _checks.needed(self.registry, self.kernel, example, self.roundings)
 
     def _skip_if_refused(self, example: Example) -> None:
         if not _checks.refusals(self.registry, self.kernel, example, self.refuses, self.refuses_gradients):

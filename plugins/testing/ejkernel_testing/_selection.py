@@ -34,6 +34,13 @@ class Selection:
         return [example for example in (*self.accepted, *forward_only) if "values" in example.checks]
 
     @property
+    def of_several_results(self) -> Examples:
+        """The examples on which each result is computed alone: the first short one, and all that say so."""
+        short = (example for example in self.accepted if "values" in example.checks and not example.long)
+        first = next(short, None)
+        return [example for example in self.accepted if example is first or "needed" in example.checks]
+
+    @property
     def variations(self) -> list[tuple[Example, Example]]:
         """Each example with each of its variations that the kernel takes."""
         pairs = ((example, variation) for example in self.accepted for variation in example.variations)

@@ -42,6 +42,8 @@ def axes(*statistics: str) -> Axes:
         counts="...",
         positive="dim",
         statistics=statistics,
+        # The gradient of the bias is the sum of the cotangent alone.
+        residuals={"out": "", **dict.fromkeys(("sum", *statistics), "x weight residual")},
         dtypes=SUM,
     )
 

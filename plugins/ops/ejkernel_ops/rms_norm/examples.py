@@ -174,7 +174,7 @@ def subjects(op: str) -> Iterator[Example]:
         "scan",
     }
     all_arguments = partial(everything, shape=(2, 5), dim=24)
-    yield example(op, "everything", all_arguments, checks={"values", "jit", *checks_of_folding})
+    yield example(op, "everything", all_arguments, checks={"values", "needed", *checks_of_folding})
     yield example(op, "everything-shared", all_arguments, checks={"vmap_with_shared"}, long=True)
     yield example(op, "without-a-residual", small, checks={"values", "vmap", "vmap_of_grad"})
     yield example(op, "sharded", partial(everything, shape=(8, 3), dim=24), checks={"values", "shard_map", "sharding"})
@@ -213,6 +213,7 @@ def plain_subjects(op: str) -> Iterator[Example]:
     checks_of_derivatives = {"values", "forward_mode", "jacrev_of_jacrev"}
     yield example(op, "plain-tiny", partial(plain, (2,), 5), checks=checks_of_derivatives)
     yield example(op, "plain-two-calls", partial(plain, (3,), 24), checks={"values", "programs"})
+    yield example(op, "plain-long-rows", partial(plain, (3,), 40_000), checks={"needed"})
     rows = partial(plain, (8192,), 32)
     yield example(op, "plain-sums-over-8192-rows", rows, dtype="bfloat16", checks={"accumulation"})
     base = partial(plain, (2, 5), 24)
