@@ -48,8 +48,12 @@ def lowered_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def lower(op: str, shapes: Mapping[str, Shape], dtypes: Mapping[str, Any], **options: Any) -> None:
-    arrays = {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.bfloat16)) for name, shape in shapes.items()}
-    jax.jit(lambda **arrays: REGISTRY.call(op, **arrays, **options)).lower(**arrays)
+    call = lambda **arrays: REGISTRY.call(op, **arrays, **options)
+    jax.jit(call).lower(**structs(shapes, dtypes))
+
+
+def structs(shapes: Mapping[str, Shape], dtypes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.bfloat16)) for name, shape in shapes.items()}
 
 
 def last_elements(launch: Any, inputs: Any, places: Collection[int], rows: int = 1) -> list[float]:
@@ -93,7 +97,7 @@ def test_attention(launches: list[Any], name: str) -> None:
     wrt, dtypes = tuple(shapes), {"attention_mask": jnp.bool_, "lse": jnp.float32}
     options = {"sliding_window": (31, 0), "backend": "triton"}
     shapes |= {} if bias is None else {"attention_mask": bias}
-    lower("flash_attention", shapes, dtypes, **options)
+    lower("flash_attention", shapes, dtypes, return_lse=True, **options)
     shapes |= {"out": shape, "d_out": shape, "lse": (shape[0], shape[2], shape[1])}
     lower("flash_attention_bwd", shapes, dtypes, wrt=wrt, **options)
     assert len(launches) == (3 if bias is None else 5)
@@ -116,7 +120,9 @@ Forward, Backward = rms_norm.Config, rms_norm_bwd.Config
 
 @pytest.mark.parametrize("cfg", [Forward(1, 16), Forward(1, 4, 0, 4096)])
 def test_normalization(launches: list[Any], cfg: Any) -> None:
-    lower("rms_norm", {"x": ROWS, "residual": ROWS}, {}, cfg=cfg)
+    call = lambda arrays: REGISTRY.call("rms_norm", **arrays, cfg=cfg)
+    # What is saved for the gradients is a result too, so the statistics are needed.
+    jax.jit(lambda arrays: jax.vjp(call, arrays)).lower(structs({"x": ROWS, "residual": ROWS}, {}))
     ((launch, inputs),) = launches
     out, total, _, rstd = last_elements(launch, inputs, [0])
     assert (out, total, rstd) == pytest.approx((RSTD, 1, RSTD), rel=4e-3)

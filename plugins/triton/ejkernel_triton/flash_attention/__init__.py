@@ -56,15 +56,15 @@ def shared_memory(inv: Invocation, cfg: Config) -> dict[str, int]:
 
 
 @hookimpl
-def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
-    """The output and the lse of every row."""
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array | None]:
+    """The output and, if it is needed, the lse of every row."""
     inv = _problem.aligned(inv)
     query, value = inv["query"], inv["value"]
     batch, q_length, heads, _ = query.shape
     k_length = value.shape[1]
     outputs = (
         jax.ShapeDtypeStruct((batch, q_length, heads, value.shape[3]), value.dtype),
-        jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32),
+        jax.ShapeDtypeStruct((batch, heads, q_length) if inv.needs("lse") else (1,), jnp.float32),
     )
     if 0 in query.shape:
         return jnp.zeros(outputs[0].shape, value.dtype), jnp.zeros(outputs[1].shape, jnp.float32)
@@ -87,6 +87,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
             **_problem.constants(inv),
             **_problem.even_blocks(inv, cfg.q_block, cfg.k_block),
             "NARROW": _tuning.is_narrow(inv),
+            "LSE": inv.needs("lse"),
             "BIAS": inv["bias"] is not None,
             "SEGMENTS": 1 << (k_blocks - 1).bit_length() if segments else 0,
             **_problem.sink_constants(inv),
@@ -98,4 +99,4 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
         compute_capability=capability(inv),
         name="flash_attention",
     )
-    return out, lse
+    return out, lse if inv.needs("lse") else None

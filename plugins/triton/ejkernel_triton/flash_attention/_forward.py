@@ -33,7 +33,7 @@ def attend(
     PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr,
     MASK_UNIT: tl.constexpr, SINKS: tl.constexpr, SINK_WIDTH: tl.constexpr, DROPOUT: tl.constexpr,
     THRESHOLD: tl.constexpr,
-    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr, LSE: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(batch, length, heads, dim) in and out; the log-sum-exp is (batch, heads, length)."""
@@ -101,12 +101,13 @@ def attend(
     sums *= tl.where(row_sum > 0, 1.0 / ((1.0 - DROPOUT) * row_sum), 0.0)[:, None]
     out_base = out + batch64 * q_length * (HEADS * V_DIM) + head * V_DIM
     store_rows(out_base, q_first, q_length, sums, HEADS * V_DIM, Q_BLOCK, V_DIM, V_WIDTH)
-    row_lse = (row_max + tl.log2(row_sum)) * LN2
-    if BIAS:
-        # The limit of `bias_in_log2` stands for the lowest number.
-        row_lse = tl.where(row_max <= LOWEST / 2, LOWEST, row_lse)
-    row_lse = tl.where(row_sum > 0, row_lse, -float("inf"))
-    tl.store(lse + row.to(tl.int64) * q_length + queries, row_lse, mask=is_query)
+    if LSE:
+        row_lse = (row_max + tl.log2(row_sum)) * LN2
+        if BIAS:
+            # The limit of `bias_in_log2` stands for the lowest number.
+            row_lse = tl.where(row_max <= LOWEST / 2, LOWEST, row_lse)
+        row_lse = tl.where(row_sum > 0, row_lse, -float("inf"))
+        tl.store(lse + row.to(tl.int64) * q_length + queries, row_lse, mask=is_query)
 
 
 @triton.jit

@@ -69,8 +69,8 @@ def check_cfg(inv: Invocation, cfg: Config) -> None:
 
 
 @hookimpl
-def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
-    """The output and the lse of every row."""
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array | None]:
+    """The output and, if it is needed, the lse of every row."""
     from ejkernel_triton.flash_attention_sm90._ranges import key_ranges
     from ejkernel_triton.flash_attention_sm90._schedule import programs, schedule
 
@@ -92,12 +92,13 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
         _problem.operands(inv, arrays),
         (
             jax.ShapeDtypeStruct(query.shape, query.dtype),
-            jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, q_length) if inv.needs("lse") else (1,), jnp.float32),
         ),
         scalars=(q_length, key.shape[1], tiles.shape[1], ranges[0].size if ranges.shape[0] > 1 else 0),
         grid=(tiles.shape[0],),
         constants={
             **constants(inv),
+            "LSE": inv.needs("lse"),
             "LEFT": left,
             "RIGHT": right,
             "SINKS": 0 if sinks is None else sinks.shape[1],
@@ -111,4 +112,4 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
         compute_capability=capability(inv),
         name="flash_attention_gluon_sm90",
     )
-    return out, lse
+    return out, lse if inv.needs("lse") else None

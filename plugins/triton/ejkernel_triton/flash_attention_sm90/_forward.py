@@ -118,8 +118,10 @@ class Results:
     """The arrays of results, and the sinks."""
 
     out: gl.tensor
+    #: The log-sum-exp of the rows is stored if LSE is True.
     lse: gl.tensor
     sinks: gl.tensor
+    LSE: gl.constexpr
     DIM: gl.constexpr
     SINKS: gl.constexpr
     SINK_WIDTH: gl.constexpr
@@ -127,10 +129,11 @@ class Results:
     IS_BOUNDED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, out, lse, sinks, DIM, SINKS, SINK_WIDTH, IS_BOUNDED):
+    def __init__(self, out, lse, sinks, LSE, DIM, SINKS, SINK_WIDTH, IS_BOUNDED):
         self.out = out
         self.lse = lse
         self.sinks = sinks
+        self.LSE = gl.constexpr(LSE)
         self.DIM = gl.constexpr(DIM)
         self.SINKS = gl.constexpr(SINKS)
         self.SINK_WIDTH = gl.constexpr(SINK_WIDTH)
@@ -162,8 +165,9 @@ def attend(
     q_length, k_length, schedule_width, ranges_stride,
     out, lse,
     HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, SCALE: gl.constexpr,
-    CAP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, SEGMENTS: gl.constexpr,
-    SINKS: gl.constexpr, SINK_WIDTH: gl.constexpr, K_BLOCK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+    CAP: gl.constexpr, LSE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
+    SEGMENTS: gl.constexpr, SINKS: gl.constexpr, SINK_WIDTH: gl.constexpr, K_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    TILES: gl.constexpr,
 ):  # fmt: skip
     """(batch, length, heads, dim) in and out; the log-sum-exp is (batch, heads, length)."""
     call = Call(
@@ -175,7 +179,7 @@ def attend(
     # Sinks have no bound.
     HAS_SMALL_CAP: gl.constexpr = CAP > 0 and CAP * LOG2E <= MOST_EXPONENT
     IS_BOUNDED: gl.constexpr = HAS_SMALL_CAP and SINKS == 0 and out.dtype.element_ty == gl.bfloat16
-    results = Results(out, lse, sinks, DIM, SINKS, SINK_WIDTH, IS_BOUNDED)
+    results = Results(out, lse, sinks, LSE, DIM, SINKS, SINK_WIDTH, IS_BOUNDED)
     queries_0 = allocate_ring(query, TILES, 1)
     queries_1 = allocate_ring(query, TILES, 1)
     blocks = allocate_blocks(key, STAGES)
@@ -370,9 +374,10 @@ def _finish(call, queries, t, results, tile, row_max, row_sum, sums):
     )  # fmt: skip
     fence_async_shared()
     queries.release(t)
-    lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, -float("inf"))
-    offsets = (tile.batch * call.HEADS + tile.head).to(gl.int64) * call.own_length + tile.own.index
-    gl.store(results.lse + offsets, lse, mask=tile.own.index < call.own_length)
+    if results.LSE:
+        lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, -float("inf"))
+        offsets = (tile.batch * call.HEADS + tile.head).to(gl.int64) * call.own_length + tile.own.index
+        gl.store(results.lse + offsets, lse, mask=tile.own.index < call.own_length)
 
 
 @gluon.jit

@@ -41,6 +41,6 @@ def check_cfg(inv: Invocation, cfg: Config) -> None:
 
 
 @hookimpl
-def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
-    """The result, the sum and the statistics of the rows."""
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array | None, ...]:
+    """The result, the sum and, if they are needed, the statistics of the rows."""
     return _launch.forward(inv, cfg, centered=True)

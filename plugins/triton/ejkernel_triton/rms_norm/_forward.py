@@ -23,8 +23,8 @@ def normalize(
     x, residual, weight, bias, rows,
     out, total, mean, rstd,
     RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, OFFSET: tl.constexpr, CENTERED: tl.constexpr,
-    EPSILON: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr,
-    PERSISTENT: tl.constexpr,
+    STATISTICS: tl.constexpr, EPSILON: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    TAIL: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Rows that are held in registers: one tile a program, or with ``PERSISTENT`` many, one after the other."""
     w, b = load_columns(weight, 0, WEIGHT, DIM, WIDTH), load_columns(bias, 0, BIAS, DIM, WIDTH)
@@ -35,12 +35,12 @@ def normalize(
         for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
             _normalize_tile(
                 x, residual, w, b, w_tail, b_tail, first, rows, out, total, mean, rstd, RESIDUAL, WEIGHT, BIAS, OFFSET,
-                CENTERED, EPSILON, DIM, ROWS, WIDTH, TAIL,
+                CENTERED, STATISTICS, EPSILON, DIM, ROWS, WIDTH, TAIL,
             )  # fmt: skip
     else:
         _normalize_tile(
             x, residual, w, b, w_tail, b_tail, tl.program_id(0) * ROWS, rows, out, total, mean, rstd, RESIDUAL, WEIGHT,
-            BIAS, OFFSET, CENTERED, EPSILON, DIM, ROWS, WIDTH, TAIL,
+            BIAS, OFFSET, CENTERED, STATISTICS, EPSILON, DIM, ROWS, WIDTH, TAIL,
         )  # fmt: skip
 
 
@@ -48,10 +48,11 @@ def normalize(
 def _normalize_tile(
     x, residual, w, b, w_tail, b_tail, first, rows, out, total, mean, rstd,
     RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, OFFSET: tl.constexpr, CENTERED: tl.constexpr,
-    EPSILON: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr,
+    STATISTICS: tl.constexpr, EPSILON: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    TAIL: tl.constexpr,
 ):  # fmt: skip
     head, tail = normalized_rows(
-        x, residual, total, mean, rstd, first, rows, RESIDUAL, True, CENTERED, EPSILON, DIM, ROWS, WIDTH, TAIL
+        x, residual, total, mean, rstd, first, rows, RESIDUAL, STATISTICS, CENTERED, EPSILON, DIM, ROWS, WIDTH, TAIL
     )
     out += first.to(tl.int64) * DIM
     store_tile(out, 0, rows - first, apply_weight(head, w, b, WEIGHT, BIAS, OFFSET), DIM, ROWS, WIDTH)
@@ -64,7 +65,7 @@ def normalize_long(
     x, residual, weight, bias, rows,
     out, total, mean, rstd,
     RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, OFFSET: tl.constexpr, CENTERED: tl.constexpr,
-    EPSILON: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    STATISTICS: tl.constexpr, EPSILON: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Rows that are read twice, tile by tile."""
     first = tl.program_id(0) * ROWS
@@ -75,9 +76,10 @@ def normalize_long(
         x, residual, total, rows_left, RESIDUAL, CENTERED, EPSILON, DIM, ROWS, WIDTH
     )  # fmt: skip
     row = tl.arange(0, ROWS)
-    if CENTERED:
-        tl.store(mean + first + row, means, mask=row < rows_left)
-    tl.store(rstd + first + row, rstds, mask=row < rows_left)
+    if STATISTICS:
+        if CENTERED:
+            tl.store(mean + first + row, means, mask=row < rows_left)
+        tl.store(rstd + first + row, rstds, mask=row < rows_left)
     for start in range(0, DIM, WIDTH):
         tile = _weighted_tile(
             x, residual, weight, bias, means, rstds, start, rows_left, RESIDUAL, WEIGHT, BIAS, OFFSET, DIM, ROWS, WIDTH,

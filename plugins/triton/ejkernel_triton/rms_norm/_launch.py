@@ -25,11 +25,13 @@ STATISTICS = ("d_mean", "d_rstd")
 COLUMN_WARPS, COLUMN_ENTRIES, COLUMN_PROGRAMS = 8, 16 * THREADS * 8, 4
 
 
-def forward(inv: Invocation, cfg: Config, centered: bool) -> Results:
-    """The result, the sum and the statistics of the rows, as the operation declares them."""
+def forward(inv: Invocation, cfg: Config, centered: bool) -> tuple[jax.Array | None, ...]:
+    """The result, the sum and, if they are needed, the statistics of the rows, as the operation declares them."""
     x, residual = inv["x"], inv["residual"]
     statistic = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
-    outputs = (_like(x), _like(residual), _like(statistic if centered else None), statistic)
+    has_statistics = inv.needs("mean") or inv.needs("rstd")
+    statistics = (statistic if centered and has_statistics else None, statistic if has_statistics else None)
+    outputs = (_like(x), _like(residual), *map(_like, statistics))
     if x.size == 0:
         out, total, mean, rstd = (jnp.zeros(output.shape, output.dtype) for output in outputs)
     else:
@@ -44,11 +46,13 @@ def forward(inv: Invocation, cfg: Config, centered: bool) -> Results:
             (grid,),
             {
                 **_forward_constants(inv, cfg, centered),
+                "STATISTICS": has_statistics,
                 **({"WIDTH": cfg.block} if cfg.block else _whole_rows(inv, cfg)),
             },
         )
     total = x if residual is None else total
-    return (out, total, mean, rstd) if centered else (out, total, rstd)
+    results = (out, total, mean, rstd) if centered else (out, total, rstd)
+    return results if has_statistics else (out, total, *(None for _ in results[2:]))
 
 
 def quantized(inv: Invocation, cfg: Config, centered: bool) -> Results:
