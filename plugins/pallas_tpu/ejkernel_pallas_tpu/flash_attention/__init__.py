@@ -54,12 +54,12 @@ def check_cfg(inv: Invocation, cfg: Config) -> None:
 
 
 @hookimpl
-def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
-    """The output and the lse of every row."""
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array | None]:
+    """The output and, if it is needed, the lse of every row."""
     return compute(inv, cfg, cfg.interpret)
 
 
-def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, jax.Array]:
+def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, jax.Array | None]:
     """The same; ``interpret`` is that of ``pl.pallas_call``."""
     from ejkernel_pallas_tpu.flash_attention._forward import attend
     from ejkernel_pallas_tpu.flash_attention._operands import seed

@@ -8,45 +8,44 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ejkernel_core import Invocation
 from ejkernel_ops.flash_attention.statistics import LOG2E
 from ejkernel_pallas_tpu.flash_attention._operands import operands, output_by_queries, sinks
-from ejkernel_pallas_tpu.flash_attention._problem import LANES, LEAST, LOWEST, Arguments, Problem
+from ejkernel_pallas_tpu.flash_attention._problem import LANES, LEAST, LOWEST, Problem
 from ejkernel_pallas_tpu.flash_attention._steps import FIRST, LAST, Steps, inner_block, is_set, outer_block, run_step
 from ejkernel_pallas_tpu.flash_attention._tile import keep_mask, logits, matmul, row, widen
 from ejkernel_pallas_tpu.launch._launch import Launch, Output, grid_indices
 
 
-def forward(a: Arguments, p: Problem, steps: Steps) -> Launch:
-    """The launch that computes the output and the lse."""
+def forward(inv: Invocation, p: Problem, steps: Steps) -> Launch:
+    """The launch that computes the output and, if it is needed, the lse."""
 
     def tile_map(b: Any, h: Any, t: Any, table: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
         word = steps.word(table, b, t)
         return b, h, outer_block(word), inner_block(word)
 
-    inputs = operands(a, p)
+    inputs = operands(inv, p)
     if p.sinks:
-        inputs["sinks"] = sinks(a["softmax_aux"])
+        inputs["sinks"] = sinks(inv["softmax_aux"])
+    lse = Output(
+        (p.batch, p.heads, 1, p.q_count * p.q_block),
+        jnp.dtype(jnp.float32),
+        (None, None, 1, p.q_block),
+        lambda b, h, i, j: (b, h, 0, i),
+    )
     return Launch(
         name="flash_attention",
-        kernel=lambda table, seed, refs: _attend(p, steps, table, seed, refs),
+        kernel=lambda table, seed, refs: _attend(p, steps, table, seed, refs, inv.needs("lse")),
         grid=(p.batch, p.heads, steps.count),
         semantics=("parallel", "parallel", "arbitrary"),
         tile_map=tile_map,
         operands=inputs,
-        outputs={
-            "out": output_by_queries(p, p.v_dim),
-            "lse": Output(
-                (p.batch, p.heads, 1, p.q_count * p.q_block),
-                jnp.dtype(jnp.float32),
-                (None, None, 1, p.q_block),
-                lambda b, h, i, j: (b, h, 0, i),
-            ),
-        },
+        outputs={"out": output_by_queries(p, p.v_dim), **({"lse": lse} if inv.needs("lse") else {})},
         scratch={"row_max": (p.q_block, LANES), "row_sum": (p.q_block, LANES), "sums": (p.q_block, p.v_dim)},
     )
 
 
-def _attend(p: Problem, steps: Steps, table: Any, seed: Any, refs: Any) -> None:
+def _attend(p: Problem, steps: Steps, table: Any, seed: Any, refs: Any, has_lse: bool) -> None:
     b, h, step = grid_indices(3)
     word, state = steps.word(table, b, step), seed[0]
     i = outer_block(word)
@@ -84,6 +83,8 @@ def _attend(p: Problem, steps: Steps, table: Any, seed: Any, refs: Any) -> None:
         divisor = jnp.where(has_keys, row_sum, 1.0)
         factor = jnp.where(has_keys, 1.0 / ((1.0 - p.dropout) * divisor), 0.0)
         refs.out[...] = (refs.sums[...] * widen(factor, p.v_dim)).astype(refs.out.dtype)
+        if not has_lse:
+            return
         lse = (refs.row_max[...] + jnp.log2(divisor)) * (1.0 / LOG2E)
         if p.bias:  # a bias below LEAST was read as LEAST: it was the lowest number
             lse = jnp.where(refs.row_max[...] <= LEAST * LOG2E, LOWEST, lse)
@@ -91,8 +92,8 @@ def _attend(p: Problem, steps: Steps, table: Any, seed: Any, refs: Any) -> None:
 
 
 def attend(
-    a: Arguments, p: Problem, steps: Steps, seed: jax.Array, interpret: Any, vmem: int | None
-) -> tuple[jax.Array, jax.Array]:
-    """(batch, length, heads, dim), and (batch, heads, length)."""
-    out, lse = forward(a, p, steps)((steps.table, seed), interpret, vmem)
-    return jnp.swapaxes(out, 1, 2)[:, : p.q_length], lse[:, :, 0, : p.q_length]
+    inv: Invocation, p: Problem, steps: Steps, seed: jax.Array, interpret: Any, vmem: int | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """(batch, length, heads, dim), and (batch, heads, length) if it is needed."""
+    out, *lse = forward(inv, p, steps)((steps.table, seed), interpret, vmem)
+    return jnp.swapaxes(out, 1, 2)[:, : p.q_length], lse[0][:, :, 0, : p.q_length] if lse else None

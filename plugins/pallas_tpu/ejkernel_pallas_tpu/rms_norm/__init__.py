@@ -41,12 +41,12 @@ def check_cfg(inv: Invocation, cfg: Config) -> None:
 
 
 @hookimpl
-def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
-    """The result, the sum and the statistics of the rows."""
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array | None, ...]:
+    """The result, the sum and those statistics of the rows that are needed."""
     return compute(inv, cfg, cfg.interpret)
 
 
-def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, ...]:
+def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array | None, ...]:
     """The same; ``interpret`` is that of ``pl.pallas_call``."""
     from ejkernel_pallas_tpu.rms_norm._forward import normalize
 
@@ -56,9 +56,12 @@ def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, ..
         total = x if residual is None else residual
         return (x, total, *(jnp.zeros(leading, jnp.float32),) * (1 + centered))
     blocks = _tuning.blocks_of(inv, traffic(inv), cfg.rows)
-    out, *rest = normalize(inv, blocks, centered)((), interpret, _tuning.vmem_limit(inv))
+    statistics = ("mean", "rstd") if centered else ("rstd",)
+    needed = tuple(name for name in statistics if inv.needs(name))
+    out, *rest = normalize(inv, blocks, needed, centered)((), interpret, _tuning.vmem_limit(inv))
     total = x if residual is None else rest.pop(0).reshape(x.shape)
-    return (out.reshape(x.shape), total, *(blocks.statistics(numbers, leading) for numbers in rest))
+    by_name = {name: blocks.statistics(numbers, leading) for name, numbers in zip(needed, rest, strict=True)}
+    return (out.reshape(x.shape), total, *map(by_name.get, statistics))
 
 
 def vmem(inv: Invocation, cfg: Config) -> int:

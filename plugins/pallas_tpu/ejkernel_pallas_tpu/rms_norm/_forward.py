@@ -20,16 +20,15 @@ from ejkernel_pallas_tpu.rms_norm._blocks import LANES, Blocks, add_lanes, into_
 Arguments = Mapping[str, Any]
 
 
-def normalize(a: Arguments, blocks: Blocks, centered: bool) -> Launch:
-    """The launch that computes the result, the sum if there is a residual, and the statistics."""
-    statistics = ("mean", "rstd") if centered else ("rstd",)
+def normalize(a: Arguments, blocks: Blocks, statistics: tuple[str, ...], centered: bool) -> Launch:
+    """The launch that computes the result, the sum if there is a residual, and these statistics."""
 
     def kernel(refs: Any) -> None:
         def group(rows: Any) -> None:
             mean, rstd = _statistics(a, blocks, refs, rows, centered)
-            for name, numbers in (("mean_column", mean), ("rstd_column", rstd)):
-                if numbers is not None:
-                    getattr(refs, name)[rows] = jnp.broadcast_to(numbers, (blocks.group, LANES))
+            numbers = {"mean": mean, "rstd": rstd}
+            for name in statistics:
+                getattr(refs, f"{name}_column")[rows] = jnp.broadcast_to(numbers[name], (blocks.group, LANES))
 
             def write(columns: Any, _: None) -> None:
                 out = _normalized(a, refs, rows, columns, mean, rstd)
