@@ -102,6 +102,8 @@ class Operation:
     #: By the names that other libraries use: the name of the parameter here, or a sentence that says what to do. The
     #: error for an unknown argument has them.
     other_names: Mapping[str, str] = attrs.field(factory=dict, converter=read_only)
+    #: By array: a sentence that says what to do with a pytree of arrays in its place. The error for one has it.
+    pytrees: Mapping[str, str] = attrs.field(factory=dict, converter=read_only)
 
     @arrays.default
     def _arrays(self) -> tuple[str, ...]:
@@ -161,14 +163,15 @@ class Operation:
             )
         self._check_other_names()
         self._check_aliases()
+        self._check_parameters("pytrees", self.pytrees)
         if self.axes is not None:
-            self._check_parameters([*self.axes.arrays, *self.axes.conditions])
+            self._check_parameters("axes", [*self.axes.arrays, *self.axes.conditions])
 
-    def _check_parameters(self, names: Iterable[str]) -> None:
+    def _check_parameters(self, field: str, names: Iterable[str]) -> None:
         for name in names:
             if name not in self.signature.parameters:
                 hint = suggestion(name, self.signature.parameters)
-                raise ValueError(f"axes of {self.name}: {name!r} is not a parameter{hint}")
+                raise ValueError(f"{field} of {self.name}: {name!r} is not a parameter{hint}")
 
     def _check_other_names(self) -> None:
         names = (*self.signature.parameters, *CALL_OPTIONS)
@@ -286,7 +289,23 @@ class Operation:
             is_array = hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, NOT_ARRAYS)
             is_array = is_array and not (isinstance(value, np.ndarray) and _has_no_numbers(value.dtype))
             if not (is_left_out or is_array or isinstance(value, NUMBERS)):
-                raise TypeError(f"{self.name}: {name} takes an array; got {_not_an_array(name, value)}")
+                raise TypeError(f"{self.name}: {name} takes an array; got {self._not_an_array(name, value)}")
+
+    def _not_an_array(self, name: str, value: Any) -> str:
+        """What stands in the place of an array, and how to pass what it holds."""
+        if isinstance(value, jax.Ref):
+            return f"a jax.Ref: pass what it refers to, {name}=ref[...]"
+        if isinstance(value, np.ndarray) and _has_no_numbers(value.dtype):
+            return f"one of {value.dtype}, which JAX does not have"
+        text = f"{type(value).__name__} {brief(value)}"
+        return f"{text}; {self._way_out(name, value)}" if isinstance(value, (tuple, list, Mapping)) else text
+
+    def _way_out(self, name: str, pytree: Any) -> str:
+        leaves = jax.tree.leaves(pytree)
+        if leaves and all(isinstance(leaf, NUMBERS) for leaf in leaves):
+            return f"make an array of it: jnp.asarray({name})"
+        one_by_one = "each argument is one array: pass those that it holds one by one, or jnp.stack them"
+        return self.pytrees.get(name, one_by_one)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """The arguments of a call by name, without defaults."""
@@ -347,21 +366,6 @@ class Cost:
 
     flops: float
     bytes: float
-
-
-def _not_an_array(name: str, value: Any) -> str:
-    """What stands in the place of an array, and how to pass what it holds."""
-    if isinstance(value, jax.Ref):
-        return f"a jax.Ref: pass what it refers to, {name}=ref[...]"
-    text, end = f"{type(value).__name__} {brief(value)}", ""
-    if isinstance(value, np.ndarray) and _has_no_numbers(value.dtype):
-        text = f"one of {value.dtype}, which JAX does not have"
-    elif isinstance(value, (tuple, list, Mapping)):
-        leaves = jax.tree.leaves(value)
-        end = "; each argument is one array: pass those that it holds one by one, or jnp.stack them"
-        if leaves and all(isinstance(leaf, NUMBERS) for leaf in leaves):
-            end = f"; make an array of it: jnp.asarray({name})"
-    return f"{text}{end}"
 
 
 def _has_no_numbers(dtype: np.dtype[Any]) -> bool:

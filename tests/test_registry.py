@@ -239,6 +239,18 @@ def test_a_tree_of_arrays_is_refused_with_the_way_out(registry: Registry, value:
             method("scale", value)
 
 
+def test_an_operation_has_its_own_way_out_for_a_tree() -> None:
+    registry = Registry(plugins="")
+    registry.register(Operation(name="store", signature=lambda pages: None, pytrees={"pages": "call 'store_pair'"}))
+    registry.register(SimpleNamespace(run_backend=hookimpl(lambda inv, cfg: inv["pages"])), "store.reference")
+    with pytest.raises(TypeError, match=r"^store: pages takes an array; got tuple .*; call 'store_pair'$"):
+        registry.call("store", (X, X))
+    with pytest.raises(TypeError, match=r"; make an array of it: jnp.asarray\(pages\)$"):
+        registry.call("store", (1.0, 2.0))
+    with pytest.raises(ValueError, match="^pytrees of store: 'page' is not a parameter; did you mean 'pages'?"):
+        Operation(name="store", signature=lambda pages: None, pytrees={"page": "call 'store_pair'"})
+
+
 def test_numbers_in_lists_are_refused_with_the_way_out(registry: Registry) -> None:
     for value in ([1.0, 2.0], [[1, 2], [3, 4]], (1.0,)):
         with pytest.raises(
