@@ -16,6 +16,7 @@ from .moe_permute import moe_permute
 from .moe_permute_matmul import moe_permute_matmul
 from .moe_route import moe_route
 from .rms_norm import rms_norm
+from .update_kv_pages import update_kv_pages
 
 __all__ = [
     "flash_attention",
@@ -29,4 +30,5 @@ __all__ = [
     "moe_permute_matmul",
     "moe_route",
     "rms_norm",
+    "update_kv_pages",
 ]

@@ -1,0 +1,50 @@
+"""The definition in plain JAX, whose parts kernels share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def stored_tokens(inv: Mapping[str, Any], dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """The keys and the values, in the dtype of the pages."""
+    return stored(inv["key"], inv["k_scale"], dtype), stored(inv["value"], inv["v_scale"], dtype)
+
+
+def stored(array: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
+    """An array (tokens, heads, head_dim) in the dtype of pages.
+
+    In 8 bits it is the quotient by the scale, rounded to the nearest number, and at most the largest one. NaN stays
+    NaN, and is 0 in integers.
+    """
+    if dtype.itemsize > 1:
+        return array.astype(dtype)
+    quotient = array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    if scale is not None:
+        quotient = quotient / scale.astype(quotient.dtype)[:, None]
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        rounded = jnp.where(jnp.isnan(quotient), 0, jnp.round(quotient))
+        return jnp.clip(rounded, int(limits.min), int(limits.max)).astype(dtype)
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(quotient, -largest, largest).astype(dtype)
+
+
+def interleaved(key: jax.Array, value: jax.Array) -> jax.Array:
+    """(tokens, 2 * heads, head_dim): the key of each head, and its value next to it."""
+    tokens, heads, dim = key.shape
+    return jnp.stack([key, value], axis=2).reshape(tokens, 2 * heads, dim)
+
+
+def written(inv: Mapping[str, Any], pages: jax.Array, rows: jax.Array) -> jax.Array:
+    """The pages, with the row of each token at its slot. A token without a slot in the pages is not stored."""
+    count = pages.shape[0] * pages.shape[1]
+    slots, first_page = inv["slot_mapping"], inv["first_page"]
+    if first_page is not None:
+        slots = jnp.where(slots < 0, -1, slots + first_page * pages.shape[1])
+    places = jnp.where(slots < 0, count, slots)  # a negative index would count from the end
+    flat = pages.reshape(count, *pages.shape[2:])
+    return flat.at[places].set(rows, mode="drop").reshape(pages.shape)
