@@ -39,18 +39,6 @@ DEVICES: Mapping[str, dict[str, Any]] = {
     "gpu": {"device_kind": "NVIDIA H200", "compute_capability": (9, 0)},
     "tpu": {"device_kind": "TPU v5p", "compute_capability": None},
 }
-#: The operations on each page that has a table.
-PAGES = {
-    "flash_attention": ("flash_attention",),
-    "rms_norm": ("rms_norm", "rms_norm_quantized"),
-    "layer_norm": ("layer_norm", "layer_norm_quantized"),
-    "context_attention": ("context_attention",),
-    "grouped_matmul": ("grouped_matmul",),
-    "moe_route": ("moe_route",),
-    "moe_order": ("moe_order",),
-    "moe_permute": ("moe_permute", "moe_combine"),
-    "moe_permute_matmul": ("moe_permute_matmul",),
-}
 #: The option that a call over several devices has, whatever else it has.
 DEVICE_COUNT = "axis_size"
 #: The words of examples that are no argument of the operation, as a row shows them.
@@ -526,11 +514,17 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(re.sub(r"(?<=\|)  (?=\|)", " ", line) for line in lines)
 
 
+def operations_on(page: Path) -> list[str]:
+    """The operations that have a table on a page: those with a line of their own in its region."""
+    _, _, region = page.read_text().partition("<!-- features: ")
+    return re.findall(r"^`(\w+)`:$", region, re.MULTILINE)
+
+
 def regions() -> dict[tuple[str, str], Any]:
     """By page and name of a region: the function that makes it."""
     pages = {
-        (f"docs/operations/{page}.md", "features"): (lambda operations=operations: "\n".join(map(features, operations)))
-        for page, operations in PAGES.items()
+        (f"docs/operations/{page.name}", "features"): (lambda page=page: "\n".join(map(features, operations_on(page))))
+        for page in sorted((ROOT / "docs/operations").glob("*.md"))
     }
     return {
         **pages,

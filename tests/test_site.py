@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from ejkernel_core import Unsupported
+from ejkernel_core import Unsupported, registry
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = sorted((ROOT / "docs/reference").glob("ejkernel_*.md"))
@@ -37,23 +37,19 @@ def tables() -> ModuleType:
 # -- the tables that are made from the code ------------------------------------------------------------------------
 
 
+#: Pages of operations with many examples, which all kernels are asked about.
+LONG = {"flash_attention", "rms_norm", "layer_norm", "grouped_matmul"}
 REGIONS = [
-    pytest.param("docs/operations/flash_attention.md", "features", marks=pytest.mark.long),
-    pytest.param("docs/operations/rms_norm.md", "features", marks=pytest.mark.long),
-    pytest.param("docs/operations/layer_norm.md", "features", marks=pytest.mark.long),
-    ("docs/operations/context_attention.md", "features"),
-    pytest.param("docs/operations/grouped_matmul.md", "features", marks=pytest.mark.long),
-    ("docs/operations/moe_route.md", "features"),
-    ("docs/operations/moe_order.md", "features"),
-    ("docs/operations/moe_permute.md", "features"),
-    ("docs/operations/moe_permute_matmul.md", "features"),
-    ("docs/reference/configurations.md", "configurations"),
-    ("docs/reference/refusals.md", "words"),
+    pytest.param(page, name, marks=pytest.mark.long if Path(page).stem in LONG else ())
+    for page, name in ci_module("doc_tables").regions()
 ]
 
 
-def test_the_regions_are_those_of_the_program(tables: ModuleType) -> None:
-    assert [tuple(getattr(region, "values", region)) for region in REGIONS] == list(tables.regions())
+def test_every_operation_has_a_table(tables: ModuleType) -> None:
+    """But for gradients, which are on the page of their forward."""
+    on_pages = {op for page in (ROOT / "docs/operations").glob("*.md") for op in tables.operations_on(page)}
+    gradients = {op for op in tables.operations() if "wrt" in registry.operation(op).signature.parameters}
+    assert on_pages == {*tables.operations()} - gradients - {"grouped_matmul_d_rhs"}
 
 
 @pytest.mark.parametrize(("page", "name"), REGIONS)
