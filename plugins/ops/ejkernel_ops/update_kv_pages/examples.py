@@ -20,7 +20,7 @@ Change = Callable[[Arguments, np.random.Generator], Arguments]
 SHAPES = ((5, 2, 64, 7, 4), (1, 1, 80, 3, 1), (33, 3, 96, 11, 16), (4, 8, 128, 2, 256), (0, 2, 64, 3, 4))
 TRANSFORMS = frozenset({"jit", "vmap", "vmap_of_other_axes", "checkpoint", "sharding"})
 #: By the word of examples: the dtype of the pages.
-EIGHT_BITS = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
+EIGHT_BITS = {"fp8_pages": jnp.float8_e4m3fn, "int8_pages": jnp.int8}
 _OPTIONAL = ("first_page", "num_slices", "k_scale", "v_scale")
 
 
@@ -37,13 +37,13 @@ def pair_examples() -> Iterator[Example]:
         "value_pages": rng.normal(size=(7, 4, 2, 40)),
     }
     draw = changed(_as_pair(partial(drawn, *SHAPES[0])), values)
-    yield Example("values-of-40", "update_kv_page_pair", draw, features=frozenset({"other v_head_dim"}))
+    yield Example("values-of-40", "update_kv_page_pair", draw, features=frozenset({"float32", "other v_head_dim"}))
 
 
 def _examples(op: str, form: Callable[[Draw], Draw]) -> Iterator[Example]:
-    def example(name: str, draw: Draw, *words: str, **fields: Any) -> Example:
-        features = frozenset({*words, *(word for word in _OPTIONAL if word in draw(0))})
-        return Example(name, op, form(draw), features=features, **fields)
+    def example(name: str, draw: Draw, *words: str, dtype: str = "float32", **fields: Any) -> Example:
+        features = frozenset({dtype, *words, *(word for word in _OPTIONAL if word in draw(0))})
+        return Example(name, op, form(draw), dtype, features=features, **fields)
 
     for shape in SHAPES:
         yield example("x".join(map(str, shape)), partial(drawn, *shape))
@@ -53,14 +53,14 @@ def _examples(op: str, form: Callable[[Draw], Draw]) -> Iterator[Example]:
     for name, change in _SLOTS.items():
         yield example(name, changed(plain, change))
     for dtype in ("float16", "bfloat16", "float64"):
-        yield example(f"all-{dtype}", plain, dtype, dtype=dtype)
+        yield example(f"all-{dtype}", plain, dtype=dtype)
     for word, pages_dtype in EIGHT_BITS.items():
         pages = changed(plain, partial(_narrow, pages_dtype))
         scaled = changed(pages, lambda arguments, rng: {"k_scale": 0.05, "v_scale": np.float32(0.125)})
         yield example(word, changed(pages, _far), word)
         yield example(f"{word}-with-scales", scaled, word)
         yield example(f"{word}-with-scales-of-heads", changed(pages, _scales_of_heads), word)
-        yield example(f"{word}-of-bfloat16", scaled, word, "bfloat16", dtype="bfloat16")
+        yield example(f"{word}-of-bfloat16", scaled, word, dtype="bfloat16")
     for name, tokens in (("blocks", 64), ("blocks-and-a-tail", 75)):
         yield example(name, partial(drawn, tokens, 2, 64, 40, 4), checks=frozenset({"configurations"}))
     for tokens in (8192, 256):

@@ -33,9 +33,11 @@ TOKENS, WARPS = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
 
 @attrs.frozen
 class Config:
-    """How many tokens a program copies, and with how many threads."""
+    """What a program copies, and with how many threads."""
 
+    #: The tokens of a program.
     tokens: int = attrs.field(default=2, validator=in_(TOKENS))
+    #: Its warps, of 32 threads each.
     num_warps: int = attrs.field(default=4, validator=in_(WARPS))
 
 
