@@ -77,6 +77,8 @@ class Inputs:
 
     #: Whether a result has 8 bits.
     is_quantized: bool = False
+    #: By the name of an array that the call updates in place: the place of the result that it becomes.
+    updated: Mapping[str, int] = attrs.field(factory=dict)
 
     def names(self, pass_name: str) -> tuple[str, ...]:
         """The names of what a pass computes."""
@@ -90,7 +92,10 @@ class Inputs:
 
     def of_pass(self, pass_name: str) -> tuple[Any, ...]:
         """The arguments of a pass."""
-        return (self.arrays,) if pass_name == PASSES[0] else self.parts
+        if pass_name != PASSES[0]:
+            return self.parts
+        others = {name: array for name, array in self.arrays.items() if name not in self.updated}
+        return others, {name: self.arrays[name] for name in self.updated}
 
     def astype(self, dtype: str) -> Inputs:
         """The same numbers in another dtype."""
@@ -120,7 +125,9 @@ def abstract_inputs(example: Example, registry: Registry = ejkernel_core.registr
     floating_shapes = {name: shape for name, shape in zip(names, results, strict=True) if _is_floating(shape)}
     is_quantized = any(shape.dtype.itemsize == 1 and shape.dtype != bool for shape in results)
     cotangents, differentiated = tuple(floating_shapes.values()), tuple(floating_shapes)
-    return Inputs(shapes_of(example), example.wrt, cotangents, names, differentiated, is_quantized)
+    arrays, aliases = shapes_of(example), registry.operation(example.op).aliases
+    updated = {array: declared.index(result) for result, array in aliases.items() if array in arrays}
+    return Inputs(arrays, example.wrt, cotangents, names, differentiated, is_quantized, updated)
 
 
 def _result_shapes(example: Example, registry: Registry) -> list[Any]:
@@ -172,13 +179,25 @@ def with_gradients(function: Function, wrt: Sequence[str]) -> Callable[..., Resu
 
 @attrs.frozen(eq=False)
 class Pass:
-    """A function under ``jit``, and its arguments. It is compiled by ``compile`` or the first run."""
+    """A function under ``jit``, and its arguments. It is compiled by ``compile`` or the first run.
+
+    A run that updates arrays takes them away from the run before, so that no copy is timed: results have to be read
+    before the next run. The first one updates a copy of the arguments.
+    """
 
     function: Any
     arguments: tuple[Any, ...]
+    #: As that of ``Inputs``. The last argument has these arrays.
+    updated: Mapping[str, int] = attrs.field(factory=dict)
+    _next: dict[str, Any] = attrs.field(factory=dict, init=False)
 
     def __call__(self) -> Results:
-        results: Results = self.function(*self.arguments)
+        if not self.updated:
+            results: Results = self.function(*self.arguments)
+            return results
+        others, arrays = self.arguments
+        results = self.function(others, dict(self._next) or jax.tree.map(jnp.copy, arrays))
+        self._next.update({name: results[place] for name, place in self.updated.items()})
         return results
 
     def compile(self) -> None:
@@ -193,10 +212,10 @@ class Pass:
 
 def jitted(function: Function, pass_name: str, inputs: Inputs) -> Pass:
     """One pass of a function. All arrays are arguments, because a constant bias would have gigabytes."""
-    program = with_gradients(function, inputs.wrt)
-    if pass_name == PASSES[0]:
-        program = lambda arrays: tuple(jax.tree.leaves(function(**arrays)))
-    return Pass(jax.jit(program), inputs.of_pass(pass_name))
+    if pass_name != PASSES[0]:
+        return Pass(jax.jit(with_gradients(function, inputs.wrt)), inputs.of_pass(pass_name))
+    program = lambda others, updated: tuple(jax.tree.leaves(function(**others, **updated)))
+    return Pass(jax.jit(program, donate_argnums=1), inputs.of_pass(pass_name), inputs.updated)
 
 
 def plans(example: Example, backend: str | None, registry: Registry = ejkernel_core.registry) -> list[Plan]:

@@ -12,9 +12,9 @@ import pytest
 
 import ejkernel_core
 from ejkernel_bench import layer_norm, moe_order, rms_norm, suite
-from ejkernel_bench._calls import benchmark_examples
-from ejkernel_bench._peers import TorchArray, is_installed
-from ejkernel_core import Cost, Example, Operation, Registry, Unsupported, hookimpl
+from ejkernel_bench._calls import benchmark_examples, by_core, draw, jitted
+from ejkernel_bench._peers import TorchArray, bound, is_installed
+from ejkernel_core import Axes, Cost, Example, Operation, Registry, Unsupported, hookimpl
 from ejkernel_ops.rms_norm.axes import FORMATS
 from ejkernel_ops.rms_norm.examples import sweep
 
@@ -313,6 +313,58 @@ def test_a_pass_of_torch_has_results_and_gradients_in_order(registry, monkeypatc
     report = measure(registry, {"torch": lambda arguments: peer})
     assert list(report.faults) == []
     assert all(isinstance(row[-3], float) for row in report.tables[0].rows)
+
+
+PAGES_EXAMPLE = Example(
+    "pages", "store", lambda draw: {"pages": jnp.zeros((64, 128)), "row": jnp.ones(128)}, uses=frozenset({"benchmark"})
+)
+
+
+def registry_of_store(store):
+    """An operation that adds a row to the first page: so it has another result each time."""
+    registry = Registry(plugins="")
+    axes = Axes({"pages": "pages dim", "row": "dim"}, {"new_pages": "pages dim"}, whole="pages dim")
+    operation = Operation(
+        name="store",
+        signature=lambda pages, row: None,
+        axes=axes,
+        aliases={"new_pages": "pages"},
+        examples=lambda: (PAGES_EXAMPLE,),
+    )
+    registry.register(operation)
+    plain = SimpleNamespace(run_backend=hookimpl(lambda inv, cfg: inv["pages"].at[0].add(inv["row"])))
+    registry.register(plain, "store.reference")
+    registry.register(SimpleNamespace(run_backend=hookimpl(store), PLATFORMS={"cpu": 1}), "store.fast")
+    return registry
+
+
+def test_each_run_updates_what_the_one_before_returned():
+    registry = registry_of_store(lambda inv, cfg: inv["pages"].at[0].add(inv["row"]))
+    inputs = draw(PAGES_EXAMPLE, registry)
+    program = jitted(by_core(PAGES_EXAMPLE, None, registry), "forward", inputs)
+    program.compile()
+    (pages,) = program()
+    place = pages.unsafe_buffer_pointer()
+    for count in (2.0, 3.0):
+        (again,) = program()
+        assert pages.is_deleted()
+        assert again.unsafe_buffer_pointer() == place
+        np.testing.assert_array_equal(again[0], np.full(128, count))
+        pages = again
+    assert not inputs.arrays["pages"].any()
+    (from_the_start,) = bound(program, "forward", inputs)()
+    np.testing.assert_array_equal(from_the_start[0], np.ones(128))
+
+
+def test_what_updates_in_place_is_checked_and_timed(monkeypatch):
+    monkeypatch.setattr(suite, "SECONDS", 1e-4)
+    run = lambda store: suite.run("store", names=("pages",), rounds=1, registry=registry_of_store(store))
+    report = run(lambda inv, cfg: inv["pages"].at[0].set(inv["row"] + inv["pages"][0]))
+    assert list(report.faults) == []
+    (row,) = report.tables[0].rows
+    assert all(isinstance(row[report.tables[0].columns.index(name)], float) for name in (suite.OURS, "reference"))
+    report = run(lambda inv, cfg: inv["pages"].at[1].add(inv["row"]))
+    assert "fast, forward, pages: new_pages is off by" in report.faults[0]
 
 
 def test_moe_order_is_measured_against_a_sort(monkeypatch):
