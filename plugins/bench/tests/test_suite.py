@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import entry_points
 from types import SimpleNamespace
 
 import jax
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 import ejkernel_core
-from ejkernel_bench import layer_norm, moe_order, rms_norm, suite
+from ejkernel_bench import layer_norm, rms_norm, suite
 from ejkernel_bench._calls import benchmark_examples, by_core, draw, jitted
 from ejkernel_bench._peers import TorchArray, bound, is_installed
+from ejkernel_bench._suites import GROUP
 from ejkernel_core import Axes, Cost, Example, Operation, Registry, Unsupported, hookimpl
 from ejkernel_ops.rms_norm.axes import FORMATS
 from ejkernel_ops.rms_norm.examples import sweep
@@ -367,16 +369,32 @@ def test_what_updates_in_place_is_checked_and_timed(monkeypatch):
     assert "fast, forward, pages: new_pages is off by" in report.faults[0]
 
 
-def test_moe_order_is_measured_against_a_sort(monkeypatch):
-    report = moe_order.run(rounds=1, small=True)
-    (table,) = report.tables
+#: The suites with an example that a CPU can run, ``SMALL``, and a peer in plain JAX, ``by_xla``.
+WITH_SMALL_CALL = {
+    point.name: point.load()
+    for point in entry_points(group=GROUP)
+    if point.dist.name == "ejkernel-bench" and {"SMALL", "by_xla"} <= vars(point.load()).keys()
+}
+
+
+@pytest.mark.parametrize("name", WITH_SMALL_CALL)
+def test_a_suite_measures_its_small_call_with_all_peers(name, monkeypatch):
+    report = WITH_SMALL_CALL[name].run(rounds=1, small=True)
     assert list(report.faults) == []
-    for column in (suite.OURS, "xla", "XLA"):
-        assert isinstance(table.rows[0][table.columns.index(column)], float)
+    for table in report.tables:
+        for column in (suite.OURS, "xla", "XLA"):
+            assert isinstance(table.rows[0][table.columns.index(column)], float)
     assert ("torch" in report.text) == (not is_installed("torch"))
-    unstable = lambda arguments: lambda experts: (jnp.zeros(8, jnp.int32), jnp.arange(experts.size, dtype=jnp.int32))
-    monkeypatch.setattr(moe_order, "by_xla", unstable)
-    assert "XLA, forward, 33x2-8" in moe_order.run(rounds=1, small=True).faults[0]
+    by_xla = WITH_SMALL_CALL[name].by_xla
+
+    def negative(arguments):
+        return lambda **arrays: jax.tree.map(lambda result: -1 - result, by_xla(arguments)(**arrays))
+
+    monkeypatch.setattr(WITH_SMALL_CALL[name], "by_xla", negative)
+    faults = WITH_SMALL_CALL[name].run(rounds=1, small=True).faults
+    assert len(faults) >= len(report.tables)  # a fault for each result
+    for fault in faults:
+        assert f"XLA, forward, {WITH_SMALL_CALL[name].SMALL}" in fault
 
 
 NORMS = {"rms_norm": rms_norm, "layer_norm": layer_norm}
