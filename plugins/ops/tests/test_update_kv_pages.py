@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,8 +17,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_core
-from ejkernel_core import NotDifferentiable
+from ejkernel_core import NotDifferentiable, Registry
 from ejkernel_ops import update_kv_pages
+from ejkernel_ops.update_kv_pages import reference, reference_pair
 from ejkernel_ops.update_kv_pages.operation import forward, pair
 
 RNG = np.random.default_rng(11)
@@ -258,7 +260,16 @@ def test_mapped(backend: str) -> None:
 # -- devices -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+def registry_with_opaque_kernels() -> Registry:
+    """Those of a GPU are custom calls, which XLA cannot partition: it asks for the rule of the operation."""
+    registry = Registry()
+    for op, kernel in (("update_kv_pages", reference), ("update_kv_page_pair", reference_pair)):
+        opaque = SimpleNamespace(run_backend=kernel.run_backend, PLATFORMS={"cpu": 90}, OPAQUE=("cpu",))
+        registry.register(opaque, f"{op}.opaque")
+    return registry
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "opaque"])
 @pytest.mark.parametrize("is_pair", [False, True])
 @pytest.mark.parametrize("kind", ["automatic", "explicit", "shard_map"])
 def test_heads_over_eight_devices(kind: str, is_pair: bool, backend: str) -> None:
@@ -270,9 +281,11 @@ def test_heads_over_eight_devices(kind: str, is_pair: bool, backend: str) -> Non
     cache = tuple(put(array, of_pages) for array in (divided(POOL) if is_pair else (POOL,)))
     key, value, slots = put(KEY, of_tokens), put(VALUE, of_tokens), put(SLOTS, whole)
 
+    registry = registry_with_opaque_kernels() if backend == "opaque" else ejkernel_core.registry
+    op = "update_kv_page_pair" if is_pair else "update_kv_pages"
+
     def step(cache: Any, key: Any, value: Any, slots: Any) -> Any:
-        pages = cache if is_pair else cache[0]
-        return jax.tree.leaves(update_kv_pages(key, value, pages, slots, first_page=3, backend=backend))
+        return jax.tree.leaves(registry.call(op, key, value, *cache, slots, first_page=3, backend=backend))
 
     if kind == "shard_map":
         specs = (of_pages, of_tokens, of_tokens, whole)
