@@ -22,7 +22,7 @@ NAMES = {
 
 def test_the_examples_run():
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     exec("\n".join(blocks), {})
 
 

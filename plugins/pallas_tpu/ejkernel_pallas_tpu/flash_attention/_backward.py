@@ -16,7 +16,7 @@ from ejkernel_pallas_tpu.flash_attention._operands import by_queries, operands, 
 from ejkernel_pallas_tpu.flash_attention._problem import Arguments, Problem
 from ejkernel_pallas_tpu.flash_attention._steps import FIRST, LAST, Steps, inner_block, is_set, outer_block, run_step
 from ejkernel_pallas_tpu.flash_attention._tile import logit_gradients, matmul
-from ejkernel_pallas_tpu.launch._launch import Launch, Operand, Output, grid_indices
+from ejkernel_pallas_tpu.launch import Launch, Operand, Output, Scratch, grid_indices
 
 
 def all_operands(a: Arguments, p: Problem, rows: BackwardRows) -> dict[str, Operand]:
@@ -48,7 +48,7 @@ def query_pass(a: Arguments, p: Problem, rows: BackwardRows, steps: Steps) -> La
         tile_map=tile_map,
         operands=all_operands(a, p, rows),
         outputs={"d_query": output_by_queries(p, p.dim)},
-        scratch={"sums": (p.q_block, p.dim)},
+        scratch={"sums": Scratch((p.q_block, p.dim))},
     )
 
 
@@ -100,7 +100,7 @@ def key_pass(a: Arguments, p: Problem, rows: BackwardRows, steps: Steps) -> Laun
         tile_map=tile_map,
         operands=all_operands(a, p, rows),
         outputs={"d_key": output(p.dim), "d_value": output(p.v_dim)},
-        scratch={"k_sums": (p.k_block, p.dim), "v_sums": (p.k_block, p.v_dim)},
+        scratch={"k_sums": Scratch((p.k_block, p.dim)), "v_sums": Scratch((p.k_block, p.v_dim))},
     )
 
 

@@ -12,7 +12,7 @@ from ejkernel_pallas_tpu.flash_attention._backward import all_operands
 from ejkernel_pallas_tpu.flash_attention._problem import Arguments, Problem
 from ejkernel_pallas_tpu.flash_attention._steps import PairTable
 from ejkernel_pallas_tpu.flash_attention._tile import logit_gradients, tile_shape
-from ejkernel_pallas_tpu.launch._launch import Launch, Output, grid_indices
+from ejkernel_pallas_tpu.launch import Launch, Output, Scratch, grid_indices
 
 
 def bias_pass(a: Arguments, p: Problem, rows: BackwardRows, pairs: PairTable) -> Launch:
@@ -60,7 +60,7 @@ def bias_pass(a: Arguments, p: Problem, rows: BackwardRows, pairs: PairTable) ->
                 index_map,
             )
         },
-        scratch={"sums": tile_shape(p, is_transposed)},
+        scratch={"sums": Scratch(tile_shape(p, is_transposed))},
         output_tile_map=output_tile_map,
     )
 

@@ -14,7 +14,7 @@ from ejkernel_pallas_tpu.flash_attention._operands import operands, output_by_qu
 from ejkernel_pallas_tpu.flash_attention._problem import LANES, LEAST, LOWEST, Problem
 from ejkernel_pallas_tpu.flash_attention._steps import FIRST, LAST, Steps, inner_block, is_set, outer_block, run_step
 from ejkernel_pallas_tpu.flash_attention._tile import keep_mask, logits, matmul, row, widen
-from ejkernel_pallas_tpu.launch._launch import Launch, Output, grid_indices
+from ejkernel_pallas_tpu.launch import Launch, Output, Scratch, grid_indices
 
 
 def forward(inv: Invocation, p: Problem, steps: Steps) -> Launch:
@@ -41,7 +41,10 @@ def forward(inv: Invocation, p: Problem, steps: Steps) -> Launch:
         tile_map=tile_map,
         operands=inputs,
         outputs={"out": output_by_queries(p, p.v_dim), **({"lse": lse} if inv.needs("lse") else {})},
-        scratch={"row_max": (p.q_block, LANES), "row_sum": (p.q_block, LANES), "sums": (p.q_block, p.v_dim)},
+        scratch={
+            **dict.fromkeys(("row_max", "row_sum"), Scratch((p.q_block, LANES))),
+            "sums": Scratch((p.q_block, p.v_dim)),
+        },
     )
 
 

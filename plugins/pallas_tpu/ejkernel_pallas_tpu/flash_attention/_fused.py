@@ -19,7 +19,7 @@ from ejkernel_pallas_tpu.flash_attention._operands import output_by_queries
 from ejkernel_pallas_tpu.flash_attention._problem import Arguments, Problem
 from ejkernel_pallas_tpu.flash_attention._steps import FIRST, LAST, Steps, inner_block, is_set, outer_block, run_step
 from ejkernel_pallas_tpu.flash_attention._tile import logit_gradients, matmul
-from ejkernel_pallas_tpu.launch._launch import Launch, Output, grid_indices
+from ejkernel_pallas_tpu.launch import Launch, Output, Scratch, grid_indices
 
 
 def fused_pass(a: Arguments, p: Problem, rows: BackwardRows, steps: Steps) -> Launch:
@@ -50,7 +50,11 @@ def fused_pass(a: Arguments, p: Problem, rows: BackwardRows, steps: Steps) -> La
             "d_key": output_by_keys(p.dim),
             "d_value": output_by_keys(p.v_dim),
         },
-        scratch={"q_sums": (p.q_block, p.dim), "k_sums": (length, p.dim), "v_sums": (length, p.v_dim)},
+        scratch={
+            "q_sums": Scratch((p.q_block, p.dim)),
+            "k_sums": Scratch((length, p.dim)),
+            "v_sums": Scratch((length, p.v_dim)),
+        },
     )
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ejkernel_ops.flash_attention.geometry import key_intervals, pad_to
 from ejkernel_ops.flash_attention.statistics import LOG2E
 from ejkernel_pallas_tpu.flash_attention._problem import LANES, LEAST, Arguments, Problem, bias_dtype
-from ejkernel_pallas_tpu.launch._launch import Operand, Output
+from ejkernel_pallas_tpu.launch import Operand, Output
 
 
 def by_queries(x: jax.Array, p: Problem) -> Operand:

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from ejkernel_core import Invocation
 from ejkernel_pallas_tpu.grouped_matmul._tiles import Tile, for_each_chunk, keep, product
 from ejkernel_pallas_tpu.grouped_matmul._visits import Visits
-from ejkernel_pallas_tpu.launch._launch import Launch, Operand, Output, grid_indices
+from ejkernel_pallas_tpu.launch import Launch, Operand, Output, Scratch, grid_indices
 
 
 def contract(inv: Invocation, tile: Tile, visits: Visits, dtype: Any, groups: int) -> Launch:
@@ -53,5 +53,5 @@ def contract(inv: Invocation, tile: Tile, visits: Visits, dtype: Any, groups: in
         outputs={
             "out": Output(shape, dtype, (None, tile.depth, tile.columns), lambda group, source, i, j: (group, i, j))
         },
-        scratch={"sums": (tile.depth, tile.columns)},
+        scratch={"sums": Scratch((tile.depth, tile.columns))},
     )

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from ejkernel_core import Invocation
 from ejkernel_pallas_tpu.grouped_matmul._tiles import Tile, for_each_chunk, keep, product
 from ejkernel_pallas_tpu.grouped_matmul._visits import Visits
-from ejkernel_pallas_tpu.launch._launch import Launch, Operand, Output, grid_indices
+from ejkernel_pallas_tpu.launch import Launch, Operand, Output, Scratch, grid_indices
 
 
 def multiply(inv: Invocation, tile: Tile, visits: Visits, dtype: Any, is_gated: bool) -> Launch:
@@ -87,7 +87,7 @@ def multiply(inv: Invocation, tile: Tile, visits: Visits, dtype: Any, is_gated: 
         tile_map=tile_map,
         operands=operands,
         outputs={"out": Output(shape, dtype, (tile.rows, tile.columns), lambda i, source, group, j, k: (i, j))},
-        scratch={f"sums_{part}": (tile.rows, tile.columns) for part in parts} if last else {},
+        scratch={f"sums_{part}": Scratch((tile.rows, tile.columns)) for part in parts} if last else {},
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import attrs
 
 MIB = 2**20
+#: Bytes of scalar memory of a core, in every generation.
+SMEM = MIB
 
 
 @attrs.frozen

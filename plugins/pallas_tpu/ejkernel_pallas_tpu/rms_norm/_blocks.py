@@ -10,7 +10,7 @@ import attrs
 import jax
 import jax.numpy as jnp
 
-from ejkernel_pallas_tpu.launch._launch import Operand, Output
+from ejkernel_pallas_tpu.launch import Operand, Output, Scratch
 
 SUBLANES, LANES = 8, 128
 #: Entries of a group that a step has at a time: as many as all 64 registers hold, in float32.
@@ -120,9 +120,9 @@ class Blocks:
         return output.reshape(-1)[: self.rows].reshape(shape)
 
     @property
-    def column(self) -> tuple[int, int]:
-        """The shape of scratch memory for one number for each row of a block, the same in all lanes."""
-        return self.block, LANES
+    def column(self) -> Scratch:
+        """Scratch memory for one number for each row of a block, the same in all lanes."""
+        return Scratch((self.block, LANES))
 
 
 def lanes(dim: int) -> int:

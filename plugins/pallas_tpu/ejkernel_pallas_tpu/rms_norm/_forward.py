@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel_ops.rms_norm.axes import FORMATS
 from ejkernel_ops.rms_norm.definition import upcast
-from ejkernel_pallas_tpu.launch._launch import Launch, Operand, Output
+from ejkernel_pallas_tpu.launch import Launch, Operand, Output, Scratch
 from ejkernel_pallas_tpu.rms_norm._blocks import LANES, Blocks, add_lanes, into_lanes, max_lanes
 
 Arguments = Mapping[str, Any]
@@ -121,7 +121,7 @@ def _launch(
     kernel: Any,
     first: Mapping[str, Output],
     last: Mapping[str, Output],
-    scratch: Mapping[str, tuple[int, ...]],
+    scratch: Mapping[str, Scratch],
 ) -> Launch:
     """A step for each block, with the arrays of the call; the sum is written between the other outputs."""
     by_rows = {name: blocks.by_rows(a[name]) for name in ("x", "residual") if a[name] is not None}
