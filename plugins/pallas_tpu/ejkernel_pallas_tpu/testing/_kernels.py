@@ -13,7 +13,7 @@ the gradients of them. A module of a kernel for TPUs has, beside its hooks:
 ``peers(example)``, optional
     the ``Peer``s that its estimated time is compared with.
 ``examples()``, optional
-    further ``Example``s of its operation, for what takes this kernel more memory than another one.
+    further ``Example``s of its operations, for what takes this kernel more memory than another one.
 """
 
 from __future__ import annotations
@@ -63,9 +63,11 @@ class Kernel:
         return self.name.rpartition(".")[2]
 
     def examples(self, use: str) -> list[Example]:
-        """The examples of its operation, and those of its module, that have a use."""
+        """The examples of its operation, and those of its module for it, that have a use."""
         further: Iterable[Example] = getattr(self.module, "examples", tuple)()
-        return _examples(self.registry, self.op, use) + [example for example in further if use in example.uses]
+        return _examples(self.registry, self.op, use) + [
+            example for example in further if use in example.uses and example.op == self.op
+        ]
 
     def calls(self, use: str) -> Iterator[Call]:
         """The calls that have a use: the examples of its operation, or the gradients of those of another one."""
