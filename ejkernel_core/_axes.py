@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from ._layout import (
 from ._samples import bits, random_array
 
 if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
-    from ._partitioning import Partitioning
+    from ._partitioning import PartialSums, Partitioning
 
 Arguments = dict[str, Any]
 Layouts = Mapping[str, Layout]
@@ -79,6 +80,9 @@ class Axes:
     results: Texts = attrs.field(converter=_texts)
     #: The axes whose entries are computed independently, in one kernel or on several devices.
     independent: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
+    #: The axes that are contracted: the results are sums over them. Where one is sharded, each shard computes a partial
+    #: sum, in float32 or wider, and the partial sums are added up.
+    summed: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
     #: All other axes.
     whole: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
     #: The independent axis that an axis mapped by ``jax.vmap`` is merged into. Without it, a mapped call is a loop.
@@ -96,6 +100,13 @@ class Axes:
     statistics: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
     #: The dtypes of other results: a name, or a function of the arguments. By default that of the first array.
     dtypes: Mapping[str, Any] = attrs.field(factory=dict, converter=read_only, kw_only=True)
+    #: The option that has the dtype of the results, by which partial sums are float32. None is the default.
+    dtype_option: str | None = attrs.field(default=None, kw_only=True)
+    #: The arrays that are added to the sums over ``summed`` axes, such as a bias. One shard adds them.
+    added: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
+    #: The options, such as an activation, with which the results are not sums over ``summed`` axes, unless they are
+    #: None or False.
+    nonlinear: tuple[str, ...] = attrs.field(default=(), converter=_names, kw_only=True)
     #: ``{("transpose", True): {"weight": "out_dim dim"}}``: other words for arrays where an option has this value.
     when: Mapping[tuple[str, Any], Texts] = attrs.field(factory=dict, converter=_cases_of_options, kw_only=True)
     #: ``{"slots": {"key": "tokens heads dim"}}``: other words for arrays where a call has this argument, whatever it
@@ -142,6 +153,11 @@ class Axes:
             if holds(arguments):
                 layouts.update(others)
         return layouts
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The options that say whether, and how, the results are sums."""
+        return (*self.nonlinear, *filter(None, [self.dtype_option]))
 
     @property
     def conditions(self) -> tuple[str, ...]:
@@ -293,16 +309,50 @@ class Axes:
         ]
         names = (*self.independent, *also_independent)
         independent = frozenset(name for name in names if all(name in results for results in names_of_results))
-        factoring = Factoring(self.sizes(arguments), self.multiples, independent)
+        why_whole = self._why_whole(arguments, layouts)
+        summed = () if why_whole else self.summed
+        factoring = Factoring(self.sizes(arguments), self.multiples, independent.union(summed))
         arrays = {
             name: factoring.dimensions(name, layouts[name], array.shape)
             for name, array in self.arrays_of(arguments).items()
         }
         if self.of_gradients:
-            return factoring.partitioning(arrays, {name: arrays[name] for name in arguments["wrt"]})
-        outputs = zip(self.results, self.outputs(arguments), strict=True)
-        dimensions_of_results = {name: factoring.dimensions(name, layouts[name], out.shape) for name, out in outputs}
-        return factoring.partitioning(arrays, dimensions_of_results)
+            results = {name: arrays[name] for name in arguments["wrt"]}
+        else:
+            outputs = zip(self.results, self.outputs(arguments), strict=True)
+            results = {name: factoring.dimensions(name, layouts[name], out.shape) for name, out in outputs}
+        rule = factoring.partitioning(arrays, results)
+        partial = self._partial_sums(arguments, factoring.factors_of(summed)) if summed else None
+        return attrs.evolve(rule, partial=partial, reasons=dict.fromkeys(self.summed, why_whole))
+
+    def _partial_sums(self, arguments: Mapping[str, Any], factors: frozenset[str]) -> PartialSums:
+        from ._partitioning import PartialSums
+
+        if self.of_gradients:
+            return PartialSums(factors, self.added)
+        dtypes = {name: out.dtype for name, out in zip(self.results, self.outputs(arguments), strict=True)}
+        return PartialSums(factors, self.added, self._wide_options(arguments) or {}, dtypes)
+
+    def _why_whole(self, arguments: Mapping[str, Any], layouts: Layouts) -> str:
+        """Why no axis in ``summed`` may be sharded in this call; "" where they may."""
+        if not self.summed:
+            return ""
+        for option in self.nonlinear:
+            if (value := arguments.get(option)) is not None and value is not False:
+                return f"the result is not linear in it with {option}={value!r}"
+        for name in self.arrays_of(arguments):
+            if axes := [a.text for a in layouts[name].axes if a.name in self.summed and not a.is_divisible]:
+                return f"{name} has {axes[0]}, which its shards do not divide"
+        if not self.of_gradients and self._wide_options(arguments) is None:
+            return "partial sums would have fewer bits than float32"
+        return ""
+
+    def _wide_options(self, arguments: Mapping[str, Any]) -> Arguments | None:
+        """The options with which no result has fewer bits than float32; None where there are none."""
+        changes: list[Arguments] = [{}]
+        if self.dtype_option is not None:
+            changes += [{self.dtype_option: dtype} for dtype in (None, np.dtype(np.float32))]
+        return next((c for c in changes if all(map(_is_wide, self.outputs({**arguments, **c})))), None)
 
     # -- vmap ------------------------------------------------------------------------------------------------------
 
@@ -354,17 +404,19 @@ class Axes:
 
 
 def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
-    declared_names = {*axes.independent, *axes.whole}
+    declared_names = {*axes.independent, *axes.summed, *axes.whole}
     all_layouts = [(name, array_layout) for group in layouts for name, array_layout in group.items()]
     names_in_arrays = {n for name, array_layout in all_layouts if name in axes.arrays for n in array_layout.names}
     for name, array_layout in all_layouts:
         for word in array_layout.names - declared_names:
             _check_other_word(axes, name, word, names_in_arrays)
-        _check_names(f"axes of {name}", array_layout.names, declared_names, "neither independent nor whole")
+        _check_names(f"axes of {name}", array_layout.names, declared_names, "neither independent, summed, nor whole")
         if duplicates := {
             a.name for a in array_layout.axes if [b.name for b in array_layout.axes].count(a.name) > 1
-        } & {*axes.independent}:
-            raise ValueError(f"axes of {name}: {duplicates.pop()} is independent, and stands there twice")
+        } & {*axes.independent, *axes.summed}:
+            word = duplicates.pop()
+            field = "independent" if word in axes.independent else "summed"
+            raise ValueError(f"axes of {name}: {word} is {field}, and stands there twice")
     if not axes.results:
         raise ValueError("axes: takes at least one result")
     if not axes.of_gradients and (duplicates := {*axes.arrays} & {*axes.results}):
@@ -380,7 +432,7 @@ def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
         "multiples": (*axes.multiples, *axes.multiples.values()),
         "vmap": () if axes.vmap is None else (axes.vmap,),
     }
-    for field in ("independent", "whole", "counts", "rounded", "positive"):
+    for field in ("independent", "summed", "whole", "counts", "rounded", "positive"):
         names_by_field[field] = getattr(axes, field)
     for field, names in names_by_field.items():
         _check_names(f"axes, {field}", names, names_in_arrays, "an axis of no array")
@@ -396,12 +448,14 @@ def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
                 )
     if axes.vmap is not None and axes.vmap not in axes.independent:
         raise ValueError(f"axes, vmap: takes an independent axis; got {axes.vmap!r}")
-    if duplicates := {*axes.independent} & {*axes.whole}:
-        raise ValueError(f"axes: {', '.join(sorted(duplicates))} cannot be independent and whole")
+    for first, second in itertools.combinations(("independent", "summed", "whole"), 2):
+        if duplicates := {*getattr(axes, first)} & {*getattr(axes, second)}:
+            raise ValueError(f"axes: {', '.join(sorted(duplicates))} cannot be {first} and {second}")
+    _check_sums(axes, all_layouts)
     for field in ("dtypes", "statistics", "residuals"):
         _check_names(f"axes, {field}", getattr(axes, field), axes.results, "not a result")
-    for result, names in axes.residuals.items():
-        _check_names(f"axes, residuals of {result}", names, axes.arrays, "not an array")
+    for result, arrays in axes.residuals.items():
+        _check_names(f"axes, residuals of {result}", arrays, axes.arrays, "not an array")
     for result, dtype in axes.dtypes.items():
         if isinstance(dtype, str):
             _check_dtype(result, dtype)
@@ -413,6 +467,25 @@ def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
             _check_names(f"axes, {field}", texts, {*axes.arrays, *axes.results}, "not an array or result")
 
 
+def _check_sums(axes: Axes, layouts: Sequence[tuple[str, Layout]]) -> None:
+    """Raise where an axis is not contracted: that is in two arrays or more, and in no result."""
+    for field in ("added", "nonlinear", "dtype_option"):
+        if getattr(axes, field) and not axes.summed:
+            raise ValueError(f"axes, {field}: is about sums over the axes in summed, and there are none")
+    _check_names("axes, added", axes.added, axes.arrays, "not an array")
+    for name in axes.summed:
+        names = {name, axes.multiples.get(name), *(other for other, base in axes.multiples.items() if base == name)}
+        users = {array for array, array_layout in layouts if array_layout.names & names}
+        if results := sorted(users & {*axes.results}):
+            raise ValueError(f"axes, summed: {name!r} is an axis of {results[0]}, so it is not summed")
+        if len(users) == 1:
+            raise ValueError(f"axes, summed: {name!r} is in {users.pop()} alone; what is contracted is in two arrays")
+        if added := sorted(users & {*axes.added}):
+            raise ValueError(f"axes, added: {added[0]} has the axis {name!r}, so it is not added to sums over it")
+    if arrays := [option for option in axes.options if option in axes.arrays]:
+        raise ValueError(f"axes: nonlinear and dtype_option take options; {arrays[0]!r} is an array")
+
+
 def _check_dtype(result: str, name: str) -> None:
     try:
         jnp.dtype(name)
@@ -422,12 +495,12 @@ def _check_dtype(result: str, name: str) -> None:
 
 def _check_other_word(axes: Axes, array: str, word: str, names_in_arrays: Iterable[str]) -> None:
     """Raise where an undeclared word resembles one that is declared and in no array: either may be mistyped."""
-    match = most_similar(word, (*axes.independent, *axes.whole))
+    match = most_similar(word, (*axes.independent, *axes.summed, *axes.whole))
     if match is not None and match not in names_in_arrays:
-        field = "independent" if match in axes.independent else "whole"
+        field = next(field for field in ("independent", "summed", "whole") if match in getattr(axes, field))
         raise ValueError(
-            f"axes of {array}: {word!r} is neither independent nor whole, and {match!r} in {field} is an axis of no "
-            "array; one of the two is mistyped"
+            f"axes of {array}: {word!r} is neither independent, summed, nor whole, and {match!r} in {field} is an axis "
+            "of no array; one of the two is mistyped"
         )
 
 
@@ -454,6 +527,11 @@ def _has_value(option: str, value: Any, arguments: Mapping[str, Any]) -> bool:
     if isinstance(value, (np.dtype, type)):
         return not hasattr(argument, "shape") and bool(argument == value)
     return type(argument) is type(value) and bool(argument == value)
+
+
+def _is_wide(array: Any) -> bool:
+    """Whether it is added up without more rounding than in float32."""
+    return not jnp.issubdtype(array.dtype, jnp.inexact) or np.promote_types(array.dtype, np.float32) == array.dtype
 
 
 def _power_of_two(size: int) -> int:

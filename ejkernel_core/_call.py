@@ -378,11 +378,13 @@ def _check_values(registry: Registry, form: Form, arrays: Sequence[Any], options
 
 @attrs.frozen(eq=False, repr=False)
 class AbstractCall:
-    """A call that is not run: its request, the shapes of its prepared arrays on one device, that device, and the
+    """A call that is not run: its request and the shapes of its prepared arrays on one device, that device, and the
     function that restores the caller's form of the results.
     """
 
     request: Request
+    #: The request of the call on all devices, by which its gradients are computed: those of one may have partial sums.
+    undivided: Request
     avals: list[Any]
     target: Target
     restore: Restore
@@ -393,7 +395,7 @@ class AbstractCall:
 
     def backward(self) -> tuple[Request, list[Any]]:
         """The request of the backward operation, for all gradients, and the shapes of its arrays."""
-        results = self.request.outputs(self.avals)
+        results = self.undivided.outputs(self.avals)
         return self.backward_of(self.avals, results, results)
 
     def backward_of(
@@ -403,14 +405,14 @@ class AbstractCall:
 
         The cotangent of a result that the caller does not get, or that has no gradient, is dropped.
         """
-        is_used = used_results(self.restore, self.request.outputs(self.avals))
+        is_used = used_results(self.restore, self.undivided.outputs(self.avals))
         used_cotangents = [
             ct if used and _gradients.is_inexact(ct) else None for ct, used in zip(cotangents, is_used, strict=True)
         ]
         avals = dict(zip(self.request.arrays, self.avals, strict=True))
         differentiable = self.request.operation.differentiable
         wrt = tuple(name for name, aval in avals.items() if name in differentiable and _gradients.is_inexact(aval))
-        return _gradients.backward_request(self.request, arrays, results, used_cotangents, wrt)
+        return _gradients.backward_request(self.undivided, arrays, results, used_cotangents, wrt)
 
 
 def abstract_call(
@@ -443,10 +445,12 @@ def abstract_call(
     avals = _run(form, shapes, context.dependencies, [*map(as_explicit, arrays)])
     (request, restore), call_target = prepared[0], target_of(arrays)
     division = _division(request, avals, call_target, all(map(is_explicit, arrays)))
+    on_shard = request
     if division is not None and division.shards is not None:
-        avals, has_values = division.shards.shapes(avals), False
+        on_shard, has_values = request.with_options(division.shards.options), False
+        avals = division.shards.shapes(avals)
     values = trace(*arrays) if has_values and not any(map(_is_abstract, arrays)) else None
-    return AbstractCall(request, avals, call_target, restore, values, division)
+    return AbstractCall(on_shard, request, avals, call_target, restore, values, division)
 
 
 def _division(request: Request, avals: Sequence[Any], call_target: Target, is_explicit: bool) -> Division | None:

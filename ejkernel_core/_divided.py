@@ -75,7 +75,8 @@ class Divided:
 
         def function(*operands: Any) -> Results:
             run, primals = self._differentiable(operands[:count], wrt)
-            return tuple(jax.vjp(run, *primals)[1](tuple(operands[count:])))
+            results, vjp = jax.vjp(run, *primals)
+            return tuple(vjp(tuple(ct.astype(r.dtype) for ct, r in zip(operands[count:], results, strict=True))))
 
         outputs = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
         return self._with_arrays(function, results, self._arrays_at(wrt), outputs)
@@ -123,10 +124,11 @@ def _types(*avals: Any, divided: Divided) -> list[Any]:
 def _run(*arrays: Any, divided: Divided) -> Results:
     avals = [*map(jax.typeof, arrays)]
     mesh = explicit_mesh(avals)
-    with divided.settings.in_effect():
+    in_effect = divided.settings.in_effect
+    with in_effect():
         shards = shards_of_types(divided.rule, avals, mesh)
-        on_shards = by_shard_map(shards, mesh, mesh.explicit_axes, lambda operands: divided.function(*operands))
-        return tuple(on_shards(*arrays))
+        run = lambda operands, _: divided.function(*operands)
+        return tuple(by_shard_map(shards, mesh, mesh.explicit_axes, run, in_effect)(*arrays))
 
 
 def _batch(arrays: Sequence[Any], axes: Sequence[int | None], *, divided: Divided) -> Any:

@@ -8,7 +8,7 @@ arguments vary over a mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,7 +77,9 @@ def _run_inline(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
         return _run_plain(request, *arrays)
     from ._divided import Divided
 
-    return Divided(partial(_run_plain, request), request.partitioning(avals), outputs, request.settings)(*arrays)
+    rule = request.partitioning(avals)
+    run = partial(_run_plain, request.with_options({} if rule.partial is None else rule.partial.options))
+    return Divided(run, rule, outputs, request.settings)(*arrays)
 
 
 def _run_plain(request: Request, *arrays: Any) -> tuple[Any, ...]:
@@ -155,7 +157,7 @@ def _without_dead_results(used: Sequence[bool], params: dict[str, Any]) -> dict[
 
 
 def _run_eagerly(*arrays: Any, request: Request) -> tuple[Any, ...]:  # only under jax.disable_jit
-    on_shards = _on_explicit_shards(request, [*map(jax.typeof, arrays)], partial(bind, request))
+    on_shards = _on_explicit_shards(request, [*map(jax.typeof, arrays)], partial(_bind_shard, request))
     if on_shards is not None:
         return tuple(on_shards(*arrays))
     if request.mapped:
@@ -223,7 +225,7 @@ def _batch(arrays: Sequence[Any], axes: Sequence[int | None], *, request: Reques
 
 def _on_shards(request: Request, ctx: Any, call_target: Target) -> Callable[..., Any] | None:
     """The function that binds the call on every shard; None where it is lowered as it is."""
-    bind_shard = partial(bind, request)
+    bind_shard = partial(_bind_shard, request)
     on_explicit_shards = _on_explicit_shards(request, ctx.avals_in, bind_shard)
     if on_explicit_shards is not None:
         return on_explicit_shards
@@ -236,12 +238,17 @@ def _on_shards(request: Request, ctx: Any, call_target: Target) -> Callable[...,
 
     rule = request.partitioning(ctx.avals_in)
     if partly_manual is not None:  # the partitioner would end the process, so each device computes the whole call
-        return by_shard_map(rule.shards({}, ()), partly_manual, partly_manual.auto_axes, bind_shard)
-    return by_partitioner(rule, bind_shard)
+        shards, axes = rule.shards({}, ()), partly_manual.auto_axes
+        return by_shard_map(shards, partly_manual, axes, bind_shard, request.settings.in_effect)
+    return by_partitioner(rule, bind_shard, request.settings.in_effect)
+
+
+def _bind_shard(request: Request, arrays: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+    return bind(request.with_options(options), arrays)
 
 
 def _on_explicit_shards(
-    request: Request, avals: Sequence[Any], run_shard: Callable[[Sequence[Any]], Sequence[Any]]
+    request: Request, avals: Sequence[Any], run_shard: Callable[..., Sequence[Any]]
 ) -> Callable[..., Any] | None:
     """The function that divides a call on arrays of these types over explicit axes; None where there are none."""
     mesh = explicit_mesh(avals)
@@ -250,7 +257,7 @@ def _on_explicit_shards(
     from ._sharding import by_shard_map, shards_of_types
 
     shards = shards_of_types(request.partitioning(avals), avals, mesh)
-    return by_shard_map(shards, mesh, mesh.explicit_axes, run_shard)
+    return by_shard_map(shards, mesh, mesh.explicit_axes, run_shard, request.settings.in_effect)
 
 
 def has_opaque_kernel(request: Request, avals: Sequence[Any], target: Target) -> bool:

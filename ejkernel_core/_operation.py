@@ -165,7 +165,7 @@ class Operation:
         self._check_aliases()
         self._check_parameters("pytrees", self.pytrees)
         if self.axes is not None:
-            self._check_parameters("axes", [*self.axes.arrays, *self.axes.conditions])
+            self._check_parameters("axes", [*self.axes.arrays, *self.axes.conditions, *self.axes.options])
 
     def _check_parameters(self, field: str, names: Iterable[str]) -> None:
         for name in names:

@@ -30,6 +30,23 @@ def spec_of(spec: Iterable[Any], rank: int) -> Spec:
 
 
 @attrs.frozen
+class PartialSums:
+    """How a shard computes its part of results that are sums over a sharded factor."""
+
+    factors: frozenset[str]
+    #: The arrays that are added to the sums. The first shard has them, and all others have zeros.
+    added: tuple[str, ...] = ()
+    #: The options by which the partial sums are at least float32.
+    options: Mapping[str, Any] = attrs.field(factory=dict)
+    #: The dtypes of the sums, by result.
+    dtypes: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def is_added(self, array: str) -> bool:
+        """Whether this array is added to the sums. Tangents and cotangents of it have its name before a dot."""
+        return array.partition(".")[0] in self.added
+
+
+@attrs.frozen
 class Partitioning:
     """The rule by which a call may be sharded, in Shardy's terms: every dimension is a product of factors.
 
@@ -45,16 +62,28 @@ class Partitioning:
     whole: frozenset[str]
     #: Why all factors of the operation are whole; "" where only those are that its axes name.
     reason: str = ""
+    #: By axis: why its factors are whole, where its operation has a reason.
+    reasons: Mapping[str, str] = attrs.field(factory=dict)
+    #: Where factors may be sharded over which all results are sums.
+    partial: PartialSums | None = None
 
     @property
     def sums(self) -> dict[str, Factors]:
         """By result: the factors that it is a sum over."""
         shardable = [factor for factor, size in self.sizes.items() if factor not in self.whole and size != 1]
         sums = {
-            name: tuple(factor for factor in shardable if not any(factor in factors for factors in dimensions))
+            name: tuple(
+                factor
+                for factor in shardable
+                if not any(factor in factors for factors in dimensions) and not self._is_same(name, factor)
+            )
             for name, dimensions in self.results.items()
         }
         return {name: factors for name, factors in sums.items() if factors}
+
+    def _is_same(self, result: str, factor: str) -> bool:
+        """Whether a result is the same on all shards of a factor: the gradient of what is added to sums over it."""
+        return self.partial is not None and factor in self.partial.factors and self.partial.is_added(result)
 
     def with_mapped_axis(self, factor: str, size: int, arrays: Iterable[str], sums: Iterable[str] = ()) -> Partitioning:
         """The rule for a call over which ``jax.vmap`` maps: these arrays, and all results that are no ``sums`` over the
@@ -71,11 +100,29 @@ class Partitioning:
         """Divide the call over a mesh, given as the sizes of its axes. ``specs`` has the shardings of the arrays, and
         possibly those of the results. A factor has the sharding of the first array that has one for it.
         """
-        search = _Search(self, mesh)
+        search = _Search(self, mesh, self._needed_elsewhere(specs))
         for dimensions, spec in zip((*self.arrays.values(), *self.results.values()), specs, strict=False):
             for factors, mesh_axes in zip(dimensions, spec, strict=True):
                 search.add(factors, mesh_axes)
         return Shards(self, dict(mesh), search.mesh_axes, search.finer)
+
+    @property
+    def summed(self) -> frozenset[str]:
+        """The factors over which all results are sums."""
+        return frozenset() if self.partial is None else self.partial.factors
+
+    def _needed_elsewhere(self, specs: Sequence[Spec]) -> frozenset[str]:
+        """The mesh axes that shard another factor of an array with a summed one: a summed factor does not take them,
+        for the array would be moved to other devices.
+        """
+        return frozenset(
+            mesh_axis
+            for dimensions, spec in zip(self.arrays.values(), specs, strict=False)
+            if any(self.summed & {*factors} for factors in dimensions)
+            for factors, mesh_axes in zip(dimensions, spec, strict=True)
+            if {*factors} - self.whole - self.summed
+            for mesh_axis in mesh_axes
+        )
 
 
 def whole_partitioning(arrays: Mapping[str, Any], results: Mapping[str, Any], reason: str) -> Partitioning:
@@ -127,6 +174,10 @@ class Factoring:
             return ((name, size),)
         return ((base, group), *(((f"{name}/{base}", size // group),) if size != group else ()))
 
+    def factors_of(self, axes: Iterable[str]) -> frozenset[str]:
+        """The factors of all of these axes that the call has."""
+        return frozenset(factor for axis in axes if axis in self.sizes for factor, _ in self._parts(axis))
+
     def _add(self, axis: Axis, *parts: tuple[str, Any]) -> Factors:
         self.factors.update(parts)
         if axis.name in self.independent:
@@ -142,11 +193,12 @@ class Factoring:
 class _Search:
     """The mesh axes of each factor so far, while the shardings of one array after the other are read."""
 
-    def __init__(self, rule: Partitioning, mesh: Mapping[str, int]) -> None:
+    def __init__(self, rule: Partitioning, mesh: Mapping[str, int], needed_elsewhere: frozenset[str]) -> None:
         self.mesh_axes: dict[str, MeshAxes] = {}
         self.finer: dict[str, tuple[str, MeshAxes]] = {}
         self._rule = rule
         self._mesh = mesh
+        self._needed_elsewhere = needed_elsewhere
         #: By factor: the number of entries of a shard.
         self._lengths = dict(rule.sizes)
 
@@ -178,8 +230,16 @@ class _Search:
 
     def _is_shardable(self, factor: str, mesh_axis: str) -> bool:
         length = self._lengths[factor]
-        is_free = factor not in self._rule.whole and mesh_axis not in self._used
-        return is_free and type(length) is int and length > 0 and length % self._mesh[mesh_axis] == 0
+        return (
+            self._is_free(factor, mesh_axis)
+            and type(length) is int
+            and length > 0
+            and length % self._mesh[mesh_axis] == 0
+        )
+
+    def _is_free(self, factor: str, mesh_axis: str) -> bool:
+        is_kept = factor in self._rule.summed and mesh_axis in self._needed_elsewhere
+        return factor not in self._rule.whole and mesh_axis not in self._used and not is_kept
 
     def _shard(self, factor: str, mesh_axis: str) -> None:
         self._lengths[factor] //= self._mesh[mesh_axis]
@@ -188,7 +248,7 @@ class _Search:
     def _is_finer(self, factor: str, next_factor: str, mesh_axis: str) -> bool:
         """Whether the mesh axis shards the product of two factors more finely than the first of them."""
         count, length, next_length = self._mesh[mesh_axis], self._lengths[factor], self._lengths[next_factor]
-        if {factor, next_factor} & self._rule.whole or next_factor in self.mesh_axes or mesh_axis in self._used:
+        if not all(self._is_free(f, mesh_axis) for f in (factor, next_factor)) or next_factor in self.mesh_axes:
             return False
         is_divisible = type(length) is int and type(next_length) is int and length > 1 and count % length == 0
         return is_divisible and (length * next_length) % count == 0
@@ -284,25 +344,42 @@ class Shards:
     def operands(self, arrays: Sequence[Any]) -> list[Any]:
         """The arrays for the call on this shard: of those that several shards share, the part that it needs."""
         return [
-            self._map_shared(array, dimensions, self._part)
-            for array, dimensions in zip(arrays, self.rule.arrays.values(), strict=True)
+            self._on_one_shard(name, self._map_shared(array, dimensions, self._part))
+            for array, (name, dimensions) in zip(arrays, self.rule.arrays.items(), strict=True)
         ]
+
+    def _on_one_shard(self, name: str, array: Any) -> Any:
+        """The array, with zeros on all shards but the first if it is added to sums over shards."""
+        partial = self.rule.partial
+        mesh_axes = () if partial is None or not partial.is_added(name) else self._axes_of(partial.factors)
+        return jnp.where(jax.lax.axis_index(mesh_axes) == 0, array, jnp.zeros_like(array)) if mesh_axes else array
+
+    def _axes_of(self, factors: Iterable[str]) -> MeshAxes:
+        """The mesh axes that these factors are sharded over, alone or as a product with another one."""
+        alone = [axis for factor in factors for axis in self.mesh_axes.get(factor, ())]
+        finer = [axis for next_factor, axes in self.finer.values() if next_factor in factors for axis in axes]
+        return (*alone, *finer)
+
+    @property
+    def summed_over(self) -> dict[str, MeshAxes]:
+        """By result: the mesh axes over which the results of the shards are added up."""
+        axes = {name: self._axes_of(factors) for name, factors in self.rule.sums.items()}
+        return {name: mesh_axes for name, mesh_axes in axes.items() if mesh_axes}
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options of the call on a shard that are not those of the whole call."""
+        return self.rule.partial.options if self.rule.partial is not None and self.summed_over else {}
 
     def totals(self, results: Sequence[Any]) -> list[Any]:
         """The results of the call on all shards, as this shard has them: parts of a sum are added up."""
-        sums = self.rule.sums
-        totals = []
+        dtypes = {} if self.rule.partial is None else self.rule.partial.dtypes
+        summed_over, totals = self.summed_over, []
         for (name, dimensions), result in zip(self.rule.results.items(), results, strict=True):
-            lacking = [axis for factor in sums.get(name, ()) for axis in self.mesh_axes.get(factor, ())]
-            finer = [
-                axis
-                for factor, (next_factor, axes) in self.finer.items()
-                if next_factor in sums.get(name, ())
-                for axis in axes
-            ]
-            over = (*lacking, *finer)
+            over = summed_over.get(name, ())
             whole = self._map_shared(result, dimensions, self._among_zeros)
-            totals.append(jax.lax.psum(whole, over) if over else whole)
+            total = jax.lax.psum(whole, over) if over else whole
+            totals.append(total.astype(dtypes.get(name, total.dtype)))
         return totals
 
     def _map_shared(self, array: Any, dimensions: Sequence[Factors], change: Any) -> Any:
@@ -342,7 +419,7 @@ class Shards:
 
     def _reason(self, factors: Factors, lost: MeshAxes) -> str:
         if {*factors} <= self.rule.whole:
-            return self.rule.reason or "each device needs it whole"
+            return self.rule.reason or self.rule.reasons.get(_axis_name(factors)) or "each device needs it whole"
         users = [f for f, axes in self.mesh_axes.items() if {*axes} & {*lost}]
         if users and not {*users} & {*factors}:
             return f"{lost[0]!r} shards {_axis_name((users[0],)) or users[0]} here"
@@ -371,8 +448,13 @@ class Division:
     note: str = ""
 
     def __str__(self) -> str:
-        what = f"each computes its shard, {self.shards}" if self.shards else "each computes the whole call"
+        what = f"each computes its shard, {self.shards}{self._sums}" if self.shards else "each computes the whole call"
         return "\n  ".join([f"on {self.devices} devices: {self.note or what}", *map(str, self.gathers)])
+
+    @property
+    def _sums(self) -> str:
+        sums = {} if self.shards is None else self.shards.summed_over
+        return "".join(f"; {name} is added up over {', '.join(map(repr, axes))}" for name, axes in sums.items())
 
 
 def _axis_name(factors: Factors) -> str:

@@ -164,6 +164,14 @@ class Request:
         missing = dict.fromkeys(self.operation.arrays)
         return {**missing, **dict(self.options), **dict(zip(self.arrays, values, strict=True))}
 
+    def with_options(self, changes: Mapping[str, Any]) -> Request:
+        """The request with other values of some of its options."""
+        if not changes:
+            return self
+        options = tuple((name, changes.get(name, value)) for name, value in self.options)
+        static = content((*(value for _, value in options), self.context.cfg))
+        return attrs.evolve(self, options=options, content=static)
+
     def invocation(self, values: Sequence[Any], target: Target) -> Invocation:
         """The invocation of this request on abstract arrays like these."""
         return Invocation(

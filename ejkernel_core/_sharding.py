@@ -7,7 +7,8 @@ lowered as ``shard_map``. Where they are automatic, the compiler decides on shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -16,7 +17,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ._jax_versions import by_custom_partitioning, mapped_mesh_axes, partitioner_spec, short_locations
 from ._partitioning import Partitioning, Shards, Spec, spec_of
 
-Bind = Callable[[Sequence[Any]], Sequence[Any]]
+#: From the arrays of a shard, and the options that it does not have from the whole call, to its results.
+Bind = Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Any]]
+#: Puts the settings of JAX with which the call was traced into effect: it may be lowered with others.
+InEffect = Callable[[], AbstractContextManager[Any]]
 
 
 # -- explicit axes -----------------------------------------------------------------------------------------------------
@@ -68,13 +72,13 @@ def partition_spec(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in spec))
 
 
-def by_shard_map(shards: Shards, mesh: Any, axes: Sequence[str], bind: Bind) -> Callable[..., Any]:
+def by_shard_map(shards: Shards, mesh: Any, axes: Sequence[str], bind: Bind, in_effect: InEffect) -> Callable[..., Any]:
     """The function of whole arrays that binds the call on every shard over these axes of the mesh. It reshards arrays
     as the shards need them.
     """
     specs = [*map(partition_spec, shards.specs_of_arrays)]
     on_shards = jax.shard_map(
-        _on_shard(shards, bind),
+        _on_shard(shards, bind, in_effect),
         mesh=mesh,
         in_specs=tuple(specs),
         out_specs=tuple(map(partition_spec, shards.specs_of_results)),
@@ -95,14 +99,18 @@ def _reshard(array: Any, mesh: Any, spec: PartitionSpec) -> Any:
     return jax.sharding.reshard(array, NamedSharding(mesh, spec))
 
 
-def _on_shard(shards: Shards, bind: Bind) -> Callable[..., tuple[Any, ...]]:
-    return lambda *arrays: tuple(shards.totals(bind(shards.operands(arrays))))
+def _on_shard(shards: Shards, bind: Bind, in_effect: InEffect) -> Callable[..., tuple[Any, ...]]:
+    def run(*arrays: Any) -> tuple[Any, ...]:
+        with in_effect():
+            return tuple(shards.totals(bind(shards.operands(arrays), shards.options)))
+
+    return run
 
 
 # -- automatic axes ----------------------------------------------------------------------------------------------------
 
 
-def by_partitioner(rule: Partitioning, bind: Bind) -> Callable[..., Any]:
+def by_partitioner(rule: Partitioning, bind: Bind, in_effect: InEffect) -> Callable[..., Any]:
     """The function of whole arrays that the compiler divides by the rule, and that binds the call on every shard."""
 
     def partition(mesh: Any, arrays: Sequence[Any], results: Sequence[Any]) -> Any:
@@ -112,10 +120,10 @@ def by_partitioner(rule: Partitioning, bind: Bind) -> Callable[..., Any]:
             mesh = _refined_mesh(mesh, shards)
             shards = _shards_by_partitioner(rule, mesh, (*arrays, *results))
         shardings = (_shardings(mesh, specs) for specs in (shards.specs_of_results, shards.specs_of_arrays))
-        return mesh, _on_shard(shards, bind), *shardings
+        return mesh, _on_shard(shards, bind, in_effect), *shardings
 
     partitioned: Callable[..., Any] = by_custom_partitioning(
-        lambda *arrays: tuple(bind(arrays)), partition, *_rule_text(rule)
+        lambda *arrays: tuple(bind(arrays, {})), partition, *_rule_text(rule)
     )
     return partitioned
 

@@ -83,19 +83,20 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 # -- declaring -------------------------------------------------------------------------------------------------------
 
+PRODUCT = {"arrays": {"x": "batch dim", "y": "dim"}, "summed": "dim", "whole": ""}
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a word of an array": (
         {"arrays": {"x": "bacth dim", "y": "batch"}},
-        "axes of x: 'bacth' is neither independent nor whole; did you mean 'batch'?",
+        "axes of x: 'bacth' is neither independent, summed, nor whole; did you mean 'batch'?",
     ),
     "a word of independent": (
         {"independent": "batch dmi", "whole": ""},
-        "axes of x: 'dim' is neither independent nor whole, and 'dmi' in independent is an axis of no array; one of the "
+        "axes of x: 'dim' is neither independent, summed, nor whole, and 'dmi' in independent is an axis of no array; one of the "
         "two is mistyped",
     ),
     "a word of whole or of an array": (
         {"arrays": {"x": "batch dum"}},
-        "axes of x: 'dum' is neither independent nor whole, and 'dim' in whole is an axis of no array; one of the two",
+        "axes of x: 'dum' is neither independent, summed, nor whole, and 'dim' in whole is an axis of no array; one of the two",
     ),
     "an independent axis twice": (
         {"arrays": {"x": "batch batch dim"}},
@@ -133,15 +134,55 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "axes, when: takes options and their values; for 'flag' use present= or absent=",
     ),
     "present": ({"present": {"x": {"z": "dim"}}}, "axes, present: 'z' is not an array or result"),
-    "a word in absent": ({"absent": {"x": {"out": "dum"}}}, "axes of out: 'dum' is neither independent nor whole"),
+    "a word in absent": (
+        {"absent": {"x": {"out": "dum"}}},
+        "axes of out: 'dum' is neither independent, summed, nor whole",
+    ),
     "no result": ({"results": {}}, "axes: takes at least one result"),
     "one name for two": ({"results": {"x": "batch"}}, "axes: x cannot be an array and a result"),
     "a result that broadcasts": ({"results": {"out": "#batch"}}, "axes of out: a result is as long as its axes say"),
     "rounded": ({"counts": "batch", "rounded": "dim"}, "axes, rounded: takes axes that counts has; got 'dim'"),
     "an empty axis": ({"arrays": {"x": "batch dim 0"}}, "axes of x: takes words like"),
+    "summed": ({"summed": "rows"}, "axes, summed: 'rows' is an axis of no array"),
+    "summed in one array": (
+        {"summed": "dim", "whole": ""},
+        "axes, summed: 'dim' is in x alone; what is contracted is in two arrays",
+    ),
+    "summed in a result": (
+        {"arrays": {"x": "batch dim", "y": "batch dim"}, "summed": "batch", "independent": ""},
+        "axes, summed: 'batch' is an axis of out, so it is not summed",
+    ),
+    "summed in a result where an option has a value": (
+        {**PRODUCT, "when": {("full", True): {"out": "batch dim"}}},
+        "axes, summed: 'dim' is an axis of out, so it is not summed",
+    ),
+    "summed and independent": ({**PRODUCT, "independent": "batch dim"}, "axes: dim cannot be independent and summed"),
+    "summed and whole": ({**PRODUCT, "whole": "dim"}, "axes: dim cannot be summed and whole"),
+    "summed twice in an array": (
+        {**PRODUCT, "arrays": {"x": "batch dim dim", "y": "dim"}},
+        "axes of x: dim is summed, and stands there twice",
+    ),
+    "mistyped summed": (
+        {**PRODUCT, "summed": "dmi"},
+        "axes of x: 'dim' is neither independent, summed, nor whole, and 'dmi' in summed is an axis of no array; one of "
+        "the two is mistyped",
+    ),
+    "added that is no array": ({**PRODUCT, "added": "z"}, "axes, added: 'z' is not an array"),
+    "added with the axis": (
+        {**PRODUCT, "added": "y"},
+        "axes, added: y has the axis 'dim', so it is not added to sums over it",
+    ),
+    "added to nothing": (
+        {"added": "x"},
+        "axes, added: is about sums over the axes in summed, and there are none",
+    ),
+    "nonlinear in an array": (
+        {**PRODUCT, "nonlinear": "x"},
+        "axes: nonlinear and dtype_option take options; 'x' is an array",
+    ),
     "a word in when": (
         {"when": {("flag", True): {"x": "dum batch"}}},
-        "axes of x: 'dum' is neither independent nor whole",
+        "axes of x: 'dum' is neither independent, summed, nor whole",
     ),
 }
 
@@ -153,6 +194,21 @@ def test_mistakes_in_axes_are_refused_when_they_are_declared(case: str) -> None:
     Axes(**valid)
     with pytest.raises(ValueError, match=re.escape(message)):
         Axes(**{**valid, **fields})
+
+
+def test_contracted_axes_are_declared() -> None:
+    assert Axes(**{"results": {"out": "batch"}, "independent": "batch", **PRODUCT}).summed == ("dim",)
+    # The scales of blocks of an axis are contracted with it.
+    scaled = {"x": "batch dim", "scale": "blocks"}
+    fields = {"results": {"out": "batch"}, "independent": "batch", "multiples": {"dim": "blocks"}}
+    assert Axes(scaled, summed="dim blocks", **fields).summed == ("dim", "blocks")
+    signature = lambda x, y, *, dtype=None: None
+    for field in ("dtype_option", "nonlinear"):
+        axes = Axes(**{"results": {"out": "batch"}, "independent": "batch", **PRODUCT, field: "dtpye"})
+        with pytest.raises(
+            ValueError, match=re.escape("axes of product: 'dtpye' is not a parameter; did you mean 'dtype'?")
+        ):
+            Operation(name="product", signature=signature, axes=axes)
 
 
 @pytest.mark.parametrize(
