@@ -16,6 +16,8 @@ from ejkernel_ops.grouped_matmul import examples as grouped_matmul
 DTYPES = ("bfloat16", "float16")
 #: What the sizes of matrices are multiples of: 16 bytes in memory, also for one half of the columns.
 K, N = 8, 16
+#: The checks in which two devices share the matrices.
+SHARDED = {"sharding", "sharded_derivatives"}
 
 
 # -- attention ------------------------------------------------------------------------------------------------------
@@ -73,7 +75,7 @@ def _narrow_grouped(wide: Example) -> Example:
     dtype = wide.dtype if wide.dtype in DTYPES else DTYPES[zlib.crc32(wide.name.encode()) % 2]
 
     def arguments(draw: int) -> Mapping[str, Any]:
-        return _padded(wide.arguments(draw))
+        return _padded(wide.arguments(draw), 2 * K if SHARDED & wide.checks else K)
 
     fields = {name: getattr(wide, name) for name in ("checks", "wrt", "wrt_sets", "batched", "long")}
     constructors: dict[str, Callable[..., Example]] = {
@@ -84,12 +86,12 @@ def _narrow_grouped(wide: Example) -> Example:
     return attrs.evolve(narrow, variations=tuple(map(_narrow_grouped, wide.variations)))
 
 
-def _padded(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """With more columns, which repeat the first ones."""
+def _padded(arguments: Mapping[str, Any], k: int) -> dict[str, Any]:
+    """With more columns, which repeat the first ones. ``k``: what the contracted axis is a multiple of."""
     transposed = arguments.get("transpose_rhs")
     multiples = {
-        "lhs": (1, K),
-        "rhs": (1, N, K) if transposed else (1, K, N),
+        "lhs": (1, k),
+        "rhs": (1, N, k) if transposed else (1, k, N),
         "rhs_bias": (1, N),
         "d_out": (1, N),
     }

@@ -221,12 +221,9 @@ def subjects() -> Iterator[Example]:
     without_activation = partial(everything, activation=None)
     yield example("without-activation", without_activation, checks={"values", "jit", "checkpoint", "scan"})
     yield example("two-calls", everything, checks={"values", "programs"})
-    yield example(
-        "sharded",
-        lambda draw: call(draw, (9, 0, 14), 24, 32),
-        checks={"values", "sharding"},
-    )
-    yield example("sharded-twice", lambda draw: call(draw, (5, 3), 4, 6), checks={"sharded_derivatives"}, long=True)
+    yield example("sharded", without_activation, checks={"values", "sharding"})
+    twice = lambda draw: call(draw, (5, 3), 4, 6) | {"rhs_bias": normal("rhs_bias", draw, (2, 6))}
+    yield example("sharded-twice", twice, checks={"sharded_derivatives"}, long=True)
     yield example(
         "tiny",
         lambda draw: call(draw, (2, 1), 3, 4) | {"activation": "gelu_gated"},

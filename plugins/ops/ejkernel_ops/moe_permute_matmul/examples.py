@@ -64,7 +64,9 @@ def _subjects() -> Iterator[Example]:
     yield example("everything", everything, checks={"values", *transforms})
     yield example("two-calls", everything, checks={"values", "programs"})
     yield example("sharded", partial(everything, activation=None), checks={"values", "sharding"})
-    twice = lambda draw: _of_tokens(grouped_matmul.call(draw, (5, 3), 4, 6), 2, draw)
+    twice = lambda draw: _of_tokens(
+        grouped_matmul.call(draw, (5, 3), 4, 6) | {"rhs_bias": normal("rhs_bias", draw, (2, 6))}, 2, draw
+    )
     yield example("sharded-twice", twice, checks={"sharded_derivatives"}, long=True)
     yield example("tiny", _tiny, checks={"values", "forward_mode", "jacrev_of_jacrev"})
     yield example("infinite-without-group", _infinite_without_group, wrt=("x", "rhs"))
