@@ -34,6 +34,9 @@ if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do no
 Arguments = dict[str, Any]
 Layouts = Mapping[str, Layout]
 Texts = Mapping[str, str]
+#: The option of the backward operation of one with ``summed`` axes: the names in ``wrt`` whose gradients are partial
+#: sums, and have at least float32.
+PARTIAL_SUMS = "partial_sums"
 Folded = tuple[Arguments, Callable[[tuple[Any, ...]], tuple[Any, ...]]]
 
 
@@ -190,7 +193,7 @@ class Axes:
     def outputs(self, arguments: Mapping[str, Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The shape and dtype of each result."""
         if self.of_gradients:
-            return tuple(abstract(arguments[name]) for name in arguments["wrt"])
+            return tuple(_gradient(arguments, name) for name in arguments["wrt"])
         shapes = result_shapes(self.layouts(arguments), self.results, self.sizes(arguments))
         return tuple(
             jax.ShapeDtypeStruct(shape, self._dtype(name, arguments))
@@ -322,16 +325,18 @@ class Axes:
             outputs = zip(self.results, self.outputs(arguments), strict=True)
             results = {name: factoring.dimensions(name, layouts[name], out.shape) for name, out in outputs}
         rule = factoring.partitioning(arrays, results)
-        partial = self._partial_sums(arguments, factoring.factors_of(summed)) if summed else None
+        partial = self._partial_sums(arguments, factoring.factors_of(summed)) if self.summed else None
         return attrs.evolve(rule, partial=partial, reasons=dict.fromkeys(self.summed, why_whole))
 
     def _partial_sums(self, arguments: Mapping[str, Any], factors: frozenset[str]) -> PartialSums:
         from ._partitioning import PartialSums
 
+        names = arguments["wrt"] if self.of_gradients else self.results
+        dtypes = {name: out.dtype for name, out in zip(names, self.outputs(arguments), strict=True)}
         if self.of_gradients:
-            return PartialSums(factors, self.added)
-        dtypes = {name: out.dtype for name, out in zip(self.results, self.outputs(arguments), strict=True)}
-        return PartialSums(factors, self.added, self._wide_options(arguments) or {}, dtypes)
+            return PartialSums(factors, self.added, lambda names: {PARTIAL_SUMS: names}, dtypes)
+        options = self._wide_options(arguments) or {}
+        return PartialSums(factors, self.added, lambda _: options, dtypes)
 
     def _why_whole(self, arguments: Mapping[str, Any], layouts: Layouts) -> str:
         """Why no axis in ``summed`` may be sharded in this call; "" where they may."""
@@ -527,6 +532,13 @@ def _has_value(option: str, value: Any, arguments: Mapping[str, Any]) -> bool:
     if isinstance(value, (np.dtype, type)):
         return not hasattr(argument, "shape") and bool(argument == value)
     return type(argument) is type(value) and bool(argument == value)
+
+
+def _gradient(arguments: Mapping[str, Any], name: str) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of the gradient of an array. That of a shard may be a partial sum."""
+    array = abstract(arguments[name])
+    is_partial = name in (arguments.get(PARTIAL_SUMS) or ())
+    return jax.ShapeDtypeStruct(array.shape, np.promote_types(array.dtype, np.float32)) if is_partial else array
 
 
 def _is_wide(array: Any) -> bool:

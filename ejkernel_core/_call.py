@@ -412,7 +412,11 @@ class AbstractCall:
         avals = dict(zip(self.request.arrays, self.avals, strict=True))
         differentiable = self.request.operation.differentiable
         wrt = tuple(name for name, aval in avals.items() if name in differentiable and _gradients.is_inexact(aval))
-        return _gradients.backward_request(self.undivided, arrays, results, used_cotangents, wrt)
+        backward, values = _gradients.backward_request(self.undivided, arrays, results, used_cotangents, wrt)
+        if self.division is None or self.division.shards is None:
+            return backward, values
+        shards = attrs.evolve(self.division.shards, rule=backward.partitioning(values))
+        return backward.with_options(shards.options), values
 
 
 def abstract_call(

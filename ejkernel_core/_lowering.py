@@ -78,7 +78,7 @@ def _run_inline(request: Request, arrays: Sequence[Any]) -> tuple[Any, ...]:
     from ._divided import Divided
 
     rule = request.partitioning(avals)
-    run = partial(_run_plain, request.with_options({} if rule.partial is None else rule.partial.options))
+    run = partial(_run_plain, request.with_options(rule.options(rule.sums)))
     return Divided(run, rule, outputs, request.settings)(*arrays)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._axes import Axes
+from ._axes import PARTIAL_SUMS, Axes
 from ._display import brief, suggestion
 from ._errors import PluginError, name_operation
 from ._example import Example
@@ -226,7 +226,7 @@ class Operation:
         derived = {
             "name": self.backward,
             "version": self.version,
-            "signature": gradient_signature(self.signature, self.results),
+            "signature": self._signature_of_gradients(),
             "axes": axes,
             "differentiable": (*self.differentiable, *(name for name in axes.arrays if name not in self.axes.arrays)),
             "prepare": self.prepare_gradients,
@@ -235,10 +235,20 @@ class Operation:
         }
         return Operation(**{**derived, **fields})
 
+    def _signature_of_gradients(self) -> inspect.Signature:
+        signature = gradient_signature(self.signature, self.results)
+        if self.axes is None or not self.axes.summed:
+            return signature
+        partial_sums = inspect.Parameter(PARTIAL_SUMS, inspect.Parameter.KEYWORD_ONLY, default=None)
+        return signature.replace(parameters=[*signature.parameters.values(), partial_sums])
+
     def prepare_gradients(self, arguments: Arguments) -> tuple[Arguments, Restore]:
         """Check the arguments of the backward operation; its gradients have the shapes of the caller's arrays."""
         canonical, _ = self._prepared(arguments)
         shapes = [arguments[name].shape for name in self._checked_wrt(arguments)]
+        partial_sums = arguments.get(PARTIAL_SUMS) or ()
+        if not isinstance(partial_sums, tuple) or not {*partial_sums} <= {*arguments["wrt"]}:
+            raise ValueError(f"{PARTIAL_SUMS}: takes a tuple of names in wrt; got {brief(partial_sums)}")
         assert self.outputs is not None
         for name, declared in zip(self.results, self.outputs(canonical), strict=True):
             for array_name in (name, f"d_{name}"):
@@ -250,7 +260,8 @@ class Operation:
         operation's results in plain JAX: an array if there is one, else a tuple. References of backward operations use
         it.
         """
-        primals = {name: arguments[name] for name in arguments["wrt"]}
+        partial_sums = arguments.get(PARTIAL_SUMS) or ()
+        primals = {n: as_wide(arguments[n]) if n in partial_sums else arguments[n] for n in arguments["wrt"]}
         results, vjp = jax.vjp(lambda arrays: self._checked_results(forward({**arguments, **arrays})), primals)
         cotangents = (arguments[f"d_{name}"] for name in self.results)
         full_cotangents = [
@@ -346,6 +357,11 @@ def _outputs_in_place(
     outputs = zip(axes.results, axes.outputs(arguments), strict=True)
     dtypes = {result: arguments[array].dtype for result, array in aliases.items()}
     return tuple(jax.ShapeDtypeStruct(out.shape, dtypes.get(name, out.dtype)) for name, out in outputs)
+
+
+def as_wide(array: Any) -> Any:
+    """The array, converted to float32 if it has fewer bits."""
+    return array.astype(np.promote_types(array.dtype, np.float32))
 
 
 def zero_cotangent(result: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -35,11 +35,11 @@ class PartialSums:
 
     factors: frozenset[str]
     #: The arrays that are added to the sums. The first shard has them, and all others have zeros.
-    added: tuple[str, ...] = ()
-    #: The options by which the partial sums are at least float32.
-    options: Mapping[str, Any] = attrs.field(factory=dict)
+    added: tuple[str, ...]
+    #: From the names of the results that are partial sums to the options with which those are at least float32.
+    options: Callable[[tuple[str, ...]], Mapping[str, Any]]
     #: The dtypes of the sums, by result.
-    dtypes: Mapping[str, Any] = attrs.field(factory=dict)
+    dtypes: Mapping[str, Any]
 
     def is_added(self, array: str) -> bool:
         """Whether this array is added to the sums. Tangents and cotangents of it have its name before a dot."""
@@ -105,6 +105,11 @@ class Partitioning:
             for factors, mesh_axes in zip(dimensions, spec, strict=True):
                 search.add(factors, mesh_axes)
         return Shards(self, dict(mesh), search.mesh_axes, search.finer)
+
+    def options(self, sums: Iterable[str]) -> Mapping[str, Any]:
+        """The options of a call whose results with these names are partial sums."""
+        names = tuple(sums)
+        return self.partial.options(names) if self.partial is not None and names else {}
 
     @property
     def summed(self) -> frozenset[str]:
@@ -369,7 +374,7 @@ class Shards:
     @property
     def options(self) -> Mapping[str, Any]:
         """The options of the call on a shard that are not those of the whole call."""
-        return self.rule.partial.options if self.rule.partial is not None and self.summed_over else {}
+        return self.rule.options(self.summed_over)
 
     def totals(self, results: Sequence[Any]) -> list[Any]:
         """The results of the call on all shards, as this shard has them: parts of a sum are added up."""

@@ -207,6 +207,19 @@ def test_explanations_say_what_is_added_up_and_why_something_is_gathered(registr
     assert str(packed.explain("product", *arrays).division) == gathered("bias has k/16, which its shards do not divide")
 
 
+def test_names_of_partial_sums_are_checked(registry: Registry) -> None:
+    arrays = {
+        name: jnp.asarray(array, jnp.bfloat16) for name, array in zip(AXES.arrays, (A, B, SCALE, BIAS), strict=True)
+    }
+    out = arrays["a"] @ arrays["b"]
+    fields = {**arrays, "out": out, "d_out": out, "wrt": ("b", "a")}
+    call = lambda names: registry.call("product_bwd", **fields, partial_sums=names)
+    assert [str(gradient.dtype) for gradient in call(("a",))] == ["bfloat16", "float32"]
+    for names in ("a", ("scale",)):
+        with pytest.raises(ValueError, match="partial_sums: takes a tuple of names in wrt; got"):
+            call(names)
+
+
 def test_a_plan_is_that_of_the_partial_sum_and_its_gradients_are_those_of_the_call(registry: Registry) -> None:
     arrays = placed(mesh_of(AxisType.Explicit), (A, B, SCALE, BIAS), *SPECS["k"])
     arrays = [array.astype(jnp.bfloat16) for array in arrays]
@@ -216,3 +229,7 @@ def test_a_plan_is_that_of_the_partial_sum_and_its_gradients_are_those_of_the_ca
     backward = registry.explain("product", *arrays).backward.plan.invocation
     assert [str(backward[name].dtype) for name in ("out", "d_out")] == ["bfloat16"] * 2
     assert backward["dtype"] is None
+    assert backward["partial_sums"] == ("scale",)  # a sum over k as well, unlike that of the bias
+    arrays = placed(mesh_of(AxisType.Explicit), arrays, P(), P(None, "y"), P("y"), P("y"))
+    backward = registry.explain("product", *arrays).backward.plan.invocation
+    assert backward["partial_sums"] == ("a",)

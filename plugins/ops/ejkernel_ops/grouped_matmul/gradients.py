@@ -35,16 +35,23 @@ def gradients(inv: Invocation, backend: str | None = None) -> tuple[jax.Array, .
             inv["group_sizes"],
             group_offset=inv["group_offset"],
             transpose_rhs=not inv["transpose_rhs"],
+            preferred_element_type=_dtype(inv, "lhs"),
             **options,
         )
     if "rhs" in wrt:
-        transpose = inv["transpose_rhs"]
-        by_name["rhs"] = _contracted(lhs, d_hidden, inv, transpose_rhs=transpose, **options)
+        of_rhs = {"transpose_rhs": inv["transpose_rhs"], "preferred_element_type": _dtype(inv, "rhs")}
+        by_name["rhs"] = _contracted(lhs, d_hidden, inv, **of_rhs, **options)
     if "rhs_bias" in wrt:
         ones = jnp.ones((lhs.shape[0], ONES), lhs.dtype)
         dtype = arithmetic_dtype(lhs)
         by_name["rhs_bias"] = _contracted(ones, d_hidden, inv, preferred_element_type=dtype, **options)[:, 0]
-    return tuple(by_name[name].astype(inv[name].dtype) for name in wrt)
+    return tuple(by_name[name].astype(_dtype(inv, name)) for name in wrt)
+
+
+def _dtype(inv: Invocation, name: str) -> Any:
+    """The dtype of a gradient: that of its array, or a wider one if it is a partial sum on one device of several."""
+    is_partial = name in (inv.get("partial_sums") or ())
+    return arithmetic_dtype(inv[name]) if is_partial else inv[name].dtype
 
 
 def _contracted(lhs: Any, d_hidden: Any, inv: Invocation, **options: Any) -> Any:

@@ -35,6 +35,7 @@ def gradients(inv: Invocation, backend: str | None = None) -> tuple[jax.Array, .
         out=inv["out"],
         d_out=inv["d_out"],
         wrt=tuple(names[name] for name in inv["wrt"]),
+        partial_sums=tuple(names[name] for name in inv.get("partial_sums") or ()) or None,
         backend=backend,
     )
     by_name = dict(zip(inv["wrt"], results, strict=True))
