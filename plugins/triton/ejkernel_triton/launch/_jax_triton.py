@@ -157,7 +157,7 @@ def call(
     ``kernel`` is "module:function", which is imported only if the compile cache does not have the launch; or the
     function. ``zeroed_outputs`` are the positions of the outputs that contain zeros when the kernel starts.
     ``aliases`` is from the position of an array to that of an output: the kernel updates the array in place, and has no
-    parameter for the output. This needs jax-triton 0.4. An array may be a result of ``describe``.
+    parameter for the output; with jax-triton 0.3 it has one all the same. An array may be a result of ``describe``.
     """
     launch = Launch(
         kernel,

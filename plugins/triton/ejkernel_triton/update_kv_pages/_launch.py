@@ -98,7 +98,7 @@ def updated(inv: Invocation, cfg: Config, kernel: str) -> tuple[jax.Array, ...]:
         "TOKENS": cfg.tokens,
         "WIDTH": _width(inv),
     }
-    # Without jax-triton 0.3, nothing is passed for the results, and the number 1 is not passed to compiled code.
+    # jax-triton 0.3 passes the results behind these. For later versions their parameters are 1, a constant in Triton.
     unused = () if _jax_triton.version() < (0, 4) else (1,) * len(pages)
     return _jax_triton.call(
         f"ejkernel_triton.update_kv_pages._device:{kernel}",
