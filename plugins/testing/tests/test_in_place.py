@@ -27,7 +27,7 @@ AXES = Axes(
 def arguments(draw: int) -> dict[str, Any]:
     rng = np.random.default_rng([draw, 8])
     return {
-        "pages": rng.normal(size=(40, 6)),
+        "pages": rng.normal(size=(400, 6)),
         "rows": rng.normal(size=(3, 6)),
         "slots": np.array([39, 4, 17], np.int32),
     }
@@ -57,6 +57,11 @@ def copies(inv: Any) -> Any:
     pages, slots, rows = inv["pages"], inv["slots"], inv["rows"]
     last = pages.at[slots[::-1]].set(rows[::-1])
     return jnp.where(rows.sum() > 1e9, last, pages.at[slots].set(rows))
+
+
+def converts(inv: Any) -> Any:
+    """All pages are there in another dtype, and no copy of them."""
+    return inv["pages"].astype(jnp.complex64).at[inv["slots"]].set(inv["rows"]).real
 
 
 def kernel_of(compute: Callable[[Any], Any]) -> SimpleNamespace:
@@ -96,6 +101,7 @@ def test_a_right_kernel_passes(kernel: str) -> None:
     [
         (writes_into_the_caller, "it writes into pages, which the caller has not given away"),
         (copies, "under jit with donation, the program copies pages \\d times"),
+        (converts, "under jit with donation, the program needs \\d+ bytes more; the arrays have 9600"),
     ],
 )
 def test_a_wrong_kernel_is_found(run: Callable[[Any], Any], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
