@@ -20,7 +20,8 @@ Arrays = Mapping[str, Any]
 def in_place(registry: Registry, kernel: str, example: Example) -> None:
     """Without donation all arrays of the caller stay as they are; with it, the updated ones are taken away. Under
     ``jax.jit`` with donation, and as the carry of a scan, the compiled program copies none of them. That of a kernel in
-    plain JAX has no other arrays of their size either, such as those of another dtype.
+    plain JAX has no other arrays of their size either, such as those of another dtype. An array that is a part of a
+    larger one is updated in a copy, and the larger one stays as it is.
     """
     operation = registry.operation(example.op)
     updated, backend = [*operation.aliases.values()], kernel.rpartition(".")[2]
@@ -59,6 +60,29 @@ def in_place(registry: Registry, kernel: str, example: Example) -> None:
     others = [result for i, result in enumerate(again) if i not in places.values()]
     expected_of_scan = [*(again[places[name]] for name in updated), *others]
     _check_program(f"{prefix}: as the carry of a scan", twice, values, updated, expected_of_scan, is_plain)
+    _check_parts(prefix, call, values, places, expected)
+
+
+def _check_parts(
+    prefix: str, call: Callable[..., tuple[Any, ...]], values: Arrays, places: Mapping[str, int], expected: Any
+) -> None:
+    """The updated arrays are parts of larger ones, into which the results are stored, or are not."""
+
+    def parts(**arrays: Any) -> tuple[Any, ...]:
+        return call(**{**arrays, **{name: arrays[name][1] for name in places}})
+
+    def stored(**arrays: Any) -> tuple[Any, ...]:
+        results = parts(**arrays)
+        return tuple(arrays[name].at[1].set(results[place]) for name, place in places.items())
+
+    arrays = {name: np.stack([value[::-1], value]) if name in places else value for name, value in values.items()}
+    given = _on_device(arrays)
+    expected_of_stored = [np.stack([arrays[name][0], expected[place]]) for name, place in places.items()]
+    for function, results in ((parts, expected), (stored, expected_of_stored)):
+        _check_equal(prefix, "an update of a part of a larger array", jax.jit(function)(**given), results)
+        for name in places:
+            is_kept = _is_same(given[name], arrays[name])
+            assert is_kept, f"{prefix}: it writes into the array of which {name} is a part"
 
 
 def _check_program(

@@ -117,6 +117,21 @@ def test_a_wrong_kernel_is_found(run: Callable[[Any], Any], fault: str, monkeypa
         proofs().test_in_place(proofs.example)
 
 
+def test_a_kernel_that_writes_into_a_part_of_an_array_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As XLA lets a custom call do that gets a slice without a copy."""
+    proofs, on_device = make_proofs(writes_into_the_caller), _in_place._on_device
+
+    def remember(values: Any) -> Any:
+        arrays = on_device(values)
+        pages = arrays["pages"]
+        ADDRESS[:] = [pages.unsafe_buffer_pointer() + pages[0].nbytes] if pages.ndim == 3 else []
+        return arrays
+
+    monkeypatch.setattr(_in_place, "_on_device", remember)
+    with pytest.raises(AssertionError, match="^in_place: .* it writes into the array of which pages is a part"):
+        proofs().test_in_place(proofs.example)
+
+
 def test_the_check_has_to_be_made() -> None:
     proofs = make_proofs(right, frozenset({"values"}))
     with pytest.raises(ValueError, match="^store.plain updates pages in place: give an example the check 'in_place'"):

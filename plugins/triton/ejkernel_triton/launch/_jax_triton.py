@@ -33,7 +33,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -175,11 +175,27 @@ def call(
         tuple((aliases or {}).items()),
     )
     operands = [array.array if isinstance(array, DescribedArray) else array for array in arrays]
-    if not isinstance(kernel, str):
+    updated = dict(launch.aliases)
+    return tuple(_with_barriers(_launched(launch, _with_barriers(operands, updated)), updated.values()))
+
+
+def _launched(launch: Launch, operands: Sequence[Any]) -> Sequence[Any]:
+    if not isinstance(launch.kernel, str):
         return call_jax_triton(launch, operands)
     from ejkernel_triton.launch._launch import launch_p
 
-    return tuple(launch_p.bind(*operands, launch=launch))
+    results: Sequence[Any] = launch_p.bind(*operands, launch=launch)
+    return results
+
+
+def _with_barriers(arrays: Sequence[Any], places: Collection[int]) -> list[Any]:
+    """The arrays, those at these places as XLA may not fuse them: what a kernel updates in place.
+
+    XLA passes a slice of a larger array to a custom call without a copy, and has it write its result into a slice
+    (jaxlib 0.11.1 and later, on GPUs). It does not look whether the call updates the slice: the larger array changed,
+    which may be the caller's, and the result was never written.
+    """
+    return [jax.lax.optimization_barrier(array) if place in places else array for place, array in enumerate(arrays)]
 
 
 def call_jax_triton(launch: Launch, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
