@@ -43,6 +43,6 @@ def heuristic_cfg(inv: Invocation) -> Config:
 
 
 @hookimpl
-def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
-    """The output and the lse of every row."""
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array | None]:
+    """The output and, if it is needed, the lse of every row."""
     return library.forward(inv)

@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel_core import Invocation
 from ejkernel_ops.flash_attention.tokens import band
 
-Forward = Callable[..., tuple[jax.Array, jax.Array]]
+Forward = Callable[..., Any]
 Backward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 
 NO_FEATURE = {
@@ -41,10 +42,11 @@ def refusal(arguments: Mapping[str, Any]) -> str | None:
     return _too_wide(arguments["query"].shape[-1], "wrt" in arguments)
 
 
-def forward(arguments: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-    """The output and the lse in float32; only where ``refusal`` is None."""
+def forward(inv: Invocation) -> tuple[jax.Array, jax.Array | None]:
+    """The output and, if it is needed, the lse in float32; only where ``refusal`` is None."""
     attend, _ = _functions()
-    return attend(arguments["query"], arguments["key"], arguments["value"], **_options(arguments))
+    results = attend(inv["query"], inv["key"], inv["value"], has_lse=inv.needs("lse"), **_options(inv))
+    return results if inv.needs("lse") else (results, None)
 
 
 def backward(arguments: Mapping[str, Any]) -> tuple[jax.Array, ...]:
@@ -157,8 +159,10 @@ def _library() -> tuple[Forward, Backward] | str:
     def mask(causal: bool) -> Any:
         return cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
 
-    def attend(query: Any, key: Any, value: Any, *, scale: float, causal: bool, window: int | None) -> Any:
-        options = {"mask_type": mask(causal), "sliding_window_length": window, "return_residual": True}
+    def attend(
+        query: Any, key: Any, value: Any, *, has_lse: bool, scale: float, causal: bool, window: int | None
+    ) -> Any:  # fmt: skip
+        options = {"mask_type": mask(causal), "sliding_window_length": window, "return_residual": has_lse}
         return entry(query, key, value, scale=scale, **options)
 
     def differentiate(
