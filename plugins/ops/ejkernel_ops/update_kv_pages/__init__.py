@@ -10,8 +10,6 @@ from jax.typing import ArrayLike
 import ejkernel_core
 from ejkernel_ops.front_door import front_door
 
-Pair = tuple[jax.Array, jax.Array]
-
 
 @overload
 def update_kv_pages(
@@ -28,7 +26,7 @@ def update_kv_pages(
     backend: str | None = None,
     cfg: Any = None,
     validate: bool = False,
-) -> Pair: ...
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 @overload
@@ -64,7 +62,7 @@ def update_kv_pages(
     backend: str | None = None,
     cfg: Any = None,
     validate: bool = False,
-) -> jax.Array | Pair:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Write the keys and values of new tokens into the pages of a cache, in place.
 
     >>> import jax.numpy as jnp
@@ -100,7 +98,9 @@ def update_kv_pages(
     options: dict[str, Any] = {"backend": backend, "cfg": cfg, "validate": validate, "donate": donate}
     options |= {name: array for name, array in arrays.items() if array is not None}
     if isinstance(kv_pages, (tuple, list)) and len(kv_pages) == 2:
-        pair: Pair = ejkernel_core.call("update_kv_page_pair", key, value, *kv_pages, slot_mapping, **options)
+        pair: tuple[jax.Array, jax.Array] = ejkernel_core.call(
+            "update_kv_page_pair", key, value, *kv_pages, slot_mapping, **options
+        )
         return pair
     pages: jax.Array = ejkernel_core.call("update_kv_pages", key, value, kv_pages, slot_mapping, **options)
     return pages
