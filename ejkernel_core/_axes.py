@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._display import brief, most_similar, suggestion
+from ._display import brief
 from ._keys import abstract, read_only
 from ._layout import (
     LEADING,
@@ -26,7 +25,6 @@ from ._layout import (
     sum_axis,
     unfold_axis,
 )
-from ._samples import bits, random_array
 
 if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
     from ._partitioning import PartialSums, Partitioning
@@ -147,7 +145,9 @@ class Axes:
         )
 
     def __attrs_post_init__(self) -> None:
-        _check_declaration(self, [self._layouts, *(layouts for _, layouts in self._conditional_layouts)])
+        from ._declaration import check_declaration
+
+        check_declaration(self, [self._layouts, *(layouts for _, layouts in self._conditional_layouts)])
 
     def layouts(self, arguments: Mapping[str, Any]) -> Layouts:
         """The layout of every array and result, for a call with these options."""
@@ -283,12 +283,16 @@ class Axes:
 
     def bytes(self, arguments: Mapping[str, Any]) -> int:
         """The least memory traffic of the call: every array and every result once."""
+        from ._samples import bits
+
         arrays = (*self.arrays_of(arguments).values(), *self.outputs(arguments))
         return sum(math.prod(array.shape) * bits(array.dtype) // 8 for array in arrays)
 
     @staticmethod
     def samples(arguments: Mapping[str, Any], key: Any) -> Arguments:
         """The arguments with random values for abstract arrays: see ``random_array``."""
+        from ._samples import random_array
+
         abstract = {name: value for name, value in arguments.items() if isinstance(value, jax.ShapeDtypeStruct)}
         draws = jax.random.split(key, max(len(abstract), 1))
         samples = {n: random_array(n, abstract[n], draw) for n, draw in zip(abstract, draws, strict=False)}
@@ -403,116 +407,6 @@ class Axes:
             return True
         all_results = (*results, *(layouts[name] for name in self.results))
         return any(result.is_shared(into) for result in all_results)
-
-
-# -- declarations --------------------------------------------------------------------------------------------------
-
-
-def _check_declaration(axes: Axes, layouts: Sequence[Layouts]) -> None:
-    declared_names = {*axes.independent, *axes.summed, *axes.whole}
-    all_layouts = [(name, array_layout) for group in layouts for name, array_layout in group.items()]
-    names_in_arrays = {n for name, array_layout in all_layouts if name in axes.arrays for n in array_layout.names}
-    for name, array_layout in all_layouts:
-        for word in array_layout.names - declared_names:
-            _check_other_word(axes, name, word, names_in_arrays)
-        _check_names(f"axes of {name}", array_layout.names, declared_names, "neither independent, summed, nor whole")
-        if duplicates := {
-            a.name for a in array_layout.axes if [b.name for b in array_layout.axes].count(a.name) > 1
-        } & {*axes.independent, *axes.summed}:
-            word = duplicates.pop()
-            field = "independent" if word in axes.independent else "summed"
-            raise ValueError(f"axes of {name}: {word} is {field}, and stands there twice")
-    if not axes.results:
-        raise ValueError("axes: takes at least one result")
-    if not axes.of_gradients and (duplicates := {*axes.arrays} & {*axes.results}):
-        raise ValueError(f"axes: {', '.join(sorted(duplicates))} cannot be an array and a result")
-    if uncounted := [name for name in axes.rounded if name not in axes.counts]:
-        raise ValueError(f"axes, rounded: takes axes that counts has; got {uncounted[0]!r}")
-    for name, array_layout in all_layouts:
-        if name not in axes.arrays:
-            _check_names(f"axes of {name}", array_layout.names, names_in_arrays, "an axis of no array")
-            if broadcast := [axis.text for axis in array_layout.axes if axis.is_broadcast]:
-                raise ValueError(f"axes of {name}: a result is as long as its axes say; got {broadcast[0]!r}")
-    names_by_field: dict[str, Sequence[str]] = {
-        "multiples": (*axes.multiples, *axes.multiples.values()),
-        "vmap": () if axes.vmap is None else (axes.vmap,),
-    }
-    for field in ("independent", "summed", "whole", "counts", "rounded", "positive"):
-        names_by_field[field] = getattr(axes, field)
-    for field, names in names_by_field.items():
-        _check_names(f"axes, {field}", names, names_in_arrays, "an axis of no array")
-    if conflicts := {*axes.multiples} & {*axes.multiples.values()}:
-        raise ValueError(
-            f"axes, multiples: {conflicts.pop()!r} is a multiple and has one; name the smallest axis alone"
-        )
-    for name, array_layout in all_layouts:
-        for multiple, base in axes.multiples.items():
-            if {multiple, base} <= array_layout.names & {*axes.independent}:
-                raise ValueError(
-                    f"axes of {name}: {multiple} is a multiple of {base}, so an array has one of them alone"
-                )
-    if axes.vmap is not None and axes.vmap not in axes.independent:
-        raise ValueError(f"axes, vmap: takes an independent axis; got {axes.vmap!r}")
-    for first, second in itertools.combinations(("independent", "summed", "whole"), 2):
-        if duplicates := {*getattr(axes, first)} & {*getattr(axes, second)}:
-            raise ValueError(f"axes: {', '.join(sorted(duplicates))} cannot be {first} and {second}")
-    _check_sums(axes, all_layouts)
-    for field in ("dtypes", "statistics", "residuals"):
-        _check_names(f"axes, {field}", getattr(axes, field), axes.results, "not a result")
-    for result, arrays in axes.residuals.items():
-        _check_names(f"axes, residuals of {result}", arrays, axes.arrays, "not an array")
-    for result, dtype in axes.dtypes.items():
-        if isinstance(dtype, str):
-            _check_dtype(result, dtype)
-    for option, value in axes.when:
-        if value is None or option in axes.arrays:
-            raise ValueError(f"axes, when: takes options and their values; for {option!r} use present= or absent=")
-    for field in ("when", "present", "absent"):
-        for texts in getattr(axes, field).values():
-            _check_names(f"axes, {field}", texts, {*axes.arrays, *axes.results}, "not an array or result")
-
-
-def _check_sums(axes: Axes, layouts: Sequence[tuple[str, Layout]]) -> None:
-    """Raise where an axis is not contracted: that is in two arrays or more, and in no result."""
-    for field in ("added", "nonlinear", "dtype_option"):
-        if getattr(axes, field) and not axes.summed:
-            raise ValueError(f"axes, {field}: is about sums over the axes in summed, and there are none")
-    _check_names("axes, added", axes.added, axes.arrays, "not an array")
-    for name in axes.summed:
-        names = {name, axes.multiples.get(name), *(other for other, base in axes.multiples.items() if base == name)}
-        users = {array for array, array_layout in layouts if array_layout.names & names}
-        if results := sorted(users & {*axes.results}):
-            raise ValueError(f"axes, summed: {name!r} is an axis of {results[0]}, so it is not summed")
-        if len(users) == 1:
-            raise ValueError(f"axes, summed: {name!r} is in {users.pop()} alone; what is contracted is in two arrays")
-        if added := sorted(users & {*axes.added}):
-            raise ValueError(f"axes, added: {added[0]} has the axis {name!r}, so it is not added to sums over it")
-    if arrays := [option for option in axes.options if option in axes.arrays]:
-        raise ValueError(f"axes: nonlinear and dtype_option take options; {arrays[0]!r} is an array")
-
-
-def _check_dtype(result: str, name: str) -> None:
-    try:
-        jnp.dtype(name)
-    except TypeError:
-        raise ValueError(f"axes, dtypes: {result} takes the name of a dtype; got {name!r}") from None
-
-
-def _check_other_word(axes: Axes, array: str, word: str, names_in_arrays: Iterable[str]) -> None:
-    """Raise where an undeclared word resembles one that is declared and in no array: either may be mistyped."""
-    match = most_similar(word, (*axes.independent, *axes.summed, *axes.whole))
-    if match is not None and match not in names_in_arrays:
-        field = next(field for field in ("independent", "summed", "whole") if match in getattr(axes, field))
-        raise ValueError(
-            f"axes of {array}: {word!r} is neither independent, summed, nor whole, and {match!r} in {field} is an axis "
-            "of no array; one of the two is mistyped"
-        )
-
-
-def _check_names(where: str, names: Iterable[str], valid_names: Iterable[str], otherwise: str) -> None:
-    for name in names:
-        if name not in valid_names:
-            raise ValueError(f"{where}: {name!r} is {otherwise}{suggestion(name, valid_names)}")
 
 
 # -- arrays --------------------------------------------------------------------------------------------------------

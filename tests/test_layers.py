@@ -37,7 +37,7 @@ LAYERS = """
     _donation
     _operation _discovery
     _axes _example _sharding
-    _partitioning
+    _partitioning _declaration
     _layout _code
     _keys _devices _samples
     _display
