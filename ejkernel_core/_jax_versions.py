@@ -167,11 +167,13 @@ def lower_with_devices(primitive: Any) -> None:
 
 def narrow_where_dead(primitive: Any, narrowed: Callable[[Sequence[bool], dict[str, Any]], dict[str, Any]]) -> None:
     """Have JAX leave out the results of a primitive on which nothing depends. ``narrowed`` gives the parameters for
-    those that are used (``dce_rules`` of ``jax.interpreters.partial_eval``, in 0.10.2, 0.11.2 and 0.12.0.1).
+    those that are used (``dce_rules`` of ``jax.interpreters.partial_eval``, in 0.10.2, 0.11.2 and 0.12.0.1,
+    which passes one more argument before the equation).
     """
     from jax.interpreters import partial_eval
 
-    def rule(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    def rule(used: list[bool], *others: Any) -> tuple[list[bool], Any]:
+        eqn = others[-1]
         if not any(used):
             return [False] * len(eqn.invars), None
         outvars = [variable for variable, is_used in zip(eqn.outvars, used, strict=True) if is_used]
