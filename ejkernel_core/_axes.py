@@ -56,10 +56,14 @@ def _cases_of_options(cases: Mapping[Any, Mapping[str, Any]]) -> Mapping[Any, Ma
 
 
 def _names(names: str | Iterable[str]) -> tuple[str, ...]:
+    if not isinstance(names, Iterable):
+        raise TypeError(f"axes: take names in a text, as 'batch dim', or in a tuple; got {brief(names)}")
     return tuple(names.split()) if isinstance(names, str) else tuple(names)
 
 
 def _names_by_result(names: Mapping[str, str | Iterable[str]]) -> Mapping[str, tuple[str, ...]]:
+    if not isinstance(names, Mapping) or not all(isinstance(arrays, (str, Iterable)) for arrays in names.values()):
+        raise TypeError(f"axes, residuals: take arrays by result, as {{'rstd': 'x weight'}}; got {brief(names)}")
     return read_only({result: _names(arrays) for result, arrays in names.items()})
 
 

@@ -17,6 +17,7 @@ import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from . import _gradients, _scopes
 from ._choice import explained
@@ -25,7 +26,7 @@ from ._display import brief
 from ._errors import EjkernelError, NotDifferentiable
 from ._jax_versions import ends_at_caller, hide_frames, without_hidden_frames
 from ._kernel import Invocation
-from ._keys import content, plain
+from ._keys import abstract, content, plain
 from ._lowering import apply, apply_and_restore, apply_inline, has_opaque_kernel
 from ._operation import NUMBERS, Operation, Restore
 from ._plan import Explanation, Plan
@@ -107,7 +108,8 @@ class Registry(Plugins):
             key = (*options, backend, cfg, donate, content((*options, cfg)), scope.digest)
             function = form.functions.get(key)
         except Exception as fault:  # of any type: the class of an option may be a user's own
-            static = dict(zip((*form.option_names, "backend", "cfg"), (*options, backend, cfg), strict=True))
+            names = (*form.option_names, "backend", "cfg", "donate")
+            static = dict(zip(names, (*options, backend, cfg, donate), strict=True))
             from ._validation import unhashable
 
             raise unhashable(op, static, lambda: self.kernels(op)[0]) from fault
@@ -523,8 +525,9 @@ def _parts(request: Request, plan: Plan, avals: Sequence[Any]) -> list[tuple[Req
     if not plan.kernel.parts:
         return []
     try:
-        with request.settings.in_effect():
-            program = jax.make_jaxpr(lambda *arrays: request.run(plan, arrays))(*avals)
+        # On one device, also inside ``jax.set_mesh``: these are the arrays of a shard.
+        with request.settings.in_effect(), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            program = jax.make_jaxpr(lambda *arrays: request.run(plan, arrays))(*map(abstract, avals))
     except Exception:  # of any type, and about a call that runs later, if at all
         return []
     parts: dict[Any, tuple[Request, list[Any]]] = {}

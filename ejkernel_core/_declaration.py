@@ -94,6 +94,10 @@ def _check_sums(axes: Any, layouts: Sequence[tuple[str, Layout]]) -> None:
             raise ValueError(f"axes, summed: {name!r} is in {users.pop()} alone; what is contracted is in two arrays")
         if added := sorted(users & {*axes.added}):
             raise ValueError(f"axes, added: {added[0]} has the axis {name!r}, so it is not added to sums over it")
+    if axes.dtype_option is not None and not axes.dtypes:
+        raise ValueError("axes, dtype_option: is an option that dtypes reads, and there are none")
+    if axes.dtype_option in axes.nonlinear:
+        raise ValueError(f"axes, dtype_option: {axes.dtype_option!r} cannot be nonlinear too")
     if arrays := [option for option in axes.options if option in axes.arrays]:
         raise ValueError(f"axes: nonlinear and dtype_option take options; {arrays[0]!r} is an array")
 

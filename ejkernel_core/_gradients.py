@@ -59,7 +59,10 @@ def _check_differentiable(request: Request, wrt: Sequence[str]) -> None:
         )
     names_without_gradient = [name for name in wrt if name not in operation.differentiable]
     if names_without_gradient:
-        raise NotDifferentiable(f"{operation.name!r} has no gradient for {', '.join(names_without_gradient)}")
+        raise NotDifferentiable(
+            f"{operation.name!r} has no gradient for {', '.join(names_without_gradient)}; jax.lax.stop_gradient makes "
+            "a constant of an array"
+        )
 
 
 def _is_zero(tangent: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import pluggy
 
-from ._display import MAX_LENGTH, brief, html_table, one_line, repr_of
+from ._display import MAX_LENGTH, brief, html_table, one_line, repr_of, suggestion
 from ._errors import NEVER_CAUGHT, RecordError, description, message
 from ._keys import Key, key_of, read_only
 from ._operation import Operation, as_tuple
@@ -114,6 +114,9 @@ class Invocation(Mapping[str, Any]):
 
     def needs(self, result: str) -> bool:
         """Whether something depends on this result."""
+        results = self.get("wrt") or (self.operation.results if self.operation else (result,))
+        if result not in results:
+            raise ValueError(f"{self.op}: {result!r} is not a result{suggestion(result, results)}")
         return self.needed is None or result in self.needed
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> Invocation:

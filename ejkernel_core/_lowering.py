@@ -91,7 +91,7 @@ def _run_plain(request: Request, *arrays: Any) -> tuple[Any, ...]:
         return tuple(r.sum(0) if n in axis.sums else r for n, r in zip(request.results, results, strict=True))
     plan = request.plan(arrays, target_of(arrays))
     with standard_promotion():
-        return request.run(plan, arrays)
+        return request.select(request.run(plan, arrays))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -114,26 +114,35 @@ def with_checkpoint_names(request: Request, results: Sequence[Any]) -> list[Any]
     return [checkpoint_name(r, f"{request.operation.name}.{n}") for r, n in zip(results, names, strict=True)]
 
 
-def execute(request: Request, plan: Plan, arrays: Sequence[Any], declared: Sequence[Any]) -> tuple[Any, ...]:
-    """Run the plan, and check the results against those that the operation declares."""
+def execute(request: Request, plan: Plan, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """Run the plan, and check the results against those that the operation declares. Returns the needed ones."""
     if request.context.backend is None and request.context.cfg is None:
         warn_of_reference(plan, request.registry)
     results = request.run(plan, arrays)
-    returned, expected = _types(results), [f"{array.dtype}{list(array.shape)}" for array in declared]
-    if returned != expected:
+    outputs = attrs.evolve(request, needed=None).outputs(arrays)
+    returned, expected = _types(results), [f"{array.dtype}{list(array.shape)}" for array in outputs]
+    names, needed = request.all_results, request.results
+    if len(returned) != len(names) or any(
+        kind != promised and (kind != _NONE or name in needed)
+        for name, kind, promised in zip(names, returned, expected, strict=True)
+    ):
+        note = "" if _NONE not in returned else f"; of these, {', '.join(needed)} cannot be None in this call"
         raise PluginError(
             f"{plan.kernel.name} ({plan.kernel.provider}) returned ({', '.join(returned)}); "
-            f"the operation {request.operation.name!r} promises ({', '.join(expected)})"
+            f"the operation {request.operation.name!r} promises ({', '.join(expected)}){note}"
         )
-    return results
+    return request.select(results)
 
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
+_NONE = "None"
 
 
 def _types(results: Sequence[Any]) -> list[str]:
     return [
-        f"{result.dtype}{list(result.shape)}" if isinstance(result, _ARRAYS) else type(result).__name__
+        f"{result.dtype}{list(result.shape)}"
+        if isinstance(result, _ARRAYS)
+        else (_NONE if result is None else type(result).__name__)
         for result in results
     ]
 
@@ -163,7 +172,7 @@ def _run_eagerly(*arrays: Any, request: Request) -> tuple[Any, ...]:  # only und
     if request.mapped:
         return _mapped(request, arrays)
     plan = request.plan(arrays, target_of(arrays))
-    return execute(request, plan, arrays, request.outputs(arrays))
+    return execute(request, plan, arrays)
 
 
 def _lower(ctx: Any, *operands: Any, request: Request, platform: str | None) -> Any:
@@ -186,11 +195,11 @@ def _lowered(ctx: Any, operands: Sequence[Any], request: Request, platform: str)
         return mlir.lower_fun(on_shards, multiple_results=True)(ctx, *operands)
     # A kernel computes on its shard, so its avals have no mesh.
     avals = [ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
-    run = partial(_run_mapped, request) if request.mapped else _kernel(request, avals, call_target, ctx.avals_out)
+    run = partial(_run_mapped, request) if request.mapped else _kernel(request, avals, call_target)
     return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *operands)
 
 
-def _kernel(request: Request, avals: Sequence[Any], call_target: Target, declared: Sequence[Any]) -> Callable[..., Any]:
+def _kernel(request: Request, avals: Sequence[Any], call_target: Target) -> Callable[..., Any]:
     """The chosen kernel for arrays like these, as a function of the arrays."""
     with request.settings.in_effect():
         plan = request.plan(avals, call_target)
@@ -198,7 +207,7 @@ def _kernel(request: Request, avals: Sequence[Any], call_target: Target, declare
 
     def run(*arrays: Any) -> tuple[Any, ...]:
         with request.settings.in_effect(), unchecked_varying(), jax.named_scope(label):
-            return execute(request, plan, arrays, declared)
+            return execute(request, plan, arrays)
 
     return run
 

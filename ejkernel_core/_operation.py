@@ -37,6 +37,12 @@ def _signature(value: inspect.Signature | Callable[..., Any]) -> inspect.Signatu
     return value if isinstance(value, inspect.Signature) else inspect.signature(value)
 
 
+def _aliases(aliases: Mapping[str, str]) -> Mapping[str, str]:
+    if not isinstance(aliases, Mapping):
+        raise TypeError(f"aliases: take an array by result, as {{'new_pages': 'pages'}}; got {brief(aliases)}")
+    return read_only(aliases)
+
+
 def _unprepared(arguments: Arguments) -> tuple[Arguments, Restore]:
     return arguments, lambda results: results[0] if len(results) == 1 else results
 
@@ -62,7 +68,7 @@ class Operation:
     axes: Axes | None = None
     #: ``{"new_pages": "pages"}``: the results that are an argument, updated. Both have the same axes and dtype, and no
     #: gradient. XLA copies the argument if it is used elsewhere; ``donate=True`` takes it away from the caller.
-    aliases: Mapping[str, str] = attrs.field(factory=dict, converter=read_only)
+    aliases: Mapping[str, str] = attrs.field(factory=dict, converter=_aliases)
     #: The parameters that are arrays. All others are static options, hashable and known while tracing.
     arrays: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
     #: The arrays that have gradients.

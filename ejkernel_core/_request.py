@@ -199,10 +199,10 @@ class Request:
         return plan
 
     def run(self, plan: Plan, values: Sequence[Any]) -> tuple[Any, ...]:
+        """What the kernel returns: all results, with anything in the place of those that are not needed."""
         inv = plan.invocation.with_arrays(dict(zip(self.arrays, values, strict=True)))
         inv = inv if self.needed is None else attrs.evolve(inv, needed=self.needed)
-        results = plan.kernel.run_backend(inv, plan.choice.cfg)
-        return self.select(results) if len(results) == len(self.all_results) else results
+        return plan.kernel.run_backend(inv, plan.choice.cfg)
 
     def elements(self, values: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """The shapes and dtypes of these arrays without the mapped axes."""

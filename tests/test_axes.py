@@ -180,6 +180,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {**PRODUCT, "nonlinear": "x"},
         "axes: nonlinear and dtype_option take options; 'x' is an array",
     ),
+    "a dtype that nothing reads": (
+        {**PRODUCT, "dtype_option": "dtype"},
+        "axes, dtype_option: is an option that dtypes reads, and there are none",
+    ),
+    "a dtype that is nonlinear": (
+        {**PRODUCT, "dtype_option": "dtype", "nonlinear": "dtype", "dtypes": {"out": "float32"}},
+        "axes, dtype_option: 'dtype' cannot be nonlinear too",
+    ),
     "a word in when": (
         {"when": {("flag", True): {"x": "dum batch"}}},
         "axes of x: 'dum' is neither independent, summed, nor whole",
@@ -204,7 +212,8 @@ def test_contracted_axes_are_declared() -> None:
     assert Axes(scaled, summed="dim blocks", **fields).summed == ("dim", "blocks")
     signature = lambda x, y, *, dtype=None: None
     for field in ("dtype_option", "nonlinear"):
-        axes = Axes(**{"results": {"out": "batch"}, "independent": "batch", **PRODUCT, field: "dtpye"})
+        dtypes = {"dtypes": {"out": "float32"}}
+        axes = Axes(**{"results": {"out": "batch"}, "independent": "batch", **PRODUCT, **dtypes, field: "dtpye"})
         with pytest.raises(
             ValueError, match=re.escape("axes of product: 'dtpye' is not a parameter; did you mean 'dtype'?")
         ):

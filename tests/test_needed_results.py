@@ -129,7 +129,36 @@ def test_a_result_that_is_needed_has_to_be_returned() -> None:
     registry, _ = make_registry()
     empty = SimpleNamespace(run_backend=hookimpl(lambda inv, cfg: (None, None, None)), PLATFORMS={"cpu": 70})
     registry.register(empty, "weighted.empty")
-    with pytest.raises(PluginError, match=r"weighted.empty .* returned \(NoneType\); .* promises \(float32\[8, 6\]\)"):
+    with pytest.raises(PluginError, match=r"returned \(None, None, None\); .*; of these, out cannot be None in this"):
+        registry.call("weighted", *arrays())
+
+
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "few": lambda inv: run_all(inv, None)[:2],
+    "one": lambda inv: run_all(inv, None)[0],
+    "shape": lambda inv: (*run_all(inv, None)[:2], jnp.zeros(3, jnp.int32)),
+    "dtype": lambda inv: (*run_all(inv, None)[:2], jnp.zeros(8)),
+    "type": lambda inv: (*run_all(inv, None)[:2], "count"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_result_is_found_where_it_is_not_needed(case: str) -> None:
+    registry, _ = make_registry()
+    kernel = SimpleNamespace(run_backend=hookimpl(lambda inv, cfg: WRONG[case](inv)), PLATFORMS={"cpu": 70})
+    registry.register(kernel, "weighted.wrong")
+    with pytest.raises(
+        PluginError, match=r"weighted.wrong .* returned .* promises \(float32\[8, 6\], float32\[8, 6\], int"
+    ):
+        registry.call("weighted", *arrays())
+
+
+@pytest.mark.parametrize("name", ["sin", "x"])
+def test_only_a_result_can_be_needed(name: str) -> None:
+    registry, _ = make_registry()
+    kernel = SimpleNamespace(run_backend=hookimpl(lambda inv, cfg: inv.needs(name)), PLATFORMS={"cpu": 70})
+    registry.register(kernel, "weighted.mistyped")
+    with pytest.raises(ValueError, match=f"weighted: '{name}' is not a result"):
         registry.call("weighted", *arrays())
 
 
@@ -314,3 +343,9 @@ def test_inside_shard_map(registry: Any) -> None:
 def test_residuals_are_of_results_and_for_arrays(residuals: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Axes({"x": "rows", "weight": "rows"}, {"out": "rows", "sine": "rows"}, whole="rows", residuals=residuals)
+
+
+@pytest.mark.parametrize("residuals", ["sine", ["sine"], {"sine": None}])
+def test_residuals_are_arrays_by_result(residuals: Any) -> None:
+    with pytest.raises(TypeError, match=r"axes, residuals: take arrays by result, as \{'rstd': 'x weight'\}; got"):
+        Axes({"x": "rows"}, {"out": "rows", "sine": "rows"}, whole="rows", residuals=residuals)

@@ -288,3 +288,17 @@ def test_the_compiler_gathers_no_matrices_either() -> None:
     for program in (lambda function: function, gradients_of):
         text = compiled(program(row_parallel(ejkernel_core.call, mesh, False)), mesh).as_text()
         assert collectives(text) == {"all-reduce": 1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parts_of_a_kernel_are_explained_inside_of_a_mesh(kind: str) -> None:
+    mesh = jax.make_mesh((8,), ("inner",), axis_types=(KINDS[kind],), devices=jax.devices()[:8])
+    shapes = ((16, 8), jnp.float32), ((2, 8, 4), jnp.float32), ((2,), jnp.int32)
+    arrays = [jax.device_put(jnp.ones(*shape), NamedSharding(mesh, P())) for shape in shapes]
+    outside = ejkernel_core.explain("grouped_matmul", *arrays).backward
+    with jax.set_mesh(mesh):
+        inside = ejkernel_core.explain("grouped_matmul", *arrays).backward
+    assert outside is not None
+    assert inside is not None
+    assert [part.op for part in inside.parts] == [part.op for part in outside.parts]
+    assert len(inside.parts) == 2

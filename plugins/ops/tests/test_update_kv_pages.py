@@ -80,6 +80,23 @@ def test_slots_that_an_int32_does_not_hold_are_behind_the_pages(backend: str) ->
     np.testing.assert_array_equal(result, expected(POOL, KEY, VALUE, [-1, -1, -1]))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("page_size", [1, 4, 128])
+def test_a_first_page_far_away_comes_round_to_no_other(page_size: int, backend: str) -> None:
+    """In 32 bits, the places of these tokens would be in the pages again."""
+    pages, key = jnp.zeros((5, page_size, 4, 8)), jnp.ones((3, 2, 8))
+    slots = np.array([3, 5, 2**31 - 2], np.int32)
+    for first_page in (2**30, 2**31 - 1, 2**25, 2**29, -(2**31), 1 - 2**31, -(2**30), 5, -5):
+        result = update_kv_pages(key, key, pages, slots, first_page=jnp.int32(first_page), backend=backend)
+        places = [int(slot) + first_page * page_size for slot in slots]
+        right = sorted(place for place in places if 0 <= place < 5 * page_size)
+        assert np.flatnonzero(np.asarray(result).reshape(5 * page_size, -1).any(-1)).tolist() == right
+    with jax.enable_x64(True):
+        for first_page in (2**32, -(2**32), 2**40 + 1):
+            result = update_kv_pages(key, key, pages, slots, first_page=jnp.int64(first_page), backend=backend)
+            assert not result.any()
+
+
 #: By case: slices as (first slot, first token, length), how many count, and the slot of each token.
 SLICES: dict[str, tuple[list[tuple[int, int, int]], int | None, list[int]]] = {
     "in order": ([(4, 0, 3), (17, 3, 2)], None, [4, 5, 6, 17, 18, -1, -1]),

@@ -157,11 +157,11 @@ def test_pages_are_given_to_the_kernel_and_returned(op, name, count):
     (call,) = re.findall(r"@tpu_custom_call\((.*?)\) .*output_operand_aliases = \[(.*)\], result_layouts", text)
     operands = call[0].split(", ")
     aliases = re.findall(r"output_tuple_indices = \[(\d?)\],\s*operand_index = (\d+)", call[1])
-    # Two operands are scalars, then there is one array of rows for each of pages.
+    # The first operand are the slots, then there is one array of rows for each of pages.
     assert [(int(output or 0), int(operand)) for output, operand in aliases] == [
-        (i, 2 + count + i) for i in range(count)
+        (i, 1 + count + i) for i in range(count)
     ]
-    assert len(operands) == 2 + 2 * count
+    assert len(operands) == 1 + 2 * count
     size = min(array.size for key, array in arrays(op, name).items() if key.endswith("pages"))
     for operation, shape in re.findall(r" = ([\w.]+) .*tensor<([\dx]+)x\w+>\)?$", text, re.MULTILINE):
         if np.prod([int(axis) for axis in shape.split("x")]) >= size:

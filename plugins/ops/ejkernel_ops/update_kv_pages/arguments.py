@@ -148,11 +148,12 @@ def _check_slices(arrays: Mapping[str, Any]) -> None:
 def _check_slots(arrays: Mapping[str, Any]) -> None:
     pages, first_page = pages_of(arrays)[0], arrays["first_page"]
     count = pages.shape[0] * pages.shape[1]
-    # NumPy's int64, so that no sum is beyond it.
-    given = np.asarray(slots(arrays)).astype(np.int64)
+    mapping = arrays["slot_mapping"]
+    # Python's integers, which no sum is beyond. Those of slices are as kernels get them.
+    given = (mapping if mapping.ndim == 1 else np.asarray(slots(arrays))).astype(object)
     placed = np.where(given < 0, -1, given + (0 if first_page is None else first_page.item() * pages.shape[1]))
     for token in np.flatnonzero((placed >= count) | ((placed < 0) & (given >= 0))):
         raise ValueError(f"slot_mapping: token {token} goes to slot {placed[token]}; the pages have {count}")
-    used, uses = np.unique(placed[placed >= 0], return_counts=True)
+    used, uses = np.unique(placed[placed >= 0].astype(np.int64), return_counts=True)
     for place in np.flatnonzero(uses > 1):
         raise ValueError(f"slot_mapping: {uses[place]} tokens go to slot {used[place]}")

@@ -17,8 +17,8 @@ def stored_tokens(inv: Mapping[str, Any], dtype: Any) -> tuple[jax.Array, jax.Ar
 def stored(array: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
     """An array (tokens, heads, head_dim) in the dtype of pages.
 
-    In 8 bits it is the quotient by the scale, rounded to the nearest number, and at most the largest one. NaN stays
-    NaN, and is 0 in integers.
+    In 8 bits it is the quotient by the scale, rounded to the nearest number, from the lowest to the largest one. NaN
+    stays NaN, and is 0 in integers.
     """
     if dtype.itemsize > 1:
         return array.astype(dtype)
@@ -41,10 +41,18 @@ def interleaved(key: jax.Array, value: jax.Array) -> jax.Array:
 
 def written(inv: Mapping[str, Any], pages: jax.Array, rows: jax.Array) -> jax.Array:
     """The pages, with the row of each token at its slot. A token without a slot in the pages is not stored."""
-    count = pages.shape[0] * pages.shape[1]
-    slots, first_page = inv["slot_mapping"], inv["first_page"]
-    if first_page is not None:
-        slots = jnp.where(slots < 0, -1, slots + first_page * pages.shape[1])
-    places = jnp.where(slots < 0, count, slots)  # a negative index would count from the end
-    flat = pages.reshape(count, *pages.shape[2:])
-    return flat.at[places].set(rows, mode="drop").reshape(pages.shape)
+    flat = pages.reshape(pages.shape[0] * pages.shape[1], *pages.shape[2:])
+    return flat.at[places(inv, pages)].set(rows, mode="drop").reshape(pages.shape)
+
+
+def places(inv: Mapping[str, Any], pages: jax.Array) -> jax.Array:
+    """Where each token goes, counted in tokens from the first page of all; behind the last one if it is not stored."""
+    (pages_count, size), slots, first_page = pages.shape[:2], inv["slot_mapping"], inv["first_page"]
+    count = pages_count * size
+    if first_page is None:
+        return jnp.where((slots >= 0) & (slots < count), slots, count)
+    # In pages, because the place of a token may be more than an int32 holds, and come round to another page. Here it
+    # comes round to numbers below 0 alone.
+    page = slots // size + jnp.minimum(first_page, pages_count)
+    is_stored = (slots >= 0) & (page >= 0) & (page < pages_count)
+    return jnp.where(is_stored, slots + first_page * size, count)

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel_core import Example, Invocation, hookimpl
 from ejkernel_ops.update_kv_pages.arguments import pages_of
@@ -50,7 +49,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
 
 def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, ...]:
     """The same; ``interpret`` is that of ``pl.pallas_call``."""
-    from ejkernel_ops.update_kv_pages.definition import interleaved, stored_tokens
+    from ejkernel_ops.update_kv_pages.definition import interleaved, places, stored_tokens
     from ejkernel_pallas_tpu.update_kv_pages._copy import copy_rows
 
     pages = pages_of(inv)
@@ -60,9 +59,8 @@ def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, ..
     rows = [interleaved(key, value)] if len(pages) == 1 else [key, value]
     # A row has two axes of its own, so that merging those of pages and slots moves nothing.
     by_slot = [array.reshape(-1, *array.shape[2:]) for array in pages]
-    first_page = jnp.zeros(1, jnp.int32) if inv["first_page"] is None else inv["first_page"]
-    launch = copy_rows(rows, by_slot, pages[0].shape[1], _tuning.cores(inv), cfg.in_flight)
-    updated = launch((inv["slot_mapping"], first_page), interpret, vmem=None)
+    launch = copy_rows(rows, by_slot, _tuning.cores(inv), cfg.in_flight)
+    updated = launch((places(inv, pages[0]),), interpret, vmem=None)
     return tuple(new.reshape(old.shape) for new, old in zip(updated, pages, strict=True))
 
 

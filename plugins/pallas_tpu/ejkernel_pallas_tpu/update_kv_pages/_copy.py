@@ -13,20 +13,17 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel_pallas_tpu.launch import Launch, Operand, Output, Semaphores, grid_indices
 
 
-def copy_rows(
-    rows: Sequence[jax.Array], pages: Sequence[jax.Array], page_size: int, cores: int, in_flight: int
-) -> Launch:
+def copy_rows(rows: Sequence[jax.Array], pages: Sequence[jax.Array], cores: int, in_flight: int) -> Launch:
     """The launch. Rows are (tokens, heads, dim) and pages (slots, heads, dim), of one array or of keys and values.
 
-    Its scalars are a slot for each token, and the first page. Each core has its own part of the tokens, and copies at
-    most so many at a time: it waits for one before it starts another.
+    Its scalars are a slot for each token, behind the last one for a token that is not stored. Each core has its own
+    part of the tokens, and copies at most so many at a time: it waits for one before it starts another.
     """
     arrays, tokens, slots = range(len(rows)), rows[0].shape[0], pages[0].shape[0]
     share = -(-tokens // cores)
 
-    def kernel(mapping: Any, first_page: Any, refs: Any) -> None:
+    def kernel(slot_of: Any, refs: Any) -> None:
         (core,) = grid_indices(1)
-        offset = first_page[0] * page_size
 
         def copies(token: Any, slot: Any) -> list[Any]:
             return [
@@ -42,8 +39,8 @@ def copy_rows(
                 copy.wait()
 
         def start(token: Any, started: Any) -> Any:
-            slot = mapping[token] + offset
-            is_stored = (mapping[token] >= 0) & (slot >= 0) & (slot < slots)
+            slot = slot_of[token]
+            is_stored = slot < slots
             pl.when(is_stored & (started >= in_flight))(wait_for_one)
 
             @pl.when(is_stored)
