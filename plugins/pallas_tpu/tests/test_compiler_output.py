@@ -124,6 +124,9 @@ def test_memory_is_read_from_the_report(tmp_path):
     assert program.vmem("attend.1") == 77
     with pytest.raises(LookupError, match=r"does not have the kernel other\.1"):
         program.vmem("other.1")
+    # A kernel that was compiled, and moves main memory alone, is not in the report.
+    (tmp_path / "1-other.1-25-final_bundles.txt").touch()
+    assert program.vmem("other.1") == 0
 
 
 def test_collectives_of_a_program():

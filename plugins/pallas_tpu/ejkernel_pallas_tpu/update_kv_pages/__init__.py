@@ -15,7 +15,7 @@ from ejkernel_pallas_tpu.update_kv_pages._tuning import Config
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
-#: Behind plain JAX, until the compiler for TPUs has compiled it: see docs/pallas-tpu.md.
+#: Behind plain JAX, until it has been measured on a TPU: see docs/pallas-tpu.md.
 PLATFORMS = {"tpu": 5}
 #: XLA sees a custom call, which it cannot partition.
 OPAQUE = ("tpu",)
