@@ -39,27 +39,29 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def invocation(dim: int, features: dict[str, Any]) -> Invocation:
-    """A call of the backward pass, which has all arguments of the forward pass, too."""
+def invocation(dim: int, features: dict[str, Any], is_backward: bool = True) -> Invocation:
+    """A call of the forward or the backward pass."""
     batch = () if "cum_seqlens_q" in features else (2,)
     query, key = (jax.ShapeDtypeStruct((*batch, 512, heads, dim), "bfloat16") for heads in (4, 2))
     results = {"out": query, "lse": jax.ShapeDtypeStruct((*batch, 4, 512), "float32"), "d_out": query}
-    features = {"wrt": ("query", "key", "value"), **features}
     own = {"query": query, "key": key, "value": key}
-    inv = ejkernel_core.invocation("flash_attention_bwd", **own, **results, **features)
+    if is_backward:
+        features = {"wrt": ("query", "key", "value"), **results, **features}
+    inv = ejkernel_core.invocation(f"flash_attention{'_bwd' if is_backward else ''}", **own, **features)
     return attrs.evolve(inv, platform="gpu", device_kind="NVIDIA H200", compute_capability=(9, 0))
 
 
 def launched(launches: list[Launch], dim: int, cfg: Any, features: dict[str, Any]) -> Launch:
     """The first launch of a call. The configuration is checked as the core checks it."""
     launches.clear()
-    inv = invocation(dim, features)
-    backend = flash_attention_bwd if isinstance(cfg, flash_attention_bwd.Config) else flash_attention
+    is_backward = isinstance(cfg, flash_attention_bwd.Config)
+    inv = invocation(dim, features, is_backward)
+    backend = flash_attention_bwd if is_backward else flash_attention
     backend.check_cfg(inv, cfg)
     arrays = {name: x for name, x in inv.arguments.items() if hasattr(x, "shape")}
     jax.eval_shape(lambda arrays: backend.run_backend(inv.with_arrays(arrays), cfg), arrays)
     products = products_of_a_step(cfg, dim)
-    if isinstance(cfg, flash_attention_bwd.Config) and not launches[0].constants["D_QUERY"]:
+    if is_backward and not launches[0].constants["D_QUERY"]:
         products -= 64 // 16 * 2
     return attrs.evolve(launches[0], products=products)
 

@@ -29,7 +29,7 @@ def forward(inv: Invocation, cfg: Config, centered: bool) -> tuple[jax.Array | N
     """The result, the sum and, if they are needed, the statistics of the rows, as the operation declares them."""
     x, residual = inv["x"], inv["residual"]
     statistic = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
-    has_statistics = inv.needs("mean") or inv.needs("rstd")
+    has_statistics = inv.needs("rstd") or (centered and inv.needs("mean"))
     statistics = (statistic if centered and has_statistics else None, statistic if has_statistics else None)
     outputs = (_like(x), _like(residual), *map(_like, statistics))
     if x.size == 0:
