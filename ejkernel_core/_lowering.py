@@ -114,12 +114,15 @@ def with_checkpoint_names(request: Request, results: Sequence[Any]) -> list[Any]
     return [checkpoint_name(r, f"{request.operation.name}.{n}") for r, n in zip(results, names, strict=True)]
 
 
-def execute(request: Request, plan: Plan, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """Run the plan, and check the results against those that the operation declares. Returns the needed ones."""
+def execute(request: Request, plan: Plan, arrays: Sequence[Any], declared: Sequence[Any]) -> tuple[Any, ...]:
+    """Run the plan, and check the results against those that the operation declares. Returns the needed ones, which are
+    like ``declared``.
+    """
     if request.context.backend is None and request.context.cfg is None:
         warn_of_reference(plan, request.registry)
     results = request.run(plan, arrays)
-    outputs = attrs.evolve(request, needed=None).outputs(arrays)
+    # The reference may have to be traced to know the others.
+    outputs = declared if request.needed is None else attrs.evolve(request, needed=None).outputs(arrays)
     returned, expected = _types(results), [f"{array.dtype}{list(array.shape)}" for array in outputs]
     names, needed = request.all_results, request.results
     if len(returned) != len(names) or any(
@@ -172,7 +175,7 @@ def _run_eagerly(*arrays: Any, request: Request) -> tuple[Any, ...]:  # only und
     if request.mapped:
         return _mapped(request, arrays)
     plan = request.plan(arrays, target_of(arrays))
-    return execute(request, plan, arrays)
+    return execute(request, plan, arrays, request.outputs(arrays))
 
 
 def _lower(ctx: Any, *operands: Any, request: Request, platform: str | None) -> Any:
@@ -195,11 +198,11 @@ def _lowered(ctx: Any, operands: Sequence[Any], request: Request, platform: str)
         return mlir.lower_fun(on_shards, multiple_results=True)(ctx, *operands)
     # A kernel computes on its shard, so its avals have no mesh.
     avals = [ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
-    run = partial(_run_mapped, request) if request.mapped else _kernel(request, avals, call_target)
+    run = partial(_run_mapped, request) if request.mapped else _kernel(request, avals, call_target, ctx.avals_out)
     return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *operands)
 
 
-def _kernel(request: Request, avals: Sequence[Any], call_target: Target) -> Callable[..., Any]:
+def _kernel(request: Request, avals: Sequence[Any], call_target: Target, declared: Sequence[Any]) -> Callable[..., Any]:
     """The chosen kernel for arrays like these, as a function of the arrays."""
     with request.settings.in_effect():
         plan = request.plan(avals, call_target)
@@ -207,7 +210,7 @@ def _kernel(request: Request, avals: Sequence[Any], call_target: Target) -> Call
 
     def run(*arrays: Any) -> tuple[Any, ...]:
         with request.settings.in_effect(), unchecked_varying(), jax.named_scope(label):
-            return execute(request, plan, arrays)
+            return execute(request, plan, arrays, declared)
 
     return run
 
