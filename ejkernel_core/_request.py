@@ -151,9 +151,9 @@ class Request:
 
     def saving(self, wrt: Sequence[str]) -> Request:
         """The request that also has the results which the gradients of the arrays ``wrt`` are computed from."""
-        return (
-            self if self.needed is None else attrs.evolve(self, needed=self.needed.union(self.operation.residuals(wrt)))
-        )
+        if self.needed is None:
+            return self
+        return attrs.evolve(self, needed=self.needed.union(self.operation.residuals(wrt)))
 
     @property
     def registry(self) -> Plugins:

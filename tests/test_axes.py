@@ -167,7 +167,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "axes of x: 'dim' is neither independent, summed, nor whole, and 'dmi' in summed is an axis of no array; one of "
         "the two is mistyped",
     ),
-    "added that is no array": ({**PRODUCT, "added": "z"}, "axes, added: 'z' is not an array"),
+    "added that is not an array": ({**PRODUCT, "added": "z"}, "axes, added: 'z' is not an array"),
     "added with the axis": (
         {**PRODUCT, "added": "y"},
         "axes, added: y has the axis 'dim', so it is not added to sums over it",

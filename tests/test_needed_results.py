@@ -264,6 +264,23 @@ def test_dead_code_narrows_what_is_needed(registry: Any) -> None:
     assert not seen
 
 
+def test_calls_of_a_program_and_of_programs_need_their_own_results(registry: Any) -> None:
+    registry, seen = registry
+    call = lambda x, weight: registry.call("weighted", x, weight, parts="out sine count")
+
+    def program(x: Any, weight: Any) -> Any:
+        first, second = call(x, weight), call(call(x, weight)[0], weight)
+        gradient = jax.grad(lambda weight: call(x, weight)[0].sum())(weight)
+        return first[1], second[2], gradient
+
+    expected = np.sin(X), (OUT > 0).sum(-1), np.sin(X).sum(0)
+    for _ in range(2):
+        assert_close(jax.jit(program)(*arrays()), expected)
+        assert_close(jax.jit(lambda x, weight: call(x, weight)[2])(*arrays()), (X > 0).sum(-1))
+        assert_close(program(*arrays()), expected)
+    assert {frozenset(needed) for needed in seen if needed} >= {frozenset({"sine"}), frozenset({"count"})}
+
+
 def test_loops_and_branches(registry: Any) -> None:
     registry, seen = registry
     x, weight = arrays()

@@ -160,7 +160,7 @@ def test_a_mesh_axis_that_another_axis_of_the_array_needs_is_left_to_it(registry
     assert collectives(text) == {"all-gather": 1}
 
 
-# -- where they are no sums --------------------------------------------------------------------------------------------
+# -- where they are not sums -------------------------------------------------------------------------------------------
 
 
 def explained(registry: Registry, dtype: Any = "float32", **options: Any) -> str:

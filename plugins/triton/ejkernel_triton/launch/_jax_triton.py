@@ -192,7 +192,7 @@ def _with_barriers(arrays: Sequence[Any], places: Collection[int]) -> list[Any]:
     """The arrays, those at these places as XLA may not fuse them: what a kernel updates in place.
 
     XLA passes a slice of a larger array to a custom call without a copy, and has it write its result into a slice
-    (jaxlib 0.11.1 and later, on GPUs). It does not look whether the call updates the slice: the larger array changed,
+    (seen with jaxlib 0.11.2 on an H100). It does not look whether the call updates the slice: the larger array changed,
     which may be the caller's, and the result was never written.
     """
     return [jax.lax.optimization_barrier(array) if place in places else array for place, array in enumerate(arrays)]
