@@ -520,14 +520,29 @@ def operations_on(page: Path) -> list[str]:
     return re.findall(r"^`(\w+)`:$", region, re.MULTILINE)
 
 
+def operation_pages() -> list[Path]:
+    return sorted((ROOT / "docs/operations").glob("*.md"))
+
+
+def table_of_operations() -> str:
+    """The pages of operations, each with the first sentence on it."""
+    rows = []
+    for page in operation_pages():
+        title, text = page.read_text().removeprefix("# ").split("\n\n")[:2]
+        sentence = re.sub(r"\]\((?=\w+\.md)", "](operations/", re.split(r"(?<=\.)\s", text)[0].replace("\n", " "))
+        rows.append((f"[{title}](operations/{page.name})", sentence))
+    return markdown([("operation", "is"), *rows]) + "\n"
+
+
 def regions() -> dict[tuple[str, str], Any]:
     """By page and name of a region: the function that makes it."""
     pages = {
         (f"docs/operations/{page.name}", "features"): (lambda page=page: "\n".join(map(features, operations_on(page))))
-        for page in sorted((ROOT / "docs/operations").glob("*.md"))
+        for page in operation_pages()
     }
     return {
         **pages,
+        ("docs/index.md", "operations"): table_of_operations,
         ("docs/reference/configurations.md", "configurations"): configurations,
         ("docs/reference/refusals.md", "words"): refusable,
     }

@@ -13,12 +13,13 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import ejkernel_core
 from ejkernel_core import Invocation, Unsupported
-from ejkernel_triton import flash_attention
+from ejkernel_triton import flash_attention, update_kv_pages
 from ejkernel_triton.flash_attention import _tuning
 from ejkernel_triton.flash_attention import backward as flash_attention_bwd
 from ejkernel_triton.flash_attention_sm90 import _refusals as gluon
 from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability
+from ejkernel_triton.launch._requirements import require_float8
 
 KERNELS = {"flash_attention": flash_attention, "flash_attention_bwd": flash_attention_bwd}
 NAMED = {
@@ -73,6 +74,17 @@ def test_cards_that_are_refused_by_their_names() -> None:
         flash_attention.heuristic_cfg(message("a card to come"))
     with pytest.raises(Unsupported, match=re.escape("for compute capability 9.0 (Hopper); this GPU has 8.0")):
         gluon.check(message("NVIDIA A100-SXM4-40GB"))
+
+
+def test_float8_is_refused_by_the_name_of_a_card() -> None:
+    require_float8(message("NVIDIA L4"))
+    with pytest.raises(Unsupported, match=re.escape("from compute capability 8.9 (Ada) on; this GPU has 8.0")):
+        require_float8(message("NVIDIA A100-SXM4-40GB"))
+    key, pages = jax.ShapeDtypeStruct((9, 2, 64), "bfloat16"), jax.ShapeDtypeStruct((4, 4, 4, 64), "float8_e4m3fn")
+    inv = ejkernel_core.invocation("update_kv_pages", key, key, pages, jax.ShapeDtypeStruct((9,), "int32"))
+    inv = attrs.evolve(inv, platform="gpu", device_kind="NVIDIA A100-SXM4-40GB", compute_capability=None)
+    with pytest.raises(Unsupported, match=re.escape("8.9 (Ada)")):
+        update_kv_pages.heuristic_cfg(inv)
 
 
 @pytest.mark.parametrize(

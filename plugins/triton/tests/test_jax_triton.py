@@ -9,12 +9,16 @@ import sys
 import warnings
 from importlib import metadata
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from ejkernel_ops import update_kv_pages
 from ejkernel_triton.interpreter import compiled_for
+from ejkernel_triton.interpreter._compiled import kernels_in
 from ejkernel_triton.launch import _jax_triton, _protocol
 
 triton = pytest.importorskip("triton")
@@ -517,3 +521,45 @@ def test_layouts_of_a_gluon_kernel_are_not_rewritten():
     # The conversions need shared memory. Triton's own passes would remove them.
     assert kernel.shared_memory >= 64 * 64 * 4
     assert kernel.count("st.shared") > 0
+
+
+# -- in place ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_what_is_updated_has_barriers_and_nothing_else_is_launched(is_pair: bool) -> None:
+    """The pages have a barrier before the launch and after it: XLA would pass a part of a larger array as it is.
+
+    Threads move 16 bytes at once, and the number of the first page goes to the kernel, without another instruction.
+    """
+    pages = jax.ShapeDtypeStruct((64, 64, 8, 128), jnp.bfloat16)
+    joined = jax.ShapeDtypeStruct((64, 64, 16, 128), jnp.bfloat16)
+    token = jax.ShapeDtypeStruct((256, 8, 128), jnp.bfloat16)
+
+    def step(key: Any, value: Any, slots: Any, first_page: Any, *cache: Any) -> Any:
+        given = cache if is_pair else cache[0]
+        return update_kv_pages(key, value, given, slots, first_page=first_page, backend="triton")
+
+    arrays = [
+        token,
+        token,
+        jax.ShapeDtypeStruct((256,), jnp.int32),
+        jax.ShapeDtypeStruct((), jnp.int32),
+        *([pages, pages] if is_pair else [joined]),
+    ]
+    with use_abstract_mesh(
+        AbstractMesh((1,), ("_",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
+    ):
+        lowered = jax.jit(step).trace(*arrays).lower(lowering_platforms=("cuda",))
+    text, count = lowered.as_text(), 2 if is_pair else 1
+    names = re.findall(r"stablehlo\.(\w+)", text)
+    assert {*names} == {"custom_call", "output_operand_alias", "reshape", "optimization_barrier"}
+    assert names.count("optimization_barrier") == 2 * count
+    barriers = re.findall(r"(%\w+) = stablehlo\.optimization_barrier (%[\w#]+)", text)
+    (operands,) = re.findall(r"custom_call @\w+\((.*?)\)", text)
+    assert [name for name, _ in barriers[:count]] == operands.split(", ")[-count:]
+    (result,) = re.findall(r"(%\w+)(?::2)? = stablehlo\.custom_call", text)
+    assert [name.partition("#")[0] for _, name in barriers[count:]] == [result] * count
+    (compiled,) = kernels_in(lowered)
+    assert compiled.ptx.count("ld.global.v4.b32") == compiled.ptx.count("st.global.v4.b32") == 2
+    assert compiled.spilled == 0

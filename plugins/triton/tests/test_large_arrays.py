@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_triton import flash_attention, rms_norm
+from ejkernel_triton import flash_attention, rms_norm, update_kv_pages
 from ejkernel_triton.flash_attention import backward as flash_attention_bwd
 from ejkernel_triton.interpreter import _launch, _lowering, interpreted, interpreted_registry
 from ejkernel_triton.rms_norm import backward as rms_norm_bwd
@@ -24,6 +24,7 @@ REGISTRY = interpreted_registry(
         "rms_norm.triton": rms_norm,
         "rms_norm_bwd.triton": rms_norm_bwd,
         "rms_norm_quantized.triton": rms_norm_quantized,
+        "update_kv_pages.triton": update_kv_pages,
     }
 )
 Shape = tuple[int, ...]
@@ -150,3 +151,24 @@ def test_gradients_of_a_normalization(launches: list[Any], shape: Shape, wrt: tu
     ((launch, inputs),) = launches
     d_x, _, d_weight, _ = last_elements(launch, inputs, [0, 1, 2, 5 if "x" in wrt else 3, 7 if "x" in wrt else 5])
     assert (d_x, d_weight) == pytest.approx((2 - ONES / shape[1] if "x" in wrt else 0, 1), rel=4e-3)
+
+
+# -- pages -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_first_page", [False, True])
+def test_the_last_token_of_a_cache(launches: list[Any], monkeypatch: pytest.MonkeyPatch, has_first_page: bool) -> None:
+    monkeypatch.setattr(_launch.Launch, "_outputs", lambda launch, inputs: [inputs[-1]])
+    cache = np.zeros((2**14 + 1, 64, 16, 128), np.int8)
+    assert cache.size > 2**31
+    tokens = np.ones((1, 8, 128), np.float16)
+    slots, first_page = (
+        np.array([slot], np.int32) for slot in ((63, 2**14) if has_first_page else (64 * 2**14 + 63, 0))
+    )
+    optional = {"first_page": jax.ShapeDtypeStruct((1,), jnp.int32)} if has_first_page else {}
+    call = lambda *arrays, **options: REGISTRY.call("update_kv_pages", *arrays, **options)
+    jax.jit(call).lower(tokens, tokens, jax.ShapeDtypeStruct(cache.shape, cache.dtype), slots, **optional)
+    ((launch, _),) = launches
+    (result,) = launch.run([tokens, 2 * tokens, slots, first_page, slots, slots, cache], _launch.Settings(races=False))
+    np.testing.assert_array_equal(result[-1, -1], np.tile([[1], [2]], (8, 128)))
+    assert not result[-1, :-1].any()

@@ -17,7 +17,14 @@ Draw = Callable[[int], Arguments]
 Change = Callable[[Arguments, np.random.Generator], Arguments]
 
 #: (tokens, heads, head_dim, pages, page_size): none is a multiple of a block.
-SHAPES = ((5, 2, 64, 7, 4), (1, 1, 80, 3, 1), (33, 3, 96, 11, 16), (4, 8, 128, 2, 256), (0, 2, 64, 3, 4))
+SHAPES = (
+    (5, 2, 64, 7, 4),
+    (1, 1, 80, 3, 1),
+    (33, 3, 96, 11, 16),
+    (4, 8, 128, 2, 256),
+    (3, 9, 512, 2, 2),
+    (0, 2, 64, 3, 4),
+)
 TRANSFORMS = frozenset({"jit", "vmap", "vmap_of_other_axes", "checkpoint", "sharding"})
 #: By the word of examples: the dtype of the pages.
 EIGHT_BITS = {"fp8_pages": jnp.float8_e4m3fn, "int8_pages": jnp.int8}

@@ -23,8 +23,8 @@ OTHER_NAMES = {
     **dict.fromkeys(("slots", "slot_indices", "slices"), "slot_mapping"),
     **dict.fromkeys(("num_kv_update_slices", "num_slices_updated"), "num_slices"),
     **dict.fromkeys(("layer", "layer_id", "page_offset"), "first_page"),
-    "key_scale": "k_scale",
-    "value_scale": "v_scale",
+    **dict.fromkeys(("key_scale", "scale_k"), "k_scale"),
+    **dict.fromkeys(("value_scale", "scale_v"), "v_scale"),
     **dict.fromkeys(("implementation", "impl", "platform"), "backend"),
 }
 _JOINED = ("kv_cache", "cache", "pages", "kv_pages")

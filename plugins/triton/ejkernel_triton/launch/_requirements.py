@@ -27,3 +27,13 @@ def require_card(inv: Invocation) -> None:
             f"the Triton kernels need compute capability 8.0 (Ampere) or later; this GPU has {major}.{minor}"
         )
     refuse_symbolic(inv)
+
+
+def require_float8(inv: Invocation) -> None:
+    """Raise where Triton does not round to float8_e4m3fn."""
+    own = capability(inv)
+    if own is not None and own < (8, 9):
+        major, minor = own
+        raise Unsupported(
+            f"Triton rounds to float8_e4m3fn from compute capability 8.9 (Ada) on; this GPU has {major}.{minor}"
+        )

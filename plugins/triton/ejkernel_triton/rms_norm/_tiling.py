@@ -15,9 +15,8 @@ from attrs.validators import ge, in_, instance_of, le
 
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_ops.rms_norm.axes import FORMATS
-from ejkernel_triton.launch._cards import capability
 from ejkernel_triton.launch._multiprocessors import multiprocessors
-from ejkernel_triton.launch._requirements import require_card
+from ejkernel_triton.launch._requirements import require_card, require_float8
 
 DTYPES = ("float16", "bfloat16", "float32")
 WARPS = (1, 2, 4, 8, 16, 32)
@@ -97,12 +96,8 @@ def check(inv: Invocation) -> None:
 def check_quantized(inv: Invocation) -> None:
     """The same for results in 8 bits."""
     check(inv)
-    own = capability(inv)
-    if inv["quantize"].startswith("fp8") and own is not None and own < (8, 9):
-        major, minor = own
-        raise Unsupported(
-            f"Triton rounds to float8_e4m3fn from compute capability 8.9 (Ada) on; this GPU has {major}.{minor}"
-        )
+    if inv["quantize"].startswith("fp8"):
+        require_float8(inv)
 
 
 def check_config(inv: Invocation, cfg: Config | BackwardConfig) -> None:

@@ -16,7 +16,7 @@ from ejkernel_ops.update_kv_pages.arguments import pages_of
 from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability
 from ejkernel_triton.launch._multiprocessors import multiprocessors
-from ejkernel_triton.launch._requirements import require_card
+from ejkernel_triton.launch._requirements import require_card, require_float8
 
 DTYPES = ("float16", "bfloat16", "float32")
 #: The entries of a token that a program has at most, of its keys and of its values.
@@ -49,12 +49,8 @@ def check(inv: Invocation) -> None:
         raise Unsupported(
             f"the Triton kernel takes {', '.join(DTYPES)}, and pages of these or of 8 bits; these are {key} and {pages}"
         )
-    own = capability(inv)
-    if pages == jnp.float8_e4m3fn and own is not None and own < (8, 9):
-        major, minor = own
-        raise Unsupported(
-            f"Triton rounds to float8_e4m3fn from compute capability 8.9 (Ada) on; this GPU has {major}.{minor}"
-        )
+    if pages == jnp.float8_e4m3fn:
+        require_float8(inv)
 
 
 def heuristic(inv: Invocation) -> Config:
