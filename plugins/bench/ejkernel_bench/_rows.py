@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 
 from ._report import ABSENT, Cell, Table, cell_text
 
@@ -44,13 +45,17 @@ class Rows(Iterable[tuple[Cell, ...]]):
     def __init__(self, title: str, columns: Sequence[str], series: Sequence[str] = ()) -> None:
         self.title, self.columns, self.series = title, tuple(columns), tuple(series)
         self._rows: list[tuple[Cell, ...]] = []
+        #: Of each row, by column.
+        self._beside: list[Mapping[str, Cell]] = []
 
-    def add(self, *cells: Cell) -> None:
-        """Add a row, and announce it in one line."""
+    def add(self, *cells: Cell, beside: Mapping[str, Cell] = MappingProxyType({})) -> None:
+        """Add a row, and announce it in one line. The columns ``beside`` are last, where any row has them."""
         if not self._rows:
             announce(self.title)
         self._rows.append(cells)
-        announce(f"  {self._line(cells)}")
+        self._beside.append(beside)
+        figures = (f", {column} {cell_text(cell)}" for column, cell in beside.items())
+        announce(f"  {self._line(cells)}{''.join(figures)}")
 
     def _line(self, cells: Sequence[Cell]) -> str:
         pairs = zip(self.columns[1:], cells[1:], strict=True)
@@ -61,7 +66,10 @@ class Rows(Iterable[tuple[Cell, ...]]):
 
     def table(self) -> Table:
         """The table of all rows."""
-        return Table(self.title, self.columns, self._rows, self.series)
+        columns = tuple(dict.fromkeys(column for beside in self._beside for column in beside))
+        pairs = zip(self._rows, self._beside, strict=True)
+        rows = [(*cells, *(beside.get(column, ABSENT) for column in columns)) for cells, beside in pairs]
+        return Table(self.title, (*self.columns, *columns), rows, self.series)
 
     def __iter__(self) -> Iterator[tuple[Cell, ...]]:
         return iter(self._rows)

@@ -70,7 +70,7 @@ def interleaved(contenders: Mapping[str, Callable[[], Any]], rounds: int, warm_u
             jax.block_until_ready(run())
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     with _no_garbage_collection():
-        for order in _orders(list(contenders), rounds):
+        for order in in_orders(list(contenders), rounds):
             for name in order:
                 samples[name].append(once(contenders[name])[0])
     return {name: Times(seconds) for name, seconds in samples.items()}
@@ -83,7 +83,7 @@ def in_bursts(contenders: Mapping[str, Callable[[], Any]], rounds: int, seconds:
     """
     counts = dict.fromkeys(contenders, 3)
     samples: dict[str, list[float]] = {name: [] for name in contenders}
-    for number, order in enumerate(_orders(list(contenders), rounds + 1)):
+    for number, order in enumerate(in_orders(list(contenders), rounds + 1)):
         for name in order:
             jax.block_until_ready(contenders[name]())  # so that its code and inputs are in the caches again
             burst, _ = once(partial(_last, contenders[name], counts[name]))
@@ -94,13 +94,14 @@ def in_bursts(contenders: Mapping[str, Callable[[], Any]], rounds: int, seconds:
     return {name: Times(seconds) for name, seconds in samples.items()}
 
 
-def on_the_device(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Times]:
+def on_the_device(contenders: Mapping[str, Callable[[], Any]], rounds: int, warm_s: float = 0.0) -> dict[str, Times]:
     """The same by the device's own clock where it has one, for calls that take Python longer than the device. A round
-    is some calls. The time between the kernels of a call does not count.
+    is some calls, after ``warm_s`` of the same work. The time between the kernels of a call does not count.
     """
     timings: dict[str, list[Timing]] = {name: [] for name in contenders}
-    for order in _orders(list(contenders), rounds):
+    for order in in_orders(list(contenders), rounds):
         for name in order:
+            _keep_busy(contenders[name], warm_s)
             timings[name].append(benchmark(contenders[name], num_warmup=1, num_iters=8))
     if len({timing.source for row in timings.values() for timing in row}) > 1:
         raise MixedClocks("some were timed by the device and some by the host; is the program being profiled?")
@@ -117,7 +118,14 @@ def _last(run: Callable[[], Any], count: int) -> Any:
     return run()
 
 
-def _orders(names: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
+def _keep_busy(run: Callable[[], Any], seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        jax.block_until_ready(_last(run, 4))
+
+
+def in_orders(names: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
+    """The names in the order of each round: forwards and backwards in turn."""
     for number in range(rounds):
         yield names if number % 2 == 0 else names[::-1]
 

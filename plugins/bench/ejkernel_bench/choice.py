@@ -13,10 +13,9 @@ from ejkernel_core import Example, Key, NoKernel, policy_override, registry
 from ejkernel_ops.flash_attention.sizes import COMMON, VARIED
 
 from ._calls import PASSES, Inputs, Run, by_core, draw, jitted
+from ._figures import figures_of
 from ._report import Bar, Report
 from ._rows import Rows
-from ._timing import in_bursts
-from .flash_attention import SECONDS
 from .tuning import temporary_store
 
 BACKENDS = ("triton", "gluon_sm90", "xla")
@@ -50,8 +49,8 @@ def compare(examples: Sequence[Example], backends: Sequence[str], rounds: int) -
                 if len(programs) < 2:
                     continue  # there is nothing to compare
                 runs = dict(passes[pass_name] for passes in passes_by_contender.values() if pass_name in passes)
-                times = in_bursts(runs, rounds, SECONDS)
-                seconds = {name: times[program].median for name, program in programs.items()}
+                figures = figures_of(runs, rounds)
+                seconds = {name: figures.times[program].median for name, program in programs.items()}
                 ratio = seconds["chosen"] / min(seconds[backend] for backend in backends if backend in seconds)
                 medians = [1e3 * seconds[name] if name in seconds else "-" for name in contenders]
                 rows.add(f"{example.name}, {pass_name}", *medians, ratio, programs["chosen"])

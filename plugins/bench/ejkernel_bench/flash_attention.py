@@ -15,10 +15,11 @@ from ejkernel_ops.flash_attention.sizes import COMMON, VARIED, self_attention
 
 from ._attention import by_jax_nn, by_our_xla, flops, peers_of_gpus
 from ._calls import PASSES, Inputs, Pass, Run, by_core, correct_runs, draw, jitted, tolerance_of
+from ._figures import figures_of
 from ._peers import Peer, pass_of
 from ._report import Bar, Cell, Report
 from ._rows import Rows
-from ._timing import Times, in_bursts
+from ._timing import Times
 
 #: For each of the common sizes, the most TFLOP/s of a plain Triton kernel on an H200, forward and both passes.
 TRITON_RATES = dict(
@@ -36,8 +37,6 @@ FORWARD_MINIMUM, BOTH_MINIMUM, WINDOW_MINIMUM, XLA_MINIMUM = 1.25, 1.20, 6.0, 2.
 #: The peers whose times are also shown as multiples of ours.
 PEERS = ("cuDNN", "jax pallas-triton", "torch FA2")
 ROUNDS = 7
-#: How long a contender runs in a round, without waiting in between.
-SECONDS = 0.03
 
 #: By the example's name and the pass: our TFLOP/s, and the times of all contenders, ours first.
 Rates = Mapping[tuple[str, str], tuple[float, Mapping[str, Times]]]
@@ -76,11 +75,12 @@ def compare(examples: Sequence[Example], backend: str | None, rounds: int, other
             faults += new_faults
             if ours not in runs:
                 continue
-            times = in_bursts(runs, rounds, SECONDS)
+            figures = figures_of(runs, rounds)
+            times = figures.times
             rate = flops(example, pass_name) / times[ours].median / 1e12
             rates[example.name, pass_name] = rate, times
             cells = (*times[ours].scaled(1e-3)[:2], rate, *_peer_cells(times, ours, others))
-            rows.add(f"{example.name}, {pass_name}", *cells)
+            rows.add(f"{example.name}, {pass_name}", *cells, beside=figures.beside())
     return Report("flash_attention", [rows.table()], list(_bars(rates)), faults)
 
 

@@ -37,12 +37,13 @@ from ejkernel_ops.grouped_matmul.sizes import PEERS, Layer
 
 from ._calls import PASSES, Inputs, Pass, Run, abstract_inputs, by_core, describe_fault, draw, jitted, mismatches, plans
 from ._errors import TOLERANCE
+from ._figures import figures_of
 from ._grouped_products import NotTuned, by_ragged_dot, by_tokamax, by_torch, tuning_of_tokamax
 from ._peers import Peer, TorchFunction, bound, is_installed, program_of
 from ._report import Bar, Cell, Report, joined
 from ._rows import Rows, announce
 from ._threads import in_threads
-from ._timing import Times, on_the_device
+from ._timing import Times
 from .suite import COPY, OURS, ROUNDS, copy_of
 
 FORWARD = PASSES[0]
@@ -173,7 +174,7 @@ def measure(name: str, layers: Sequence[Layer], backend: str | None, rounds: int
     contenders = [OURS, *own, *installed]
     columns = [column for contender in contenders for column in (contender, "range")]
     columns = ["", *columns, "TFLOP/s", "TB/s", *(f"{peer} / {OURS}" for peer in installed), "over the best", "kernels"]
-    title = f"grouped_matmul, {name}: milliseconds on the device, medians of {rounds} rounds in turn, bfloat16"
+    title = f"grouped_matmul, {name}: milliseconds, medians of {rounds} rounds in turn, bfloat16"
     measurements = _PartOfSuite(part, contenders, installed, backend, rounds, Rows(title, columns, series=contenders))
     announce(f"{name}: compiling {len(layers)} calls for {', '.join(contenders)}")
     for programs in in_threads(measurements.programs, layers):
@@ -308,9 +309,9 @@ class _PartOfSuite:
             return
         if self.part.is_decode:
             runs[COPY] = copy_of(used_bytes(inputs))
-        times = on_the_device(runs, self.rounds)
-        self.seconds[programs.layer.name, is_skewed] = {name: one.median for name, one in times.items()}
-        self.rows.add(*self._row(programs, example, inputs, times))
+        figures = figures_of(runs, self.rounds, aside=[COPY])
+        self.seconds[programs.layer.name, is_skewed] = {name: one.median for name, one in figures.times.items()}
+        self.rows.add(*self._row(programs, example, inputs, figures.times), beside=figures.beside())
 
     def _add_absence(self, call: str, contender: str, reason: str) -> None:
         """List a contender that does not run. For our own choice, which every bar is about, it is a fault too."""

@@ -30,12 +30,13 @@ from ._calls import (
     plans,
     tolerance_of,
 )
+from ._figures import figures_of
 from ._peers import Peer, pass_of
 from ._report import Bar, Cell, Report
 from ._roof import CARDS, least_seconds
 from ._rows import Rows, announce
 from ._threads import in_threads
-from ._timing import Times, on_the_device
+from ._timing import Times
 from .flash_attention import LONG, reference
 
 #: The plain call for each that cuDNN refuses: of packed sequences, a batch of sequences of their mean length.
@@ -101,7 +102,7 @@ def compare(examples: Sequence[Example], backend: str | None, rounds: int, cudnn
     all_contenders = [contenders for contenders in in_threads(prepared, examples) if contenders is not None]
     in_threads(_compile, [run for contenders in all_contenders for run in contenders.runs()])
     columns = ("", OURS, "range", "TFLOP/s", CUDNN, f"{CUDNN} / {OURS}", *KERNELS, "over the best")
-    title = f"milliseconds on the device, medians of {rounds} rounds in turn"
+    title = f"milliseconds, medians of {rounds} rounds in turn"
     rows = Rows(title, (*columns, "roof", "by", "kernels"), series=(OURS, CUDNN, *KERNELS))
     seconds: dict[tuple[str, str], Mapping[str, float]] = {}
     by_name = {example.name: example for example in examples}
@@ -120,12 +121,14 @@ def compare(examples: Sequence[Example], backend: str | None, rounds: int, cudnn
             )
             faults += new_faults
             if OURS in runs:
-                times = on_the_device(runs, rounds)
+                figures = figures_of(runs, rounds)
+                times = figures.times
                 seconds[example.name, pass_name] = {
                     name: contender_times.median for name, contender_times in times.items()
                 }
                 ratio = _over_best(seconds, example.name, pass_name)
-                rows.add(*_row(example, pass_name, times, ratio, contenders.ours[pass_name].kernels()))
+                cells = _row(example, pass_name, times, ratio, contenders.ours[pass_name].kernels())
+                rows.add(*cells, beside=figures.beside())
     return Report("hopper", [rows.table()], list(_bars(seconds, by_name)), faults)
 
 

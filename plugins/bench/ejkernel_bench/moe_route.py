@@ -19,11 +19,11 @@ from ejkernel_ops.moe_route import definition
 from ejkernel_ops.moe_route.examples import large
 
 from ._calls import PASSES, Pass, Run, abstract_inputs, benchmark_examples, by_core, describe_fault, draw, jitted, plans
+from ._figures import figures_of
 from ._peers import bound
 from ._report import ABSENT, Bar, Report
 from ._rows import Rows, announce
 from ._threads import in_threads
-from ._timing import on_the_device
 from .suite import OURS, ROUNDS
 
 XLA = "XLA"
@@ -61,7 +61,7 @@ def measure(examples: Sequence[Example], backend: str | None, rounds: int) -> Re
     own = ejkernel_core.registry.backends("moe_route") if backend is None else ()
     contenders = [OURS, *(name for name in own if name != "reference"), XLA]
     columns = [column for name in contenders for column in (name, "range")]
-    title = f"moe_route: milliseconds on the device, medians of {rounds} rounds in turn"
+    title = f"moe_route: milliseconds, medians of {rounds} rounds in turn"
     rows = Rows(title, ("", *columns, f"{XLA} / {OURS}", "over the best", "kernels"), series=contenders)
     bars: list[Bar] = []
     faults: list[str] = []
@@ -71,12 +71,13 @@ def measure(examples: Sequence[Example], backend: str | None, rounds: int) -> Re
         runs = _right_runs(example, passes, faults)
         if OURS not in runs:
             continue
-        times = on_the_device(runs, rounds)
+        figures = figures_of(runs, rounds)
+        times = figures.times
         seconds = {name: one.median for name, one in times.items()}
         cells = [cell for name in contenders for cell in (times[name].scaled(1e-3)[:2] if name in times else ABSENTS)]
         best = min((seconds[name] for name in contenders[1:-1] if name in seconds), default=seconds[OURS])
         over_xla = seconds[XLA] / seconds[OURS]
-        rows.add(example.name, *cells, over_xla, seconds[OURS] / best, passes[OURS].kernels())
+        rows.add(example.name, *cells, over_xla, seconds[OURS] / best, passes[OURS].kernels(), beside=figures.beside())
         if example.name in LIMITS:
             bars.append(Bar(example.name, seconds[OURS] * 1e3, LIMITS[example.name], "ms"))
         if backend is None:

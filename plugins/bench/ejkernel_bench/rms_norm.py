@@ -22,10 +22,10 @@ from ejkernel_ops.rms_norm.examples import large, sweep
 from . import suite
 from ._calls import PASSES, Function, Inputs, Pass, correct_runs, jitted
 from ._errors import TOLERANCE
+from ._figures import figures_of
 from ._report import Bar, Report, joined
 from ._rows import Rows
 from ._threads import in_threads
-from ._timing import on_the_device
 
 #: (rows, dim) of calls that are large enough to be limited by memory, and of those that a CPU can run.
 LARGE = ((16384, 4096), (16384, 8192), (65536, 4096))
@@ -258,10 +258,11 @@ def between_products(operation: str, sizes: Sequence[tuple[int, int, int]], back
         correct, new_faults = correct_runs(by_name, label, expected, names, TOLERANCE["bfloat16"])
         faults += new_faults
         if len(correct) == len(by_name):
-            times = on_the_device(correct, rounds)
+            figures = figures_of(correct, rounds)
+            times = figures.times
             ratio = times[XLA].median / times[OURS].median
             cells = [cell for contender in by_name for cell in times[contender].scaled(1e-3)[:2]]
-            rows.add(label, *cells, ratio, by_name[OURS].kernels())
+            rows.add(label, *cells, ratio, by_name[OURS].kernels(), beside=figures.beside())
             bars.append(Bar(f"{label}: over {XLA}", ratio, BETWEEN_PRODUCTS, "times", at_least=True))
     return Report(name, [rows.table()], bars, faults)
 

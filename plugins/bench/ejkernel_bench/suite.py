@@ -52,11 +52,12 @@ from ._calls import (
     shapes_of,
     tolerance_of,
 )
+from ._figures import Figures, figures_of
 from ._peers import Peer, TorchFunction, bound, is_installed, optional, program_of
 from ._report import Bar, Cell, Report, Table
 from ._rows import Rows, announce
 from ._threads import in_threads
-from ._timing import MixedClocks, Times, in_bursts, on_the_device
+from ._timing import Times
 
 __all__ = [
     "COPY",
@@ -79,8 +80,6 @@ __all__ = [
 #: The other contenders: the core's choice, and a copy on the device of the least bytes that the pass reads and writes.
 OURS, COPY = "ejkernel", "copy"
 ROUNDS = 5
-#: Where times are the host's: how long a contender runs in a round.
-SECONDS = 0.02
 
 
 @attrs.frozen
@@ -106,10 +105,15 @@ class Measurement:
     example: Example
     pass_name: str
     work: Cost
-    #: By contender.
-    times: Mapping[str, Times]
+    #: Of all contenders.
+    figures: Figures
     #: The names of our kernels.
     kernels: str
+
+    @property
+    def times(self) -> Mapping[str, Times]:
+        """By contender."""
+        return self.figures.times
 
     def row(self, others: Sequence[str]) -> tuple[Cell, ...]:
         """A row of the table."""
@@ -168,7 +172,7 @@ def run(
     for programs in in_threads(contenders.programs, examples):
         for measurement in _measure(programs, registry, rounds, faults):
             measurements.append(measurement)
-            rows.add(*measurement.row(contenders.names()))
+            rows.add(*measurement.row(contenders.names()), beside=measurement.figures.beside())
     absent = [name for name in peers or {} if name not in installed]
     text = f"{operation}: not installed, and not measured: {', '.join(absent)}" if absent else ""
     return Report(operation, [rows.table()], list(_bars(measurements, minima)), faults, text)
@@ -200,8 +204,8 @@ def _measure_pass(
         return None
     del expected  # it can be large
     work = _work(example, pass_name, registry)
-    times = _timed({**runs, COPY: copy_of(work.bytes)}, rounds)
-    return Measurement(example, pass_name, work, times, _kernels(runs[OURS]))
+    figures = figures_of({**runs, COPY: copy_of(work.bytes)}, rounds, aside=[COPY])
+    return Measurement(example, pass_name, work, figures, _kernels(runs[OURS]))
 
 
 @attrs.frozen(eq=False)
@@ -322,14 +326,6 @@ def copy_of(size: float) -> Run:
     """A copy on the device that reads half of these bytes and writes the other half."""
     array = jnp.zeros(max(1, int(size) // 8), jnp.float32)
     return partial(jax.jit(lambda x: (jnp.copy(x),)), array)
-
-
-def _timed(runs: Mapping[str, Run], rounds: int) -> dict[str, Times]:
-    """By the device's clock where it has one for all of them."""
-    try:
-        return on_the_device(runs, rounds)
-    except MixedClocks:
-        return in_bursts(runs, rounds, SECONDS)
 
 
 def _bars(measurements: Sequence[Measurement], minima: Iterable[Minimum]) -> Iterator[Bar]:

@@ -222,7 +222,6 @@ def test_a_wrong_window_is_reported(wrong_kernels):
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_flash_attention_checks_and_measures_each_example(monkeypatch, dtype):
-    monkeypatch.setattr(flash_attention, "SECONDS", 1e-4)
     examples = [
         self_attention(2, 40, 4, 16, dtype, kv_heads=2),
         self_attention(1, 64, 4, 16, dtype, **ALL_OPTIONS),
@@ -239,7 +238,6 @@ def test_flash_attention_checks_and_measures_each_example(monkeypatch, dtype):
 
 
 def test_flash_attention_reports_wrong_results(monkeypatch, wrong_kernels):
-    monkeypatch.setattr(flash_attention, "SECONDS", 1e-4)
     faults = flash_attention.compare([TINY], "reference", rounds=1, others={}).faults
     assert list(faults) == []  # the fixture does not change the reference
     faults = flash_attention.compare([TINY], None, rounds=1, others={}).faults
@@ -266,7 +264,6 @@ def peer(factor=1.0, takes=lambda arguments: True, fault=None):
 
 @pytest.mark.long
 def test_a_peer_is_checked_timed_and_left_out_where_it_refuses(monkeypatch):
-    monkeypatch.setattr(flash_attention, "SECONDS", 1e-4)
     others = {
         "cuDNN": peer(takes=lambda arguments: "logits_soft_cap" not in arguments),
         "wrong": peer(factor=1.05),
@@ -587,7 +584,6 @@ def test_bits_are_compared_where_they_are_promised(monkeypatch, name, cfg):
 
 @pytest.mark.long
 def test_a_choice_is_measured_against_its_candidates(monkeypatch):
-    monkeypatch.setattr(choice, "SECONDS", 1e-4)
     monkeypatch.setattr(choice, "BUDGET_S", 10.0)
     elsewhere = "triton" if jax.default_backend() == "cpu" else "pallas_tpu"
     report = choice.compare([TINY, KINDS[8]], ("xla", "reference", elsewhere), rounds=1)

@@ -57,7 +57,6 @@ OTHER_USE = Example("for compilers", "scaled", arguments, uses=frozenset({"resou
 
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr(suite, "SECONDS", 1e-4)
     registry = Registry(plugins="")
     operation = Operation(
         name="scaled",
@@ -150,15 +149,15 @@ def test_a_contender_that_fails_is_reported(registry):
 
 
 def test_a_pass_that_runs_out_of_memory_leaves_the_others(registry, monkeypatch):
-    timed, runs_timed = suite._timed, []
+    timed, runs_timed = suite.figures_of, []
 
-    def timed_but_the_second(runs, rounds):
+    def timed_but_the_second(runs, rounds, **options):
         runs_timed.append([*runs])
         if len(runs_timed) == 2:
             raise MemoryError("no 7 GiB")
-        return timed(runs, rounds)
+        return timed(runs, rounds, **options)
 
-    monkeypatch.setattr(suite, "_timed", timed_but_the_second)
+    monkeypatch.setattr(suite, "figures_of", timed_but_the_second)
     report = measure(registry, names=("rows 8", "no gradients"))
     assert len(runs_timed) == 3
     assert [row[0] for row in report.tables[0].rows] == ["rows 8, forward", "no gradients, forward"]
@@ -359,7 +358,6 @@ def test_each_run_updates_what_the_one_before_returned():
 
 
 def test_what_updates_in_place_is_checked_and_timed(monkeypatch):
-    monkeypatch.setattr(suite, "SECONDS", 1e-4)
     run = lambda store: suite.run("store", names=("pages",), rounds=1, registry=registry_of_store(store))
     report = run(lambda inv, cfg: inv["pages"].at[0].set(inv["row"] + inv["pages"][0]))
     assert list(report.faults) == []
