@@ -11,6 +11,7 @@ import numpy as np
 import ejkernel_core
 from ejkernel_core import Example
 
+from . import _flash_attention_peers
 from ._calls import PASSES, Function, describe
 from ._peers import Peer, TorchFunction, is_installed
 
@@ -78,12 +79,15 @@ def exponentials(example: Example, pass_name: str) -> int:
 # -- peers ------------------------------------------------------------------------------------------------------------
 
 
-def peers_of_gpus() -> dict[str, Peer]:
-    """Those that are installed."""
-    installed: dict[str, Peer] = {"cuDNN": by_cudnn, "jax pallas-triton": by_pallas}
-    if is_installed("torch"):
-        installed["torch FA2"] = by_torch
-    return installed
+def peers_of_gpus() -> dict[str, Peer | None]:
+    """By name; None where one is not installed."""
+    torch_peer = by_torch if is_installed("torch") else None
+    return {
+        "cuDNN": by_cudnn,
+        "jax pallas-triton": by_pallas,
+        "torch FA2": torch_peer,
+        **_flash_attention_peers.peers(),
+    }
 
 
 def _is_plain(arguments: Mapping[str, Any], *others: str) -> bool:

@@ -1,4 +1,4 @@
-"""Grouped products by others: ``jax.lax``, tokamax and PyTorch. Each takes the forward and both gradients.
+"""Grouped products by others: ``jax.lax``, tokamax, PyTorch and quack. Each takes the forward and both gradients.
 
 The gradient of the rows is a ``grouped_matmul`` with the matrices transposed; that of the matrices is a
 ``grouped_matmul_d_rhs``.
@@ -93,6 +93,31 @@ def by_torch(arguments: Mapping[str, Any]) -> TorchFunction | None:
             return torch._grouped_mm(lhs.t(), others["d_out"], offs=ends_of(others))
         rhs = others["rhs"].transpose(1, 2) if arguments.get("transpose_rhs", False) else others["rhs"]
         return torch._grouped_mm(lhs, rhs, offs=ends_of(others))
+
+    return TorchFunction(product)
+
+
+def by_quack(arguments: Mapping[str, Any], is_tuned: bool = True) -> TorchFunction | None:
+    """By CuTe through quack, which tunes each shape when it first runs. The ends of the groups are computed once."""
+    if not is_plain(arguments):
+        return None
+    starts: list[Any] = []
+
+    def starts_of(others: Mapping[str, Any]) -> Any:
+        import torch
+
+        if not starts:
+            known = others.get("boundaries")
+            ends = torch.cumsum(others["group_sizes"], 0) if known is None else known
+            starts.append((torch.nn.functional.pad(ends, (1, 0)) if known is None else ends).to(torch.int32))
+        return starts[0]
+
+    def product(lhs: Any, **others: Any) -> Any:
+        gemm = importlib.import_module("quack.gemm_interface").gemm
+        if "d_out" in others:
+            return gemm(lhs.t(), others["d_out"], cu_seqlens_k=starts_of(others), tuned=is_tuned)
+        rhs = others["rhs"].transpose(1, 2) if arguments.get("transpose_rhs", False) else others["rhs"]
+        return gemm(lhs, rhs, cu_seqlens_m=starts_of(others), tuned=is_tuned)
 
     return TorchFunction(product)
 

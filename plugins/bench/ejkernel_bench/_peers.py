@@ -31,8 +31,10 @@ def optional(peer: Peer, *modules: str) -> Peer | None:
 def program_of(peer: Peer, example: Example, inputs: Inputs, pass_name: str) -> Pass | TorchFunction | None:
     """One pass by a peer, for which inputs may be shapes; None where it cannot do the call."""
     function = peer(describe(example))
-    if function is None or isinstance(function, TorchFunction):
-        return function
+    if isinstance(function, TorchFunction):
+        return function if function.has_gradients or pass_name == PASSES[0] else None
+    if function is None:
+        return None
     return jitted(function, pass_name, inputs)
 
 
@@ -55,6 +57,8 @@ class TorchFunction:
     """A function of PyTorch tensors, by the names of the arrays. PyTorch differentiates it."""
 
     function: Function
+    #: Whether PyTorch can. If not, it is measured forward alone.
+    has_gradients: bool = True
 
     def prepared(self, inputs: Inputs, pass_name: str) -> Run:
         """One pass on copies of the inputs."""

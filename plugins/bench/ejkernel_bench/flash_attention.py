@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
+import attrs
 import jax
 
 from ejkernel_core import Example
@@ -35,7 +36,7 @@ WINDOWED = self_attention(1, 16384, 16, 128, "bfloat16", window=1023).name
 #: kernel.
 FORWARD_MINIMUM, BOTH_MINIMUM, WINDOW_MINIMUM, XLA_MINIMUM = 1.25, 1.20, 6.0, 2.5
 #: The peers whose times are also shown as multiples of ours.
-PEERS = ("cuDNN", "jax pallas-triton", "torch FA2")
+PEERS = ("cuDNN", "jax pallas-triton", "torch FA2", "FA3", "FA4")
 ROUNDS = 7
 
 #: By the example's name and the pass: our TFLOP/s, and the times of all contenders, ours first.
@@ -46,11 +47,19 @@ def run(backend: str | None = None, rounds: int = ROUNDS, with_peers: bool = Fal
     """On a GPU; alone, or with the installed peers."""
     if jax.default_backend() != "gpu":
         return Report("flash_attention", (), text="flash_attention: there is no GPU here, and nothing was measured")
-    others = {**peers_of_gpus(), "ejkernel xla": by_our_xla} if with_peers else {}
-    return compare([*COMMON, *VARIED], backend, rounds, others)
+    found = {**peers_of_gpus(), "ejkernel xla": by_our_xla} if with_peers else {}
+    installed, text = installed_peers("flash_attention", found)
+    return attrs.evolve(compare([*COMMON, *VARIED], backend, rounds, installed), text=text)
 
 
-def peers() -> dict[str, Peer]:
+def installed_peers(suite: str, peers: Mapping[str, Peer | None]) -> tuple[dict[str, Peer], str]:
+    """Those that are installed, and what the report says of the others."""
+    installed = {name: peer for name, peer in peers.items() if peer is not None}
+    absent = ", ".join(name for name in peers if name not in installed)
+    return installed, f"{suite}: not installed, and not measured: {absent}" if absent else ""
+
+
+def peers() -> dict[str, Peer | None]:
     """The peers of a call at any shape, on this device."""
     return {"jax.nn": by_jax_nn, **(peers_of_gpus() if jax.default_backend() == "gpu" else {})}
 

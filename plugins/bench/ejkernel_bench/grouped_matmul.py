@@ -1,4 +1,4 @@
-"""grouped_matmul on a GPU: each direction against torch, tokamax and jax.lax, by the device's clock.
+"""grouped_matmul on a GPU: each direction against torch, quack, tokamax and jax.lax.
 
 Each part is a run of its own:
 
@@ -11,8 +11,8 @@ Each part is a run of its own:
                     seven minutes is listed
 
 Without a part, it measures the first four. Every result is compared with ours in float32. A contender that fails, such
-as for want of memory, is in the table of what was not measured. Of the skewed calls, only our choice, Gluon and torch
-are measured. --small has tiny sizes, which a CPU can run.
+as for want of memory, is in the table of what was not measured. Of the skewed calls, only our choice, Gluon, torch
+and quack are measured. --small has tiny sizes, which a CPU can run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ejkernel_ops.grouped_matmul.sizes import PEERS, Layer
 from ._calls import PASSES, Inputs, Pass, Run, abstract_inputs, by_core, describe_fault, draw, jitted, mismatches, plans
 from ._errors import TOLERANCE
 from ._figures import figures_of
-from ._grouped_products import NotTuned, by_ragged_dot, by_tokamax, by_torch, tuning_of_tokamax
+from ._grouped_products import NotTuned, by_quack, by_ragged_dot, by_tokamax, by_torch, tuning_of_tokamax
 from ._peers import Peer, TorchFunction, bound, is_installed, program_of
 from ._report import Bar, Cell, Report, joined
 from ._rows import Rows, announce
@@ -47,11 +47,13 @@ from ._timing import Times
 from .suite import COPY, OURS, ROUNDS, copy_of
 
 FORWARD = PASSES[0]
-RAGGED_DOT, TOKAMAX, TUNED, TORCH = "ragged_dot", "tokamax", "tokamax tuned", "torch"
+RAGGED_DOT, TOKAMAX, TUNED, TORCH, QUACK = "ragged_dot", "tokamax", "tokamax tuned", "torch", "quack"
 GLUON, TRITON = "gluon_sm90", "triton"
 BACKENDS = (GLUON, TRITON, "xla")
+#: Peers whose functions are PyTorch's.
+OF_PYTORCH = (TORCH, QUACK)
 #: What is measured of skewed calls, besides our own.
-OF_SKEWED = (GLUON, TORCH)
+OF_SKEWED = (GLUON, TORCH, QUACK)
 #: Least geometric means of speeds, relative to a contender; and the least speed of a single case, relative to torch.
 MEANS = {TORCH: 1.0, TOKAMAX: 1.6, RAGGED_DOT: 5.0}
 WORST = 0.92
@@ -144,6 +146,7 @@ def peers() -> dict[str, Peer | None]:
         RAGGED_DOT: by_ragged_dot,
         TOKAMAX: by_tokamax if is_installed("tokamax") else None,
         TORCH: by_torch if is_installed("torch") and jax.default_backend() == "gpu" else None,
+        QUACK: by_quack if is_installed("quack") and jax.default_backend() == "gpu" else None,
     }
 
 
@@ -254,8 +257,8 @@ class _PartOfSuite:
         for contender in self.contenders:
             if contender in programs.passes:
                 yield contender, bound(programs.passes[contender], FORWARD, inputs)
-            elif contender == TORCH:
-                program = program_of(by_torch, example, inputs, FORWARD)
+            elif contender in OF_PYTORCH and contender in self.peers:
+                program = program_of(self.peers[contender], example, inputs, FORWARD)
                 assert program is not None  # it takes every call
                 yield contender, bound(program, FORWARD, inputs)
             elif contender == TUNED and (run := self._tuned(example, inputs)) is not None:

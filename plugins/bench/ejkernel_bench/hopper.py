@@ -1,14 +1,15 @@
-"""Attention on Hopper by the device's clock: against cuDNN, our own plain rate, and each kernel.
+"""Attention on Hopper: against cuDNN, FlashAttention 3 and 4, our own plain rate, and each kernel.
 
 A call that cuDNN refuses is compared with the rate of a plain call of ours. The choice of the core is compared with
-each kernel that it chooses from. Short calls take Python longer than the device, hence the device's clock.
+each kernel that it chooses from. FA3 and FA4 are measured where they are installed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from statistics import geometric_mean
+from types import MappingProxyType
 
 import attrs
 import jax
@@ -16,6 +17,7 @@ import jax
 from ejkernel_core import Example, NoKernel
 from ejkernel_ops.flash_attention.sizes import COMMON, SCALED, WITHOUT_CUDNN, self_attention
 
+from . import _flash_attention_peers
 from ._attention import by_cudnn, flops, sizes
 from ._calls import (
     PASSES,
@@ -37,7 +39,7 @@ from ._roof import CARDS, least_seconds
 from ._rows import Rows, announce
 from ._threads import in_threads
 from ._timing import Times
-from .flash_attention import LONG, reference
+from .flash_attention import LONG, installed_peers, reference
 
 #: The plain call for each that cuDNN refuses: of packed sequences, a batch of sequences of their mean length.
 PLAIN = {
@@ -65,7 +67,9 @@ def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
     """On a GPU."""
     if jax.default_backend() != "gpu":
         return Report("hopper", (), text="hopper: there is no GPU here, and nothing was measured")
-    return compare([*COMMON, *SCALED, *WITHOUT_CUDNN], backend, rounds, by_cudnn)
+    others, text = installed_peers("hopper", _flash_attention_peers.peers())
+    report = compare([*COMMON, *SCALED, *WITHOUT_CUDNN], backend, rounds, by_cudnn, others)
+    return attrs.evolve(report, text=text)
 
 
 @attrs.frozen(eq=False)
@@ -84,10 +88,16 @@ class _Contenders:
         return [self.expected, *self.ours.values(), *(run for runs in self.others.values() for run in runs.values())]
 
 
-def compare(examples: Sequence[Example], backend: str | None, rounds: int, cudnn: Peer) -> Report:
+def compare(
+    examples: Sequence[Example],
+    backend: str | None,
+    rounds: int,
+    cudnn: Peer,
+    peers: Mapping[str, Peer] = MappingProxyType({}),
+) -> Report:
     """One row for each example and pass. All are compiled first, in parallel; the device runs one thing at a time.
 
-    It takes minutes, so each row is announced when it is measured.
+    It takes minutes, so each row is announced when it is measured. The ``peers`` are further ones, of PyTorch.
     """
     faults: list[str] = []
 
@@ -101,9 +111,10 @@ def compare(examples: Sequence[Example], backend: str | None, rounds: int, cudnn
     announce(f"compiling {len(examples)} calls for all contenders")
     all_contenders = [contenders for contenders in in_threads(prepared, examples) if contenders is not None]
     in_threads(_compile, [run for contenders in all_contenders for run in contenders.runs()])
-    columns = ("", OURS, "range", "TFLOP/s", CUDNN, f"{CUDNN} / {OURS}", *KERNELS, "over the best")
+    compared = [column for name in (CUDNN, *peers) for column in (name, f"{name} / {OURS}")]
+    columns = ("", OURS, "range", "TFLOP/s", *compared, *KERNELS, "over the best")
     title = f"milliseconds, medians of {rounds} rounds in turn"
-    rows = Rows(title, (*columns, "roof", "by", "kernels"), series=(OURS, CUDNN, *KERNELS))
+    rows = Rows(title, (*columns, "roof", "by", "kernels"), series=(OURS, CUDNN, *peers, *KERNELS))
     seconds: dict[tuple[str, str], Mapping[str, float]] = {}
     by_name = {example.name: example for example in examples}
     for contenders in all_contenders:
@@ -116,6 +127,9 @@ def compare(examples: Sequence[Example], backend: str | None, rounds: int, cudnn
         for pass_name in PASSES:
             label = f"{pass_name}, {example.name}"
             runs: dict[str, Run] = {OURS: contenders.ours[pass_name], **contenders.others[pass_name]}
+            # Only now, because PyTorch copies the arrays.
+            by_peer = {name: pass_of(peer, example, contenders.inputs, pass_name) for name, peer in peers.items()}
+            runs |= {name: run for name, run in by_peer.items() if run is not None}
             runs, new_faults = correct_runs(
                 runs, label, expected, contenders.inputs.names(pass_name), tolerance_of(example)
             )
@@ -127,7 +141,7 @@ def compare(examples: Sequence[Example], backend: str | None, rounds: int, cudnn
                     name: contender_times.median for name, contender_times in times.items()
                 }
                 ratio = _over_best(seconds, example.name, pass_name)
-                cells = _row(example, pass_name, times, ratio, contenders.ours[pass_name].kernels())
+                cells = _row(example, pass_name, times, peers, ratio, contenders.ours[pass_name].kernels())
                 rows.add(*cells, beside=figures.beside())
     return Report("hopper", [rows.table()], list(_bars(seconds, by_name)), faults)
 
@@ -161,16 +175,28 @@ def _compile(run: Run) -> None:
 
 
 def _row(
-    example: Example, pass_name: str, times: Mapping[str, Times], over_best: float | None, kernels: str
+    example: Example,
+    pass_name: str,
+    times: Mapping[str, Times],
+    peers: Iterable[str],
+    over_best: float | None,
+    kernels: str,
 ) -> tuple[Cell, ...]:
     ours, spread, *_ = times[OURS].scaled(1e-3)
     work = flops(example, pass_name) / 1e12
-    others = {name: times[name].scaled(1e-3)[0] if name in times else "-" for name in (CUDNN, *KERNELS)}
-    ratio = times[CUDNN].median / times[OURS].median if CUDNN in times else "-"
-    compared = (others.pop(CUDNN), ratio, *others.values(), "-" if over_best is None else over_best)
+    own = [1e3 * times[name].median if name in times else "-" for name in KERNELS]
+    compared = [cell for name in (CUDNN, *peers) for cell in _compared(times, name)]
     limit, least = max(least_seconds(example, pass_name, CARD).items(), key=lambda item: item[1])
     rate = work / times[OURS].median
-    return f"{example.name}, {pass_name}", ours, spread, rate, *compared, work / least, limit, kernels
+    best = "-" if over_best is None else over_best
+    return f"{example.name}, {pass_name}", ours, spread, rate, *compared, *own, best, work / least, limit, kernels
+
+
+def _compared(times: Mapping[str, Times], peer: str) -> tuple[Cell, Cell]:
+    """The time of a peer, and its ratio to ours."""
+    if peer not in times:
+        return "-", "-"
+    return 1e3 * times[peer].median, times[peer].median / times[OURS].median
 
 
 def _over_best(seconds: Seconds, name: str, pass_name: str) -> float | None:
@@ -178,7 +204,7 @@ def _over_best(seconds: Seconds, name: str, pass_name: str) -> float | None:
     where both passes are measured.
     """
     forward, both_passes = seconds.get((name, PASSES[0]), {}), seconds[name, pass_name]
-    others = [contender for contender in both_passes if contender != OURS and contender in forward]
+    others = [contender for contender in (CUDNN, *KERNELS) if contender in both_passes and contender in forward]
     if not set(KERNELS) & {*others}:
         return None
     best = min(forward[contender] for contender in others)
