@@ -40,13 +40,15 @@ def tune(
     calls: tuple[int, int] = (1, 46),
     suspects: Sequence[Trial] = (),
     record: Record | None = None,
+    has_burst_ranking: bool = False,
 ) -> Tuned:
     """Measure every configuration of the candidates, on these inputs, and on samples in the place of others. A
     configuration with wrong results, compared with those of the ``judge``, is never selected.
 
     ``calls`` is the number of warm-up calls, and that of measured calls for configurations that stay to the end.
     ``earlier`` results are not measured again, and ``suspects`` are tried last, one at a time. With the ``record`` of a
-    measurement that ran out of time, its configuration is compared with those that were not reached.
+    measurement that ran out of time, its configuration is compared with those that were not reached. With
+    ``has_burst_ranking``, what is measured under load is ranked by bursts first, which the result has for a comparison.
 
     >>> import ejkernel_core
     >>> query = jax.ShapeDtypeStruct((1, 4, 2, 8), "float32")
@@ -75,6 +77,7 @@ def tune(
         lambda: report(progress()),
         *calls,
         source.others(),
+        has_burst_ranking=has_burst_ranking,
     )
     try:
         winner = measurement.run()
@@ -115,7 +118,8 @@ def _make_result(
     check_notes = [f"checked against {measurement.expected_source}"] if measurement.expected_source else []
     notes = (*check_notes, *faults, *measurement.notes, *([str(shortfall)] if shortfall else []))
     records = () if winner is None else records_of(entries, _provenance(inv, entries, software, shortfall))
-    return Tuned(inv.tuning_keys, str(inv), entries, records, time.monotonic() - start, notes)
+    seconds = time.monotonic() - start
+    return Tuned(inv.tuning_keys, str(inv), entries, records, seconds, notes, measurement.burst_ranking)
 
 
 def _has_same_versions(record: Record, candidates: Sequence[Candidate]) -> bool:

@@ -22,7 +22,7 @@ from ejkernel_core._kernel import Invocation, LoadedKernel
 from ejkernel_core._measurement import OUT_OF_TIME, SLOWER, Entry, Trial
 from ejkernel_core._records import HUNG, WRONG
 
-from . import _timing
+from . import _load, _timing
 from ._checks import fault_text, is_constant, memory_fault, results_fault
 from ._in_place import InPlace, compile_in_place
 from ._threads import Settings, StillRunningError, run_in_thread, start_thread
@@ -103,6 +103,13 @@ class Variant:
         return self._entry[1]
 
 
+def _best_of(measured: list[Variant]) -> Variant:
+    """The fastest one, or that of the heuristic where it is not slower by more than ``MARGIN``."""
+    best = min(measured, key=lambda variant: variant.milliseconds)
+    limit = best.milliseconds * (1 + MARGIN)
+    return next((variant for variant in measured if variant.is_usual and variant.milliseconds <= limit), best)
+
+
 @attrs.define(eq=False)
 class _CompileQueue:
     """The variants to compile. Threads take the next one in turn."""
@@ -146,6 +153,10 @@ class Measurement:
     others: Iterable[Variant] = ()
     #: The kernel whose results are the expected ones, and why if it is not the reference.
     expected_source: str = ""
+    #: Whether to rank by bursts too, where samples are taken under load.
+    has_burst_ranking: bool = False
+    #: The results of that, the best one first.
+    burst_ranking: tuple[Entry, ...] = ()
     #: Remarks for the report.
     notes: list[str] = attrs.field(factory=list)
     #: Whether there are more variants than could be counted.
@@ -166,6 +177,9 @@ class Measurement:
     #: Protects what several threads change, and keeps reports in order.
     _lock: threading.RLock = attrs.field(factory=threading.RLock)
     _is_over: threading.Event = attrs.field(factory=threading.Event)
+    #: Whether the samples of all variants are taken under load from now on, and in queues of how many seconds.
+    _is_loaded: bool = False
+    _queue_s: float = _load.QUEUE_S
 
     def run(self) -> Variant | None:
         """Compile, check and time the variants. Return the best one, or None where there is none."""
@@ -177,7 +191,11 @@ class Measurement:
             self._measure_slowest_again()
             self._exclude_slower(FIRST_CALL_FACTOR)
             self._report()
+            if self.has_burst_ranking and self._is_for_load():
+                self._rank_bursts()
             self._run_rounds()
+            if not self._is_loaded:
+                self.burst_ranking = ()
             self._try_suspects()
             self._wait_for_compilations()
         finally:
@@ -227,9 +245,7 @@ class Measurement:
         is_usual_unreached = any(v.is_usual and (v.reason or "").startswith(OUT_OF_TIME) for v in self.variants)
         if is_disputed or self._is_constant or is_usual_unreached or not measured:
             return None
-        best = min(measured, key=lambda variant: variant.milliseconds)
-        limit = best.milliseconds * (1 + MARGIN)
-        return next((v for v in measured if v.is_usual and v.milliseconds <= limit), best)
+        return _best_of(measured)
 
     # -- steps that may crash the process ----------------------------------------------------------------------------
 
@@ -465,8 +481,12 @@ class Measurement:
     # -- timing --------------------------------------------------------------------------------------------------
 
     def _run_rounds(self) -> None:
+        self._begin_load()
+        self._measure_in_rounds()
+
+    def _measure_in_rounds(self) -> None:
         for share, factor in ROUNDS:
-            calls = max(1, round(share * self.num_iters))
+            calls, self._queue_s = max(1, round(share * self.num_iters)), _load.queue_s(share)
             if len(self.remaining_variants()) < 2 and any(variant.samples for variant in self.remaining_variants()):
                 return
             # In several passes, so that a temporary slowdown of the machine affects all variants.
@@ -484,20 +504,78 @@ class Measurement:
             if variant.samples and not variant.is_usual and variant.milliseconds > factor * best:
                 variant.reason = f"{SLOWER}: {variant.milliseconds:.4g} ms"
 
-    def _measure(self, variant: Variant, calls: int) -> None:
+    # -- under load ----------------------------------------------------------------------------------------------
+
+    def _is_for_load(self) -> bool:
+        """Whether the calls are long enough, and there are several to compare."""
+        variants, is_long = self.remaining_variants(), self._best_milliseconds() >= _load.SHORTEST_MS
+        has_new = any(not variant.has_earlier_result for variant in variants)
+        return _load.is_possible(self.inv.platform) and is_long and has_new and len(variants) > 1
+
+    def _begin_load(self) -> None:
+        """Have all samples of all variants taken under load from now on, after warm work. They stay bursts if one of
+        the variants cannot be timed so.
+        """
+        if self._is_loaded or not self._is_for_load():
+            return
+        self._queue_s = _load.QUEUE_S
+        until = time.monotonic() + min(_load.WARM_S, _load.WARM_SHARE * (self.deadline - time.monotonic()))
+        while time.monotonic() < until:
+            self._sample_each_under_load()
+        samples = self._sample_each_under_load()
+        if all(samples[variant] for variant in samples if variant.reason is None):
+            self._is_loaded = True
+            for variant, loaded in samples.items():
+                variant.samples = loaded or variant.samples
+            self.notes.append("measured under load: each configuration after the others, without a pause")
+
+    def _sample_each_under_load(self) -> dict[Variant, list[float]]:
+        variants = [variant for variant in self.remaining_variants() if not variant.has_earlier_result]
+        return {variant: self._sample_under_load(variant) for variant in variants}
+
+    def _sample_under_load(self, variant: Variant) -> list[float]:
+        milliseconds, queue_s = variant.milliseconds, self._queue_s
+        expected_s = sum(_load.calls_of(milliseconds, queue_s)) * milliseconds * 1e-3
+        take = functools.partial(_load.sample, milliseconds=milliseconds, seconds=queue_s)
+        return self._attempt(variant, "measuring", self._sampling(variant, take), expected_s=expected_s) or []
+
+    def _rank_bursts(self) -> None:
+        """Rank by bursts first, for a comparison. Those that are slower then are measured again under load."""
+        variants = self.remaining_variants()
+        self._measure_in_rounds()
+        measured = [variant for variant in self.remaining_variants() if variant.samples]
+        if measured:
+            best = _best_of(measured)
+            ranked = sorted(variants, key=lambda v: (v is not best, v.reason is not None, v.milliseconds))
+            self.burst_ranking = tuple(variant.entry for variant in ranked)
+        for variant in variants:
+            if (variant.reason or "").startswith(SLOWER):
+                variant.reason = None
+
+    # -- one variant ---------------------------------------------------------------------------------------------
+
+    def _sampling(self, variant: Variant, take: Callable[[Any, list[Any]], list[float]]) -> Callable[[], list[float]]:
+        """Takes samples of a variant; of one that updates arrays, on copies of them."""
         compiled, arrays = variant.compiled, list(self.inputs.values())
         assert compiled is not None
 
         def work() -> list[float]:
             if not isinstance(compiled, InPlace):
-                return samples()
+                return take(compiled, arrays)
             compiled.begin(arrays)
             try:
-                return samples()
+                return take(compiled, arrays)
             finally:
                 compiled.end()
 
-        def samples() -> list[float]:
+        return work
+
+    def _measure(self, variant: Variant, calls: int) -> None:
+        if self._is_loaded and variant.samples:
+            variant.samples += self._sample_under_load(variant)
+            return
+
+        def bursts(compiled: Any, arrays: list[Any]) -> list[float]:
             if self.inv.platform == "gpu" and (times := _timing.on_device(compiled, arrays, calls, self.deadline)):
                 return times
             if not variant.calls_per_sample:
@@ -505,6 +583,7 @@ class Measurement:
             return [_timing.seconds(compiled, arrays, variant.calls_per_sample) * 1e3 for _ in range(calls)]
 
         expected_s = calls * max(1, variant.calls_per_sample) * variant.milliseconds * 1e-3 if variant.samples else 0.0
+        work = self._sampling(variant, bursts)
         variant.samples += self._attempt(variant, "measuring", work, expected_s=expected_s) or []
 
     def _attempt(

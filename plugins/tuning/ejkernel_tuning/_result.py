@@ -36,6 +36,8 @@ class Tuned:
     records: tuple[Record, ...]
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    #: The same by bursts, the best one first, where that was asked for and the times are those under load.
+    burst_ranking: tuple[Entry, ...] = ()
 
     @property
     def best(self) -> Entry | None:
