@@ -119,8 +119,11 @@ def tune_each(
     remember: bool = True,
     retune: bool = False,
     backend: str | None = None,
+    has_burst_ranking: bool = False,
 ) -> Iterator[Outcome]:
-    """The outcome of each invocation as soon as it is there: see ``autotune_recorded``."""
+    """The outcome of each invocation as soon as it is there: see ``autotune_recorded`` and, for the rankings by bursts
+    of what is measured anew, ``tune``.
+    """
     for inv, plugins in ((_core_invocation(inv), _plugins_of(inv)) for inv in invocations):
         candidates, verdicts = _candidates(plugins, inv, backend)
         broken = _broken(verdicts)
@@ -130,7 +133,7 @@ def tune_each(
             continue
         outcome = Outcome(inv, heuristic=candidates[0], broken=broken)
         try:
-            result = _tuned_or_stored(plugins, inv, candidates, budget_s, remember, retune)
+            result = _tuned_or_stored(plugins, inv, candidates, budget_s, remember, retune, has_burst_ranking)
             if "tuned" in result:
                 result["tuned"] = _with_notes(result["tuned"], broken)
             yield attrs.evolve(outcome, **result)
@@ -157,11 +160,17 @@ def _with_notes(tuned: Tuned, notes: Iterable[str]) -> Tuned:
 
 
 def _tuned_or_stored(
-    plugins: Plugins, inv: Invocation, candidates: Sequence[Candidate], budget_s: float, remember: bool, retune: bool
+    plugins: Plugins,
+    inv: Invocation,
+    candidates: Sequence[Candidate],
+    budget_s: float,
+    remember: bool,
+    retune: bool,
+    has_burst_ranking: bool,
 ) -> dict[str, Any]:
     if retune:
         with _measurement(plugins, inv, budget_s) as measurement:
-            return {"tuned": measurement.run(candidates, remember)}
+            return {"tuned": measurement.run(candidates, remember, has_burst_ranking=has_burst_ranking)}
     choice = _stored_choice(plugins, inv, candidates)
     if not _is_to_be_measured(choice, budget_s):
         return {"stored": choice}
@@ -309,6 +318,7 @@ class _Measurement:
         calls: tuple[int, int] = (1, 46),
         record: Record | None = None,
         is_resumed: bool = False,
+        has_burst_ranking: bool = False,
     ) -> Tuned:
         """Measure, and store the result. With ``is_resumed``, the results of an unfinished measurement count; without
         it, only those that ended a process do.
@@ -316,7 +326,7 @@ class _Measurement:
         entries = self.earlier.entries
         known = entries if is_resumed else [entry for entry in entries if entry.reason.startswith(DIED)]
         announcer = Announcer(self.report, self.inv, self.budget_s)
-        arguments = (known, calls, self.earlier.suspects, record)
+        arguments = (known, calls, self.earlier.suspects, record, has_burst_ranking)
         judge = self.plugins.judge(self.inv)
         try:
             tuned = tune(self.inv, candidates, judge, self.budget_s, inputs, configs, announcer, *arguments)
