@@ -19,6 +19,9 @@ from .operation import forward
 REASONS = {
     **dict.fromkeys(("bias", "attention_mask"), "it has a column for each key of the whole sequence"),
     **dict.fromkeys(("cum_seqlens_q", "cum_seqlens_k"), "boundaries are of the whole sequence: use segment ids"),
+    **dict.fromkeys(
+        ("q_start", "kv_lengths", "kv_positions"), "its queries and keys are all of one sequence, in order"
+    ),
     **dict.fromkeys(("dropout_prob", "dropout_seed"), "what is dropped depends on places in the whole sequence"),
 }
 

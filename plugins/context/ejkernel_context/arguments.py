@@ -23,6 +23,9 @@ NOT_HERE: Arguments = {
     "attention_mask": None,
     "cum_seqlens_q": None,
     "cum_seqlens_k": None,
+    "q_start": None,
+    "kv_lengths": None,
+    "kv_positions": None,
     "dropout_prob": 0.0,
     "dropout_seed": None,
 }

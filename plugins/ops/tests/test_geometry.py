@@ -20,7 +20,10 @@ Q_BLOCK, K_BLOCK = 8, 16
 
 def arguments(q_length: int, k_length: int, batch: int = 1, **options: Any) -> dict[str, Any]:
     query, key = (jax.ShapeDtypeStruct((batch, length, 2, 16), jnp.float32) for length in (q_length, k_length))
-    absent = ("cum_seqlens_q", "cum_seqlens_k", "q_segment_ids", "kv_segment_ids", "attention_mask", "sliding_window")
+    absent = (
+        *("cum_seqlens_q", "cum_seqlens_k", "q_segment_ids", "kv_segment_ids", "attention_mask", "sliding_window"),
+        *("q_start", "kv_lengths", "kv_positions"),
+    )
     return {"query": query, "key": key, "causal": False, **dict.fromkeys(absent), **options}
 
 

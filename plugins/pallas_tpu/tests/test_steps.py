@@ -24,7 +24,7 @@ from ejkernel_pallas_tpu.flash_attention._steps import (
 def arguments(q_length=700, k_length=900, batch=1, **options):
     names = (
         *("bias", "attention_mask", "q_segment_ids", "kv_segment_ids", "cum_seqlens_q", "cum_seqlens_k"),
-        *("softmax_aux", "sliding_window", "logits_soft_cap", "dropout_seed"),
+        *("q_start", "kv_lengths", "kv_positions", "softmax_aux", "sliding_window", "logits_soft_cap", "dropout_seed"),
     )
     query, key = (jax.ShapeDtypeStruct((batch, n, 2, 16), jnp.float32) for n in (q_length, k_length))
     absent = dict.fromkeys(names) | {"causal": False, "softmax_scale": 1.0, "dropout_prob": 0.0}

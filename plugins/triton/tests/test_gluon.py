@@ -31,6 +31,11 @@ H200 = "NVIDIA H200"
 if _jax_triton.unavailable_reason():
     pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
 
+ABSENT = (
+    *("cum_seqlens_q", "cum_seqlens_k", "q_segment_ids", "kv_segment_ids"),
+    *("q_start", "kv_lengths", "kv_positions"),
+)
+
 # -- what tiles see -----------------------------------------------------------------------------------------------
 
 
@@ -43,7 +48,7 @@ def random_call(rng: np.random.Generator, kind: str) -> dict[str, Any]:
         "key": np.zeros((batch, k_length, 2, 16)),
         "causal": bool(rng.random() < 0.5),
         "sliding_window": None if rng.random() < 0.5 else tuple(int(n) for n in rng.integers(0, 200, 2)),
-        **dict.fromkeys(("cum_seqlens_q", "cum_seqlens_k", "q_segment_ids", "kv_segment_ids")),
+        **dict.fromkeys(ABSENT),
     }
     if kind == "packed":
         count = int(rng.integers(1, 5))
@@ -212,7 +217,7 @@ def test_every_tile_of_a_long_call_has_a_first_block() -> None:
     # Each group reads a first block without a check, and would wait forever if it were not fetched.
     shape = np.zeros((1, 16384, 1, 1))
     call = {"query": shape, "key": shape, "causal": True, "sliding_window": (4095, 0)}
-    call |= dict.fromkeys(("cum_seqlens_q", "cum_seqlens_k", "q_segment_ids", "kv_segment_ids"))
+    call |= dict.fromkeys(ABSENT)
     first, full, full_end, end = np.asarray(key_ranges(call, 128, 128)[0][0]).T
     tiles = np.arange(128)
     np.testing.assert_array_equal(end, tiles + 1)

@@ -26,6 +26,9 @@ NO_FEATURE = {
     "attention_mask": "an attention mask",
     "q_segment_ids": "segment ids",
     "cum_seqlens_q": "packed sequences",
+    "kv_positions": "positions of keys",
+    "kv_lengths": "lengths of a cache",
+    "q_start": "a position of the queries",
     "softmax_aux": "sink logits",
     "logits_soft_cap": "a soft cap",
 }

@@ -2,8 +2,9 @@
 
 Beside it: ``operation`` (with ``axes``, ``arguments``, ``values``, ``cost``, ``samples`` and ``fold``), ``reference``,
 ``examples``, and the parts of the definition that kernels share: ``tokens`` says which queries see which keys,
-``geometry`` which blocks see which blocks, ``statistics`` what a backward pass takes from whole rows, ``dropout`` which
-weights are dropped, ``far`` the gradients of rows whose lse is too far from 0 to compute weights from.
+``positions`` where both stand in a cache, ``geometry`` which blocks see which blocks, ``statistics`` what a backward
+pass takes from whole rows, ``dropout`` which weights are dropped, ``far`` the gradients of rows whose lse is too far
+from 0 to compute weights from.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ def flash_attention(
     kv_segment_ids: ArrayLike | None = None,
     cum_seqlens_q: ArrayLike | None = None,
     cum_seqlens_k: ArrayLike | None = None,
+    q_start: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    kv_positions: ArrayLike | None = None,
     softmax_aux: ArrayLike | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -58,6 +62,9 @@ def flash_attention(
     kv_segment_ids: ArrayLike | None = None,
     cum_seqlens_q: ArrayLike | None = None,
     cum_seqlens_k: ArrayLike | None = None,
+    q_start: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    kv_positions: ArrayLike | None = None,
     softmax_aux: ArrayLike | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -84,6 +91,9 @@ def flash_attention(
     kv_segment_ids: ArrayLike | None = None,
     cum_seqlens_q: ArrayLike | None = None,
     cum_seqlens_k: ArrayLike | None = None,
+    q_start: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    kv_positions: ArrayLike | None = None,
     softmax_aux: ArrayLike | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -110,6 +120,9 @@ def flash_attention(
     kv_segment_ids: ArrayLike | None = None,
     cum_seqlens_q: ArrayLike | None = None,
     cum_seqlens_k: ArrayLike | None = None,
+    q_start: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    kv_positions: ArrayLike | None = None,
     softmax_aux: ArrayLike | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -161,6 +174,12 @@ def flash_attention(
       cum_seqlens_q, cum_seqlens_k: The boundaries of packed sequences, n + 1 integers from 0 that do not decrease.
         Each sequence sees only itself; tokens after the last boundary are padding. The values are checked only with
         ``validate``.
+      q_start: The position of the first query, an integer or one for each batch entry; by default the last query stands
+        at the last key. It may be traced, and negative.
+      kv_lengths: How many keys a cache holds, an integer or one for each batch entry. Those behind them are never used,
+        even if they are NaN.
+      kv_positions: Integers (batch, key length): the position of the key in each slot of a cache, -1 for an empty slot.
+        With ``q_start``.
       softmax_aux: Sink logits, (heads,) or (heads, n): each row's softmax includes them, without a value.
       softmax_scale: Default ``head_dim ** -0.5``.
       causal: A query sees no key after its own.
@@ -173,8 +192,8 @@ def flash_attention(
         (float64 for float64): differentiable, sinks included, before dropout, -inf where nothing is seen.
       backend: Use this kernel, or raise with the reason.
       cfg: Use this configuration (of the kernel whose ``Config`` it is).
-      validate: Check the values of boundaries and ids before anything runs; a ValueError names the first wrong one. If
-        an argument is traced (jit, grad, vmap), a TypeError is raised.
+      validate: Check the values of boundaries, ids, lengths and positions before anything runs; a ValueError names the
+        first wrong one. If an argument is traced (jit, grad, vmap), a TypeError is raised.
 
     Returns:
       (batch, length, heads, value's head_dim), in the inputs' dtype; with ``return_lse`` a pair.

@@ -15,6 +15,7 @@ from ejkernel_ops.options import brief, finite, number, type_and_value
 from ejkernel_ops.symbolic import is_symbolic
 
 from .axes import AXES
+from .positions import MAX_POSITION, has_positions, prepare_positions
 
 Arguments = dict[str, Any]
 
@@ -23,7 +24,8 @@ def prepare(arguments: Arguments) -> tuple[Arguments, Callable[[tuple[Any, ...]]
     """The canonical arguments of a call, after checks, and a function that returns results in the layout of the caller.
 
     The canonical form is what ``AXES`` describes: a packed call is a batch of one, segment ids and boundaries are
-    int32, a window is (left, right) or None, numbers are floats, and there is a scale.
+    int32, a window is (left, right) or None, numbers are floats, and there is a scale. ``q_start`` is there wherever a
+    call has a position or a length, with one integer for each batch entry, like ``kv_lengths``.
     """
     is_packed = _is_packed(arguments)
     _check_dtypes(arguments)
@@ -40,6 +42,7 @@ def prepare(arguments: Arguments) -> tuple[Arguments, Callable[[tuple[Any, ...]]
     if canonical["softmax_aux"] is not None and canonical["softmax_aux"].ndim == 1:
         canonical["softmax_aux"] = canonical["softmax_aux"][:, None]
     _check_symbolic(canonical)
+    canonical |= prepare_positions(canonical)
     canonical = AXES.canonical(canonical)
     canonical["sliding_window"] = _bounded_window(canonical)
     if canonical["softmax_scale"] is None:
@@ -159,12 +162,14 @@ def _window(value: Any) -> tuple[int, int] | None:
 
 
 def _bounded_window(a: Arguments) -> tuple[int, int] | None:
-    """The window, with no side longer than all tokens together."""
+    """The window, with no side longer than all tokens together, or than positions may be apart."""
     if a["sliding_window"] is None:
         return None
     left, right = a["sliding_window"]
     widest = a["query"].shape[1] + a["key"].shape[1]
-    if is_symbolic(widest):
+    if has_positions(a):
+        widest = 2 * MAX_POSITION
+    elif is_symbolic(widest):
         widest = int(np.iinfo(np.int32).max)
     return min(left, widest), min(right, widest)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .dropout import keep_mask
+from .positions import without_unfilled
 from .statistics import statistics_dtype
 from .tokens import Tokens, band, tokens, visible
 
@@ -25,7 +26,7 @@ def attend(arguments: Arguments, coordinates: Tokens, q_index: Any) -> tuple[jax
     """`dense_attention` for some queries of a call. ``arguments`` has only their rows; ``q_index`` are their indices in
     the whole call.
     """
-    dtype = statistics_dtype(arguments)
+    arguments, dtype = without_unfilled(arguments), statistics_dtype(arguments)
     logits = _logits(arguments, dtype)  # (batch, kv heads, group, queries, keys)
     mask = _mask(arguments, coordinates, logits.shape)
     sinks = arguments["softmax_aux"]

@@ -67,7 +67,7 @@ def key_intervals(arguments: Arguments) -> Interval:
     They are the same for every batch entry. A query that sees nothing has an end that is not after its start.
 
     >>> shapes = {name: jax.ShapeDtypeStruct((1, 4, 2, 16), "float32") for name in ("query", "key")}
-    >>> absent = dict.fromkeys(["cum_seqlens_q", "q_segment_ids"])
+    >>> absent = dict.fromkeys(["cum_seqlens_q", "q_segment_ids", "q_start", "kv_lengths", "kv_positions"])
     >>> key_intervals({**shapes, **absent, "causal": True, "sliding_window": (1, 0)})
     (array([0, 0, 1, 2], dtype=int32), array([1, 2, 3, 4], dtype=int32))
     """

@@ -12,6 +12,10 @@ BY_NAME = {
     "kv_segment_ids": "key_segment_ids k_segment_ids kv_segids",
     "cum_seqlens_q": "cu_seqlens_q cu_seqlens q_seqlens",
     "cum_seqlens_k": "cu_seqlens_k cu_seqlens_kv cum_seqlens_kv kv_seqlens",
+    "q_start": "q_offset q_offsets query_offset query_offsets query_start start_pos cache_index cache_position",
+    "kv_lengths": "kv_lens kv_len kv_seq_lens seqused_k cache_seqlens cache_lengths context_lens "
+    "seq_lens_k actual_seq_lengths_kv key_value_seq_lengths",
+    "kv_positions": "k_positions key_positions cache_positions k_indices",
     "softmax_aux": "sinks s_aux attention_sinks sink_logits",
     "softmax_scale": "scale sm_scale scaling attention_scale logits_scale qk_scale",
     "causal": "is_causal",
@@ -32,8 +36,8 @@ OTHER_NAMES = {other: name for name, others in BY_NAME.items() for other in othe
     "logits_dtype": "it is not needed: logits are float32, or float64 for float64",
     "segment_ids": "'q_segment_ids' and 'kv_segment_ids' take them, of queries and of keys",
     **dict.fromkeys(
-        ("block_tables", "block_table", "page_table", "page_indices", "kv_lens"),
-        "there is no paged cache; packed sequences have 'cum_seqlens_q' and 'cum_seqlens_k'",
+        ("block_tables", "block_table", "page_table", "page_indices"),
+        "there is no paged cache; 'kv_lengths' takes how many keys a cache of one array for each sequence holds",
     ),
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "leave it out: there are no longest lengths to give"),
     "return_attn_probs": "there are no probabilities to return; 'return_lse' returns the log-sum-exp",
@@ -46,5 +50,7 @@ OTHER_NAMES = {other: name for name, others in BY_NAME.items() for other in othe
     "deterministic": "it is not needed: without dropout_prob nothing is dropped",
     "alibi_slopes": "'bias' takes slopes times positions",
     "query_seq_lengths": "'q_segment_ids' of 0 are padding, or call ejkernel_ops.jax_nn.dot_product_attention",
-    "key_value_seq_lengths": "'kv_segment_ids' of 0 are padding, or call ejkernel_ops.jax_nn.dot_product_attention",
+    "q_indices": "'q_start' takes the position of the first query; those of the others follow one by one",
+    "q_positions": "'q_start' takes the position of the first query; those of the others follow one by one",
+    **dict.fromkeys(("k_start", "k_end"), "'sliding_window' and 'kv_lengths' say which keys a query sees"),
 }

@@ -14,12 +14,12 @@ Arguments = dict[str, Any]
 
 
 def samples(arguments: Mapping[str, Any], key: Any) -> Arguments:
-    """The canonical arguments with every abstract array replaced; boundaries and ids are valid."""
+    """The canonical arguments with every abstract array replaced; boundaries, ids, lengths and positions are valid."""
     concrete = AXES.samples(arguments, key)
     for name, sample in _SAMPLES.items():
         if isinstance(arguments.get(name), jax.ShapeDtypeStruct):
             concrete[name] = sample(arguments[name], arguments)
-    return concrete
+    return _with_positions(concrete, arguments, key)
 
 
 def _segment_ids(like: jax.ShapeDtypeStruct, arguments: Mapping[str, Any]) -> jax.Array:
@@ -40,3 +40,35 @@ _SAMPLES = {
     "q_segment_ids": _segment_ids,
     "kv_segment_ids": _segment_ids,
 }
+
+
+def _with_positions(concrete: Arguments, arguments: Mapping[str, Any], key: Any) -> Arguments:
+    """The last query stands at the last key of a cache, which is at least half full, or of a ring that is full."""
+    is_abstract = {name: isinstance(value, jax.ShapeDtypeStruct) for name, value in arguments.items()}
+    q_length, slots = concrete["query"].shape[1], concrete["key"].shape[1]
+    if is_abstract.get("kv_lengths"):
+        concrete["kv_lengths"] = _lengths(arguments["kv_lengths"], slots, key)
+    if is_abstract.get("q_start"):
+        end = slots if concrete.get("kv_lengths") is None else concrete["kv_lengths"]
+        if concrete.get("kv_positions") is not None:  # the ring has been written twice, and a part of it once more
+            end = 2 * slots + _lengths(arguments["q_start"], slots, key)
+        concrete["q_start"] = jnp.full(arguments["q_start"].shape, end - q_length, jnp.int32)
+    if is_abstract.get("kv_positions"):
+        concrete["kv_positions"] = ring_positions(concrete["q_start"] + q_length, slots)
+    return concrete
+
+
+def _lengths(like: jax.ShapeDtypeStruct, slots: int, key: Any) -> jax.Array:
+    """Lengths from half of the slots to all of them."""
+    return jax.random.randint(key, like.shape, slots - slots // 2, slots + 1, jnp.int32)
+
+
+def ring_positions(end: jax.Array, slots: int) -> jax.Array:
+    """The positions in a ring in which the key of position p is in slot ``p % slots``, up to ``end``, (batch,).
+
+    >>> ring_positions(jnp.array([6, 3]), 4).tolist()
+    [[4, 5, 2, 3], [0, 1, 2, -1]]
+    """
+    last = end[:, None] - 1
+    positions = last - (last - jnp.arange(slots, dtype=jnp.int32)[None]) % max(slots, 1)
+    return jnp.where(positions >= 0, positions, -1)

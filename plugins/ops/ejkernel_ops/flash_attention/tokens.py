@@ -12,6 +12,8 @@ import numpy as np
 
 from ejkernel_ops.symbolic import is_symbolic
 
+from .positions import has_positions, is_filled, key_positions, query_positions
+
 Ids = tuple[Any, Any]
 
 
@@ -19,9 +21,10 @@ Ids = tuple[Any, Any]
 class Tokens:
     """The coordinates that masks are made of, one row for each batch entry or one for all.
 
-    A query's own key is the key at its position: the last query of a sequence is at the position of its last key
-    (bottom-right alignment). ``groups`` holds pairs of (query ids, key ids): a query may see a key if their ids are
-    equal and positive in every group.
+    A query's own key is the key at its position. Unless the call says where its queries stand, the last query of a
+    sequence is at the position of its last key (bottom-right alignment). ``groups`` holds pairs of (query ids, key
+    ids): a query may see a key if their ids are equal and positive in every group. A slot of a cache that holds no key
+    has an id of 0, and all else in that group 1.
 
     Positions are NumPy arrays if they are known while tracing, so that a kernel can plan its blocks in Python.
     """
@@ -47,7 +50,9 @@ def tokens(arguments: Mapping[str, Any]) -> Tokens:
     groups: list[Ids] = []
     q_position: jax.Array | np.ndarray
     k_position: jax.Array | np.ndarray
-    if is_symbolic(q_length) or is_symbolic(k_length):
+    if has_positions(arguments):
+        q_position, k_position = query_positions(arguments), key_positions(arguments)
+    elif is_symbolic(q_length) or is_symbolic(k_length):
         q_position = jnp.arange(q_length, dtype=jnp.int32)[None] + jnp.asarray(k_length - q_length, jnp.int32)
         k_position = jnp.arange(k_length, dtype=jnp.int32)[None]
     else:
@@ -61,6 +66,9 @@ def tokens(arguments: Mapping[str, Any]) -> Tokens:
         groups.append((q_ids[None], k_ids[None]))
     if arguments["q_segment_ids"] is not None:
         groups.append((arguments["q_segment_ids"], arguments["kv_segment_ids"]))
+    filled = is_filled(arguments)
+    if filled is not None:
+        groups.append((jnp.ones((1, q_length), jnp.int32), filled.astype(jnp.int32)))
     return Tokens(q_position, k_position, tuple(groups))
 
 
