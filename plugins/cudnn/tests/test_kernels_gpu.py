@@ -73,6 +73,7 @@ def is_supported(original: Example) -> bool:
         and 0 not in (*query, *key)
         and not query[1] == key[1] == 1
         and original.name not in HUGE_WITHOUT_CAP
+        and "positions" not in original.features
         and (scale is None or scale > 0)
     )
 

@@ -21,7 +21,11 @@ pytestmark = pytest.mark.gpu
 
 
 PORTABLE = kernel_proofs(
-    "ejkernel-triton", platform="gpu", refuses=frozenset({"float64"}), roundings=1.5, elsewhere={"gluon_sm90"}
+    "ejkernel-triton",
+    platform="gpu",
+    refuses=frozenset({"float64", "positions"}),
+    roundings=1.5,
+    elsewhere={"gluon_sm90"},
 )
 globals().update(PORTABLE)
 
@@ -30,7 +34,17 @@ class TestGluon(KernelProofs):
     kernel = "flash_attention.gluon_sm90"
     platform = "gpu"
     refuses = frozenset(
-        {"float32", "float64", "bias", "attention_mask", "dropout", "other value_dim", "negative scale", "head_dim=2"}
+        {
+            "float32",
+            "float64",
+            "bias",
+            "attention_mask",
+            "dropout",
+            "other value_dim",
+            "negative scale",
+            "head_dim=2",
+            "positions",
+        }
     )
     unproved = frozenset(
         {"sharded_derivatives"}

@@ -1,7 +1,8 @@
 """The examples that every kernel of ``flash_attention`` is tested on.
 
 ``grid`` crosses every argument with every other; ``faults`` has one example for each fault that attention kernels are
-known to have had; ``subjects`` are small calls for JAX's transformations and for one argument at a time.
+known to have had; ``cached_examples`` are calls against a cache; ``subjects`` are small calls for JAX's transformations
+and for one argument at a time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import numpy as np
 
 from ejkernel_core import Example
 from ejkernel_testing import TRANSFORMS, pairwise
+
+from .cached import cached_examples
 
 Arguments = dict[str, Any]
 Row = Mapping[str, Any]
@@ -45,7 +48,7 @@ K_LENGTH = {"equal": lambda n: n, "more": lambda n: n + 66, "fewer": lambda n: m
 
 @cache
 def examples() -> tuple[Example, ...]:
-    return (*faults(), *subjects(), *plain_subjects(), *accumulations(), *grid())
+    return (*faults(), *cached_examples(), *subjects(), *plain_subjects(), *accumulations(), *grid())
 
 
 # -- the grid ------------------------------------------------------------------------------------------------------
@@ -509,6 +512,7 @@ def _features(arguments: Arguments) -> frozenset[str]:
         "grouped": query.shape[-2] != key.shape[-2],
         "cross": query.shape[-3] != key.shape[-3],
         "packed": query.ndim == 3,
+        "positions": any(arguments.get(name) is not None for name in ("q_start", "kv_lengths", "kv_positions")),
         "empty": 0 in (*query.shape, *key.shape),
         "dropout": arguments.get("dropout_prob", 0) > 0,
         "bidirectional window": arguments.get("sliding_window") is not None and not arguments.get("causal"),

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .positions import has_positions, is_filled, key_positions
 from .tokens import band, tokens
 
 Arguments = Mapping[str, Any]
@@ -207,9 +208,52 @@ def spans(interval: Interval, block: int, other_length: int, is_padding_masked: 
 
 
 def interval_map(arguments: Arguments, q_block: int, k_block: int) -> BlockMap:
-    """Blocks of queries and keys by causality, window and packed sequences: NumPy, unless sequences are packed."""
+    """Blocks of queries and keys by causality, window, packed sequences and positions: NumPy without the last two, in
+    one row without the last.
+    """
+    if has_positions(arguments):
+        return position_map(arguments, q_block, k_block)
     k_length = arguments["key"].shape[1]
     return spans(key_intervals(arguments), q_block, k_length).block_map(k_block, block_count(k_length, k_block))
+
+
+def position_map(arguments: Arguments, q_block: int, k_block: int) -> BlockMap:
+    """Blocks of queries and of slots by their positions, for each batch entry; a block without a key is not visible.
+
+    >>> query, key = (jax.ShapeDtypeStruct((1, length, 2, 16), "float32") for length in (2, 8))
+    >>> call = {"query": query, "key": key, "causal": True, "sliding_window": None, "kv_positions": None}
+    >>> result = position_map({**call, "q_start": jnp.array([3]), "kv_lengths": jnp.array([5])}, 2, 2)
+    >>> result.visible.tolist(), result.full.tolist()
+    ([[[True, True, True, False]]], [[[True, True, False, False]]])
+    """
+    left, right = band(arguments["causal"], arguments["sliding_window"])
+    low, high, is_whole = (x[:, None] for x in slot_extremes(arguments, k_block))
+    q_low, q_high = (x[:, :, None] for x in query_extremes(arguments, q_block))
+    visible, full = low <= high, is_whole
+    if left is not None:
+        visible, full = visible & (high >= q_low - left), full & (low >= q_high - left)
+    if right is not None:
+        visible, full = visible & (low <= q_high + right), full & (high <= q_low + right)
+    shape = (len(q_low), q_low.shape[1], low.shape[2])
+    return BlockMap(jnp.broadcast_to(visible, shape), jnp.broadcast_to(visible & full, shape))
+
+
+def query_extremes(arguments: Arguments, block: int) -> tuple[jax.Array, jax.Array]:
+    """The first and the last position of each block of queries, (batch, blocks), without padding."""
+    length, start = arguments["query"].shape[1], arguments["q_start"][:, None]
+    first = np.arange(block_count(length, block), dtype=np.int32)[None] * np.int32(block)
+    return start + first, start + (np.minimum(first + np.int32(block), np.int32(length)) - np.int32(1))
+
+
+def slot_extremes(arguments: Arguments, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each block of slots, (batch, blocks): the lowest and the highest position of a key, and whether every slot
+    holds one. A block without keys has a lowest that is above its highest, and padding is no key.
+    """
+    filled, positions = is_filled(arguments), jnp.asarray(key_positions(arguments))
+    if filled is None:
+        filled = jnp.ones((len(arguments["q_start"]), positions.shape[1]), bool)
+    low, high = (split_blocks(jnp.where(filled, positions, fill), block, fill) for fill in (NO_ID, -1))
+    return low.min(-1), high.max(-1), split_blocks(filled, block).all(-1)
 
 
 def segment_extremes(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:

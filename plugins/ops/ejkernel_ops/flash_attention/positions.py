@@ -79,12 +79,14 @@ def is_filled(arguments: Mapping[str, Any]) -> jax.Array | None:
     >>> is_filled({"key": key, "kv_lengths": jnp.array([1, 3]), "kv_positions": None}).astype(int).tolist()
     [[1, 0, 0, 0], [1, 1, 1, 0]]
     """
+    filled: jax.Array
     if arguments["kv_positions"] is not None:
-        filled: jax.Array = arguments["kv_positions"] >= 0
+        filled = arguments["kv_positions"] >= 0
         return filled
     if arguments["kv_lengths"] is None:
         return None
-    return jnp.arange(arguments["key"].shape[1], dtype=jnp.int32)[None] < arguments["kv_lengths"][:, None]
+    filled = jnp.arange(arguments["key"].shape[1], dtype=jnp.int32)[None] < arguments["kv_lengths"][:, None]
+    return filled
 
 
 def without_unfilled(arguments: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,7 +10,6 @@ from attrs.validators import ge, instance_of, not_
 
 from ejkernel_core import Invocation, hookimpl
 from ejkernel_ops.flash_attention.far import near_and_far
-from ejkernel_ops.flash_attention.positions import refuse_positions
 from ejkernel_ops.symbolic import refuse_symbolic
 
 from . import blockwise_bwd
@@ -36,7 +35,6 @@ class Config:
 def heuristic_cfg(inv: Invocation) -> Config:
     """Blocks that keep the device busy."""
     refuse_symbolic(inv)
-    refuse_positions(inv, "the XLA kernels")
     return Config(*block_sizes(inv, inv.platform, CPU_BLOCKS))
 
 
@@ -51,7 +49,6 @@ def config_space(inv: Invocation) -> Iterable[Config]:
 def check_cfg(inv: Invocation, cfg: Config) -> None:
     """Raise for symbolic sizes; with others, blocks of any size are right."""
     refuse_symbolic(inv)
-    refuse_positions(inv, "the XLA kernels")
 
 
 @hookimpl

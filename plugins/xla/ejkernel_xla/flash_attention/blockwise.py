@@ -18,7 +18,7 @@ State = tuple[jax.Array, jax.Array, jax.Array]
 def forward(arguments: Mapping[str, Any], q_block: int, kv_block: int) -> tuple[jax.Array, jax.Array]:
     """The output (batch, length, heads, value dim) and the lse (batch, heads, length)."""
     grid = tiling(arguments, q_block, kv_block)
-    keys, values = grid.split_keys(arguments["key"]), grid.split_keys(arguments["value"])
+    keys, values = grid.key_blocks(arguments["key"]), grid.key_blocks(arguments["value"])
     batch, kv_heads, groups = grid.shape
     dropout = arguments["dropout_prob"]
     start = _start(grid)
@@ -28,7 +28,7 @@ def forward(arguments: Mapping[str, Any], q_block: int, kv_block: int) -> tuple[
 
         def tile(j: Any, state: State, is_masked: bool) -> State:
             row_max, row_sum, sums = state
-            logits, _ = grid.logits(query, keys[j], i, j, is_masked)
+            logits, _ = grid.logits(query, keys(j, is_masked), i, j, is_masked)
             # Weights are relative to the maximum so far. When a tile raises it, the earlier sums are corrected by
             # one factor, so that nothing overflows and nothing is computed twice.
             new_max = jnp.maximum(row_max, logits.max(-1, keepdims=True))
@@ -38,7 +38,7 @@ def forward(arguments: Mapping[str, Any], q_block: int, kv_block: int) -> tuple[
             row_sum = row_sum * correction + weights.sum(-1, keepdims=True)
             if dropout:
                 weights = jnp.where(grid.keep_mask(i, j), weights, 0)
-            product = grid.weighted_sums("bhrk,bhkd->bhrd", weights, values[j])
+            product = grid.weighted_sums("bhrk,bhkd->bhrd", weights, values(j, is_masked))
             return new_max, row_sum, sums * correction + product.reshape(sums.shape)
 
         row_max, row_sum, sums = grid.loop(i, tile, start)

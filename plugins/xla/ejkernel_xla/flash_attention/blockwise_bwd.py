@@ -53,7 +53,7 @@ def _tiled(grid: Tiling, wrt: tuple[str, ...], lse: jax.Array, row_delta: jax.Ar
     # block of them in place; that of queries is finished with its block. So each pair of blocks is visited once, with
     # five products.
     arguments = grid.arguments
-    keys, values = grid.split_keys(arguments["key"]), grid.split_keys(arguments["value"])
+    keys, values = grid.key_blocks(arguments["key"]), grid.key_blocks(arguments["value"])
     d_out = arguments["d_out"]
     rows = {
         "i": jnp.arange(grid.q_count, dtype=jnp.int32),
@@ -68,7 +68,7 @@ def _tiled(grid: Tiling, wrt: tuple[str, ...], lse: jax.Array, row_delta: jax.Ar
         row = _Rows(**block)
 
         def tile(j: Any, sums: Sums, is_masked: bool) -> Sums:
-            return _tile(grid, row, keys[j], values[j], j, is_masked, sums)
+            return _tile(grid, row, keys(j, is_masked), values(j, is_masked), j, is_masked, sums)
 
         start = dict(carry)
         if "query" in wrt:
@@ -79,7 +79,11 @@ def _tiled(grid: Tiling, wrt: tuple[str, ...], lse: jax.Array, row_delta: jax.Ar
             return sums, None
         return sums, (d_query * scale).astype(arguments["query"].dtype)
 
-    shapes = {"key": keys.shape, "value": values.shape, "bias": grid.bias.shape if grid.bias is not None else ()}
+    shapes = {
+        "key": grid.shape_of_blocks(arguments["key"]),
+        "value": grid.shape_of_blocks(arguments["value"]),
+        "bias": grid.bias.shape if grid.bias is not None else (),
+    }
     start = {name: jnp.zeros(shapes[name], grid.dtype) for name in wrt if name != "query"}
     sums, d_query = lax.scan(visit, start, rows)
     return _gradients(grid, sums, d_query)

@@ -28,11 +28,13 @@ from ejkernel_ops.flash_attention.geometry import (
     segment_map,
     split_blocks,
 )
+from ejkernel_ops.flash_attention.positions import has_positions, is_filled
 from ejkernel_ops.flash_attention.statistics import statistics_dtype
 from ejkernel_ops.flash_attention.tokens import Tokens, band, tokens, visible
 
 Carry = TypeVar("Carry")
 Range = tuple[Any, Any, Any, Any]
+KeyBlocks = Callable[[Any, bool], jax.Array]
 
 # Products of 16-bit numbers are exact in float32 on any hardware. Those of float32 numbers are not: by default (TF32 on
 # a GPU, bfloat16 on a TPU) they would lose more than the tolerance of a float32 result. HIGH is enough where only one
@@ -52,6 +54,7 @@ class Tiling:
     tokens: Tokens  # positions (rows, blocks, block), ids likewise, padded to whole blocks
     bias: jax.Array | None  # (batch | 1, kv heads | 1, groups | 1, queries | 1, keys | 1), padded to whole blocks
     mask: jax.Array | None
+    filled: jax.Array | None  # (batch, blocks, block): which slots of a cache hold a key; None if all do
     ranges: Any  # (query blocks, 4): of the kv blocks that a query block sees, as in `BlockMap.ranges`
 
     @property
@@ -100,6 +103,27 @@ class Tiling:
         batch, kv_heads, _ = self.shape
         x = pad_to(x, 1, self.kv_count * self.kv_block)
         return x.reshape(batch, self.kv_count, self.kv_block, kv_heads, x.shape[-1]).transpose(1, 0, 3, 2, 4)
+
+    def key_blocks(self, x: jax.Array) -> KeyBlocks:
+        """A function of ``j`` and of whether the tile is masked: the block of keys or values, (batch, kv heads, block,
+        features). In masked tiles, it has zeros in the place of what empty slots of a cache hold.
+        """
+        is_whole = self.kv_count * self.kv_block == x.shape[1]
+        if has_positions(self.arguments) and self.q_count == 1 and is_whole:
+            # Read once at most: another layout would be a copy of the whole cache, for the few keys that it holds.
+            block_of = lambda j: lax.dynamic_slice_in_dim(x, j * self.kv_block, self.kv_block, 1).swapaxes(1, 2)
+        else:
+            blocks = self.split_keys(x)
+            block_of = lambda j: blocks[j]
+        if self.filled is None:
+            return lambda j, is_masked: block_of(j)
+        filled = self.filled[:, :, None, :, None]
+        return lambda j, is_masked: jnp.where(_block(j, filled), block_of(j), 0) if is_masked else block_of(j)
+
+    def shape_of_blocks(self, x: jax.Array) -> tuple[int, ...]:
+        """The shape of ``split_keys(x)``."""
+        batch, kv_heads, _ = self.shape
+        return self.kv_count, batch, kv_heads, self.kv_block, x.shape[-1]
 
     def join_keys(self, x: jax.Array) -> jax.Array:
         batch, kv_heads, _ = self.shape
@@ -230,7 +254,12 @@ def tiling(arguments: Mapping[str, Any], q_block: int, kv_block: int) -> Tiling:
         pairs &= mask_map(arguments["attention_mask"], q_block, kv_block)
     # One loop serves the whole batch: a pair is visible if any entry sees it, and full if it is full for all of them.
     pairs = BlockMap(pairs.visible.any(0)[None], pairs.full.all(0)[None])
-    return Tiling(arguments, q_block, kv_block, q_count, kv_count, blocks_of_tokens, bias, mask, pairs.ranges()[0])
+    filled = is_filled(arguments)
+    blocks_of_slots = None if filled is None else split_blocks(filled, kv_block)
+    ranges = pairs.ranges()[0]
+    return Tiling(
+        arguments, q_block, kv_block, q_count, kv_count, blocks_of_tokens, bias, mask, blocks_of_slots, ranges
+    )
 
 
 def even_blocks(length: int, block: int) -> tuple[int, int]:
