@@ -163,6 +163,38 @@ CASES = {
         {"query": (2, T, 8, D), "q_segment_ids": (2, T), "kv_segment_ids": (2, S)},
         arrays={"q_segment_ids": (B, T), "kv_segment_ids": (B, S)},
     ),
+    "a cache of lengths": Case(
+        {**dict.fromkeys(SAME, P("x", None, "y")), "kv_lengths": P("x")},
+        {"query": (2, T, 2, D), "kv_lengths": (2,), "q_start": (2,)},
+        arrays={"kv_lengths": (B,)},
+        options=CAUSAL,
+    ),
+    "a cache of one length": Case(
+        dict.fromkeys(SAME, P("x", None, "y")),
+        {"query": (2, T, 2, D), "kv_lengths": (2,), "q_start": (2,)},
+        arrays={"kv_lengths": ()},
+        options={**CAUSAL, "sliding_window": (5, 0)},
+    ),
+    "a ring": Case(
+        {**dict.fromkeys(SAME, P("x", None, "y")), "kv_positions": P("x"), "q_start": P("x")},
+        {"query": (2, T, 2, D), "kv_positions": (2, S), "q_start": (2,)},
+        arrays={"kv_positions": (B, S), "q_start": (B,)},
+        options=CAUSAL,
+    ),
+    "rows that see all of a cache": Case(
+        {"query": P("x", "y"), "kv_lengths": P("x")},
+        {"query": (2, 6, 8, D), "key": (2, S, 4, D), "kv_lengths": (2,)},
+        arrays={"kv_lengths": (B,)},
+        sums=1,
+    ),
+    "rows with positions under a mask": Case(
+        {"query": P(None, "y")},
+        {"query": (B, T, 8, D), "q_start": (B,)},
+        arrays={"q_start": (B,)},
+        options=CAUSAL,
+        forward={"all-gather": 1},
+        gathers=9,
+    ),
     "rows under a mask": Case(
         {"query": P(None, "y")}, {"query": (B, T, 8, D)}, options=CAUSAL, forward={"all-gather": 1}, gathers=9
     ),
@@ -190,8 +222,9 @@ def arrays_of(case: Case) -> dict[str, jax.Array]:
         shapes = {"x": (B, T, 16), "weight": (16,), "bias": (16,)}
     shapes |= case.arrays
     keys = jax.random.split(jax.random.key(1), len(shapes))
+    highest = {"q_segment_ids": 3, "kv_segment_ids": 3, "kv_lengths": S, "kv_positions": S, "q_start": S - T}
     return {
-        name: jax.random.randint(key, shape, 0, 3) if "ids" in name else jax.random.normal(key, shape)
+        name: jax.random.randint(key, shape, 0, highest[name]) if name in highest else jax.random.normal(key, shape)
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
 

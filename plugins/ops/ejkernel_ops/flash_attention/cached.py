@@ -6,6 +6,7 @@ They are few, and each has several features at once, because they run for every 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,7 @@ def subjects() -> Iterator[Example]:
     """Small calls for JAX's transformations, and one argument at a time."""
     from .examples import example, qkv
 
-    small = lambda d: qkv(d, 2, 3, 9, 4, 2, 8)
+    small: Callable[[int], Arguments] = lambda d: qkv(d, 2, 3, 9, 4, 2, 8)
     of_lengths = lambda d: with_lengths(small(d), [4 + d, 9]) | {"causal": True} | LSE
     of_a_ring = lambda d: with_ring(small(d), [20 + d, 7]) | {"causal": True, "sliding_window": (7, 0)}
     transforms = {*TRANSFORMS} - {"shard_map", "sharding", "sharded_derivatives", "forward_mode", "jacrev_of_jacrev"}
@@ -89,7 +90,7 @@ def subjects() -> Iterator[Example]:
     tiny = lambda d: with_lengths(qkv(d, 1, 2, 4, 2, 2, 2), [3]) | {"causal": True}
     yield example("cache-tiny", tiny, checks={"values", "forward_mode"}, long=True)
     base = lambda d: qkv(d, 2, 4, 30, 4, 2, 16) | {"causal": True, "q_start": 20} | LSE
-    variations = {
+    variations: dict[str, Arguments] = {
         "another-q_start": {"q_start": 11},
         "a-q_start-for-each-row": {"q_start": np.array([20, 7], np.int32)},
         "kv_lengths": {"kv_lengths": 15},
@@ -100,10 +101,12 @@ def subjects() -> Iterator[Example]:
         "cache-one-at-a-time",
         base,
         checks={"values", "sensitivity"},
-        variations=tuple(
-            example(name, lambda d, changes=changes: base(d) | changes) for name, changes in variations.items()
-        ),
+        variations=tuple(example(name, partial(_changed, base, changes)) for name, changes in variations.items()),
     )
+
+
+def _changed(base: Callable[[int], Arguments], changes: Arguments, draw: int) -> Arguments:
+    return base(draw) | changes
 
 
 def with_lengths(arguments: Arguments, lengths: Any) -> Arguments:

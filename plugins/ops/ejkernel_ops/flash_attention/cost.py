@@ -62,4 +62,5 @@ def _unfilled(arguments: Mapping[str, Any]) -> int:
 def _unread_bytes(arguments: Mapping[str, Any]) -> int:
     """The bytes of keys and values in slots that hold none."""
     key, value = arguments["key"], arguments["value"]
-    return _unfilled(arguments) * sum(int(x.shape[0] * prod(x.shape[2:])) * x.dtype.itemsize for x in (key, value))
+    bytes_of_slots: int = sum(x.shape[0] * prod(x.shape[2:]) * x.dtype.itemsize for x in (key, value))
+    return _unfilled(arguments) * bytes_of_slots

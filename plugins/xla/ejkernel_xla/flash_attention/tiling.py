@@ -109,16 +109,19 @@ class Tiling:
         features). In masked tiles, it has zeros in the place of what empty slots of a cache hold.
         """
         is_whole = self.kv_count * self.kv_block == x.shape[1]
-        if has_positions(self.arguments) and self.q_count == 1 and is_whole:
-            # Read once at most: another layout would be a copy of the whole cache, for the few keys that it holds.
-            block_of = lambda j: lax.dynamic_slice_in_dim(x, j * self.kv_block, self.kv_block, 1).swapaxes(1, 2)
-        else:
-            blocks = self.split_keys(x)
-            block_of = lambda j: blocks[j]
-        if self.filled is None:
-            return lambda j, is_masked: block_of(j)
-        filled = self.filled[:, :, None, :, None]
-        return lambda j, is_masked: jnp.where(_block(j, filled), block_of(j), 0) if is_masked else block_of(j)
+        # Read once at most, another layout would be a copy of the whole cache for the few keys that it holds.
+        is_sliced = has_positions(self.arguments) and self.q_count == 1 and is_whole
+        blocks = None if is_sliced else self.split_keys(x)
+        filled = None if self.filled is None else self.filled[:, :, None, :, None]
+
+        def block(j: Any, is_masked: bool) -> jax.Array:
+            if blocks is None:
+                values = lax.dynamic_slice_in_dim(x, j * self.kv_block, self.kv_block, 1).swapaxes(1, 2)
+            else:
+                values = blocks[j]
+            return jnp.where(_block(j, filled), values, 0) if is_masked and filled is not None else values
+
+        return block
 
     def shape_of_blocks(self, x: jax.Array) -> tuple[int, ...]:
         """The shape of ``split_keys(x)``."""
