@@ -45,6 +45,7 @@ DEVICE_COUNT = "axis_size"
 MEANINGS = {
     "packed": "packed sequences",
     "dropout": "dropout",
+    "positions": "positions in a cache",
     "grouped": "fewer heads of keys than of queries",
     "cross": "different numbers of queries and keys",
     "empty": "arrays without elements",
@@ -59,6 +60,7 @@ GROUPS = (
     {"q_segment_ids", "kv_segment_ids"},
     {"cum_seqlens_q", "cum_seqlens_k", "packed"},
     {"dropout_prob", "dropout_seed", "dropout"},
+    {"q_start", "kv_lengths", "kv_positions", "positions"},
 )
 #: The argument that a word is about.
 ABOUT = {"bidirectional window": "sliding_window", "negative scale": "softmax_scale"}
