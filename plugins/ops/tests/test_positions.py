@@ -16,6 +16,7 @@ from ejkernel_core import registry
 from ejkernel_ops import flash_attention
 from ejkernel_ops.flash_attention.random_calls import check
 from ejkernel_ops.flash_attention.samples import ring_positions
+from ejkernel_xla.flash_attention import Config
 
 RNG = np.random.default_rng(0)
 Q, K, V = (RNG.standard_normal(shape, np.float32) for shape in ((2, 3, 4, 8), (2, 9, 2, 8), (2, 9, 2, 5)))
@@ -95,6 +96,35 @@ def test_only_slots_without_a_key_may_hold_anything() -> None:
     value = jnp.asarray(V).at[0, 8].set(jnp.nan)
     assert np.isnan(flash_attention(Q, K, value, q_start=3, causal=True)[0]).all()
     assert np.isfinite(flash_attention(Q, K, value, q_start=3, kv_lengths=8, causal=True)).all()
+
+
+@pytest.mark.parametrize("backend", ["reference", None])
+@pytest.mark.parametrize("shares_the_cache", [True, False])
+def test_vmap_over_positions(shares_the_cache: bool, backend: str | None) -> None:
+    """Each entry has a start and a length of its own; the cache is mapped, or the same for all."""
+    starts, lengths = jnp.array([4, -1, 6]), jnp.array([[7, 2], [0, 9], [9, 9]])
+    scales = jnp.array([1.0, -2.0, 0.5])
+
+    def total(scale: Any, key: Any, start: Any, length: Any) -> Any:
+        options = {"q_start": start, "kv_lengths": length, "causal": True, "backend": backend}
+        return (flash_attention(scale * Q, key, V, **options) ** 2).sum()
+
+    keys = K if shares_the_cache else jnp.stack([K, 2 * K, K[:, ::-1]])
+    step = jax.value_and_grad(total, argnums=(0, 1))
+    mapped = jax.jit(jax.vmap(step, (0, None if shares_the_cache else 0, 0, 0)))(scales, keys, starts, lengths)
+    for n in range(3):
+        alone = step(scales[n], keys if shares_the_cache else keys[n], starts[n], lengths[n])
+        for actual, expected in zip(jax.tree.leaves(mapped), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(actual[n], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_time_follows_the_keys_that_are_seen() -> None:
+    """Blocks that no query sees are not read: with NaN in all their keys, the results are finite."""
+    keys, values = (np.full((2, 64, 2, 8), np.nan, np.float32) for _ in range(2))
+    keys[:, 24:32], values[:, 24:32] = RNG.standard_normal((2, 2, 8, 2, 8), np.float32)
+    options = {"q_start": 28, "sliding_window": (0, 0), "cfg": Config(8, 8)}
+    out = jax.jit(partial(flash_attention, **options))(Q, keys, values)
+    np.testing.assert_allclose(out, np.repeat(values[:, 28:31], 2, axis=2), rtol=1e-5)
 
 
 BOUNDS = {"cum_seqlens_q": np.array([0, 3]), "cum_seqlens_k": np.array([0, 9])}

@@ -101,3 +101,40 @@ def test_costs_of_both_passes() -> None:
     cost_of_pass = backward({**arguments, **saved, "d_lse": None, "wrt": ("query", "value")})
     assert cost_of_pass.flops == 2 * 2 * 6 * 9 * 4 * (3 * 8 + 2 * 5)
     assert cost_of_pass.bytes == 4 * (q + k + v + out + lse + out + q + v)
+
+
+def test_sampled_lengths_are_from_half_of_the_slots_and_positions_are_those_of_a_ring() -> None:
+    operation = registry.operation("flash_attention")
+    assert operation.samples is not None
+    shapes = {"query": abstract(40, 3, 4, 8), "key": abstract(40, 9, 2, 8), "value": abstract(40, 9, 2, 5)}
+    lengths, positions = abstract(40, dtype=jnp.int32), abstract(40, 9, dtype=jnp.int32)
+    cached = operation.samples(invocation(**shapes, kv_lengths=lengths), jax.random.key(0))
+    assert {*np.unique(cached["kv_lengths"])} == {5, 6, 7, 8, 9}
+    np.testing.assert_array_equal(cached["q_start"], cached["kv_lengths"] - 3)
+    started = operation.samples(invocation(**shapes, q_start=lengths), jax.random.key(0))
+    np.testing.assert_array_equal(started["q_start"], np.full(40, 6))
+    ring = operation.samples(invocation(**shapes, q_start=lengths, kv_positions=positions), jax.random.key(0))
+    for row, start in zip(np.asarray(ring["kv_positions"]), np.asarray(ring["q_start"]), strict=True):
+        assert sorted(row) == list(range(start + 3 - 9, start + 3))  # the last query is at the last key
+        assert (row % 9 == np.arange(9)).all()
+
+
+@pytest.mark.parametrize("operation", ["flash_attention", "flash_attention_bwd"])
+def test_a_cache_costs_as_much_as_the_keys_of_its_samples(operation: str) -> None:
+    saved: dict[str, Any] = {}
+    if operation == "flash_attention_bwd":
+        saved = {
+            "out": abstract(2, 6, 4, 5),
+            "lse": abstract(2, 4, 6),
+            "d_out": abstract(2, 6, 4, 5),
+            "wrt": ("query",),
+        }
+    keys = {"key": abstract(2, 12, 2, 8), "value": abstract(2, 12, 2, 5)}
+    plain = invocation(operation, causal=True, **saved)  # of nine keys, three quarters of twelve
+    cached = invocation(operation, causal=True, **saved, **keys, kv_lengths=abstract(2, dtype=jnp.int32))
+    cost = registry.operation(operation).cost
+    assert cost is not None
+    assert cost(cached).flops == cost(plain).flops
+    assert cost(cached).bytes == cost(plain).bytes + 2 * 2 * 4  # and the lengths and starts of two rows
+    started = invocation(operation, causal=True, **saved, q_start=abstract(2, dtype=jnp.int32))
+    assert (cost(started).flops, cost(started).bytes) == (cost(plain).flops, cost(plain).bytes + 2 * 4)
