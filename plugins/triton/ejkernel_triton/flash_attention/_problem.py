@@ -65,7 +65,7 @@ def constants(a: Arguments) -> dict[str, Any]:
         **_units(a),
         "DROPOUT": float(dropout),
         "THRESHOLD": threshold(dropout) if dropout else 0,
-        "PRECISION": _precision(a),
+        "PRECISION": precision(a),
     }
 
 
@@ -75,7 +75,7 @@ def sink_constants(a: Arguments) -> dict[str, int]:
     return {"SINKS": count, "SINK_WIDTH": 1 << (count - 1).bit_length() if count else 1}
 
 
-def _precision(a: Arguments) -> str:
+def precision(a: Arguments) -> str:
     """The precision of products: "ieee" is exact for 16-bit factors.
 
     Three products of TF32 parts are within one or two roundings of float32, and several times as fast as float32

@@ -1,0 +1,84 @@
+"""Both launches of a call: the sums of each split, and their combination."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel_core import Invocation
+from ejkernel_triton.flash_attention._problem import operands, precision, sink_constants, width
+from ejkernel_triton.flash_attention_decode import _tiling
+from ejkernel_triton.launch import _jax_triton
+from ejkernel_triton.launch._cards import capability
+
+MODULE = "ejkernel_triton.flash_attention_decode._device"
+#: The sums that a program combines, of all splits: 32 of each thread of four warps.
+COMBINED = 4096
+LEAST_COLUMNS = 32
+WARP = 32
+
+
+def attention(inv: Invocation, splits: int, block: int, num_warps: int, num_stages: int) -> tuple[Any, Any]:
+    """The output, and the lse if it is needed."""
+    query, value, sinks = inv["query"], inv["value"], inv["softmax_aux"]
+    batch, queries, heads, dim = query.shape
+    kv_heads, v_dim = value.shape[2:]
+    rows, tiles = _tiling.rows(inv)
+    left, right = _tiling.sides(inv)
+    positions = [inv.arguments.get(name) for name in ("q_start", "kv_lengths", "kv_positions")]
+    results = (
+        jax.ShapeDtypeStruct((batch, queries, heads, v_dim), value.dtype),
+        jax.ShapeDtypeStruct((batch, heads, queries) if inv.needs("lse") else (1,), jnp.float32),
+    )
+    parts = [jax.ShapeDtypeStruct((batch, queries, heads, splits, *dims), jnp.float32) for dims in ((v_dim,), (), ())]
+    unused = jax.ShapeDtypeStruct((1,), jnp.float32)
+    shared = {"QUERIES": queries, "HEADS": heads, "V_DIM": v_dim, "LSE": inv.needs("lse"), "SPLITS": splits}
+    sums = _jax_triton.call(
+        f"{MODULE}:attend",
+        operands(inv, (query, inv["key"], value, *positions, sinks)),
+        (*results, unused) if splits == 1 else parts,
+        scalars=(inv["key"].shape[1],),
+        grid=(batch * splits * kv_heads * tiles,),
+        constants={
+            **shared,
+            **sink_constants(inv),
+            "GROUP": heads // kv_heads,
+            "DIM": dim,
+            "WIDTH": width(dim),
+            "V_WIDTH": width(v_dim),
+            "SCALE": float(inv["softmax_scale"]),
+            "CAP": float(inv["logits_soft_cap"] or 0.0),
+            "LEFT": left,
+            "RIGHT": right,
+            **{name: x is not None for name, x in zip(("STARTS", "LENGTHS", "POSITIONS"), positions, strict=True)},
+            "PRECISION": precision(inv),
+            "ROWS": rows,
+            "TILES": tiles,
+            "BLOCK": block,
+        },
+        num_warps=num_warps,
+        num_stages=num_stages,
+        compute_capability=capability(inv),
+        name="flash_attention_decode",
+    )
+    out, lse = sums[:2] if splits == 1 else _combined(inv, sums, results, shared)
+    return out, lse if inv.needs("lse") else None
+
+
+def _combined(inv: Invocation, sums: Any, results: Any, shared: dict[str, Any]) -> tuple[jax.Array, ...]:
+    splits, v_width = shared["SPLITS"], width(shared["V_DIM"])
+    columns = min(v_width, max(LEAST_COLUMNS, COMBINED // splits))
+    chunks = -(-shared["V_DIM"] // columns)
+    return _jax_triton.call(
+        f"{MODULE}:combine",
+        operands(inv, (*sums, inv["softmax_aux"])),
+        results,
+        grid=(sums[1].size // splits * chunks,),
+        constants={**shared, **sink_constants(inv), "COLUMNS": columns, "CHUNKS": chunks},
+        num_warps=max(1, min(4, splits * columns // (WARP * WARP))),
+        num_stages=1,
+        compute_capability=capability(inv),
+        name="flash_attention_decode_combine",
+    )

@@ -1,0 +1,25 @@
+"""The calls that the kernel refuses; the other kernels in Triton take them."""
+
+from __future__ import annotations
+
+from ejkernel_core import Invocation, Unsupported
+from ejkernel_triton.flash_attention import _refusals
+
+#: With more, the ordinary kernels have enough programs.
+MOST_QUERIES = 16
+ABSENT = ("bias", "attention_mask", "q_segment_ids", "cum_seqlens_q")
+
+
+def check(inv: Invocation) -> None:
+    """Raise `Unsupported` for a card, versions or arguments that the kernel does not support."""
+    _refusals.check(inv)
+    query, key = inv["query"], inv["key"]
+    if query.shape[1] > MOST_QUERIES:
+        raise Unsupported(f"the decode kernel takes up to {MOST_QUERIES} queries; not {query.shape[1]}")
+    for name in ABSENT:
+        if inv[name] is not None:
+            raise Unsupported(f"the decode kernel takes no {name}")
+    if inv["dropout_prob"]:
+        raise Unsupported("the decode kernel does no dropout")
+    if 0 in query.shape or 0 in key.shape:
+        raise Unsupported("the decode kernel takes no arrays without elements")

@@ -1,0 +1,34 @@
+"""The examples of attention as the decode kernel takes them: of each the first queries, without what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+
+from ejkernel_core import Example
+from ejkernel_ops.flash_attention import examples as flash_attention
+from ejkernel_triton.flash_attention_decode._refusals import MOST_QUERIES
+
+REFUSED_ARGUMENTS = {"bias", "attention_mask", "dropout_prob", "dropout_seed", "q_segment_ids", "kv_segment_ids"}
+
+
+def decode_examples(examples: Sequence[Example]) -> Iterator[Example]:
+    """Those that are not packed, have elements, and are not of float64."""
+    for one in examples:
+        shapes = [one.abstract()[name].shape for name in ("query", "key")]
+        if len(shapes[0]) == 4 and not any(0 in shape for shape in shapes) and one.dtype != "float64":
+            yield _shortened(one)
+
+
+def _shortened(long: Example) -> Example:
+    def arguments(draw: int) -> dict[str, Any]:
+        rest = {name: x for name, x in long.arguments(draw).items() if name not in REFUSED_ARGUMENTS}
+        return rest | {"query": rest["query"][:, :MOST_QUERIES]}
+
+    sets = tuple(names for names in long.wrt_sets if not REFUSED_ARGUMENTS & {*names})
+    shared = {"long": long.long, "batched": long.batched, "wrt_sets": sets}
+    short = flash_attention.example(long.name, arguments, long.checks, dtype=long.dtype, **shared)
+    varied = [one for one in long.variations if not REFUSED_ARGUMENTS & {*one.arguments(0)}]
+    return attrs.evolve(short, variations=tuple(map(_shortened, varied)))
