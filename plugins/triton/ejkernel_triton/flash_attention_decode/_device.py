@@ -11,8 +11,6 @@ import triton.language as tl
 
 from ejkernel_triton.flash_attention._tile import LN2, LOG2E, LOWEST, tanh
 
-HIGHEST: tl.constexpr = tl.constexpr(2147483647)
-
 
 @triton.jit
 def attend(
@@ -45,10 +43,7 @@ def attend(
 
     q_start, first, end = seen_keys(q_starts, kv_lengths, k_length, batch, QUERIES, LEFT, RIGHT, STARTS, LENGTHS,
                                     POSITIONS)  # fmt: skip
-    low, high = seen_positions(q_start + row // GROUP, LEFT, RIGHT)
-    # Of all queries together: a key that none of them sees is not fetched.
-    lowest, _ = seen_positions(q_start, LEFT, RIGHT)
-    _, highest = seen_positions(q_start + (QUERIES - 1), LEFT, RIGHT)
+    q_position = q_start + row // GROUP
     blocks = tl.cdiv(end - first, BLOCK)
     block = split * (blocks // SPLITS) + tl.minimum(split, blocks % SPLITS)
     stop = block + blocks // SPLITS + (split < blocks % SPLITS).to(tl.int32)
@@ -67,7 +62,12 @@ def attend(
         position = slot
         if POSITIONS:
             position = tl.load(kv_positions + slot, mask=is_key, other=-1)
-            is_key = (position >= 0) & (position >= lowest) & (position <= highest)
+            is_key = position >= 0
+            # A key that no query sees is not fetched.
+            if LEFT >= 0:
+                is_key = is_key & (position >= q_start - LEFT)
+            if RIGHT >= 0:
+                is_key = is_key & (position < q_start + (QUERIES + RIGHT))
         # What is not seen may be NaN: it is 0 here, in the values as well, whose weight of 0 would not be enough.
         k = load_keys(key, slot, is_key, KV_HEADS * DIM, DIM, WIDTH)
         logits = tl.dot(q, k.T, input_precision=PRECISION)
@@ -77,9 +77,9 @@ def attend(
             logits = logits * (SCALE * LOG2E)
         visible = is_key[None, :]
         if QUERIES > 1 and LEFT >= 0:
-            visible = visible & (position[None, :] >= low[:, None])
+            visible = visible & (position[None, :] >= (q_position - LEFT)[:, None])
         if QUERIES > 1 and RIGHT >= 0:
-            visible = visible & (position[None, :] <= high[:, None])
+            visible = visible & (position[None, :] <= (q_position + RIGHT)[:, None])
         logits = tl.where(visible, logits, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(logits, 1) * UNIT)
         rescale = tl.exp2(row_max - new_max)
@@ -131,47 +131,37 @@ def combine(
     result = tl.sum(sums * weights[:, None], 0) * tl.where(total != 0, 1.0 / total, 0.0)
     tl.store(out + row * V_DIM + column, result.to(out.dtype.element_ty), mask=is_column)
     if LSE:
-        if chunk == 0:
-            row_lse = tl.where(total != 0, (row_max + tl.log2(total)) * LN2, -float("inf"))
-            batch, i = row // (QUERIES * HEADS), row // HEADS % QUERIES
-            tl.store(lse + (batch * HEADS + head) * QUERIES + i, row_lse)
+        row_lse = tl.where(total != 0, (row_max + tl.log2(total)) * LN2, -float("inf"))
+        batch, i = row // (QUERIES * HEADS), row // HEADS % QUERIES
+        tl.store(lse + (batch * HEADS + head) * QUERIES + i, row_lse, mask=chunk == 0)
 
 
 @triton.jit
 def seen_keys(q_starts, kv_lengths, k_length, batch, QUERIES: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
               STARTS: tl.constexpr, LENGTHS: tl.constexpr, POSITIONS: tl.constexpr):  # fmt: skip
-    """The position of the first query, and the slots of keys that any query may see: from ``first`` up to ``end``."""
-    # A length of 1 is a constant in Triton: these are tensors all the same.
+    """The position of the first query, and the slots of keys that any query may see: from ``first`` up to ``end``.
+
+    Whatever the numbers are, these are slots of the cache.
+    """
+    # A length of 1 is a constant in Triton: this is a tensor all the same.
     end = (batch * 0 + k_length).to(tl.int32)
+    q_start = end - QUERIES
+    if STARTS:
+        q_start = tl.load(q_starts + batch)
     if LENGTHS:
         end = tl.minimum(tl.maximum(tl.load(kv_lengths + batch), 0), end)
-    q_start = batch * 0 + k_length - QUERIES
-    if STARTS:
-        q_start = tl.load(q_starts + batch).to(tl.int64)
     first = end * 0
     if not POSITIONS:  # else they are in any order
-        lowest, _ = seen_positions(q_start, LEFT, RIGHT)
-        _, highest = seen_positions(q_start + (QUERIES - 1), LEFT, RIGHT)
-        first = tl.minimum(tl.maximum(lowest, 0), end)
-        end = tl.maximum(tl.minimum(end - 1, highest) + 1, first)
+        if LEFT >= 0:
+            first = tl.minimum(tl.maximum(q_start - LEFT, 0), end)
+        if RIGHT >= 0:
+            end = tl.maximum(tl.minimum(end, q_start + (QUERIES + RIGHT)), first)
     return q_start, first, end
 
 
 @triton.jit
-def seen_positions(q_position, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """The lowest and the highest position that a query may see: those of its window that are numbers of 32 bits."""
-    low, high = q_position * 0, q_position * 0 + HIGHEST
-    if LEFT >= 0:
-        low = tl.maximum(q_position - LEFT, 0)
-    if RIGHT >= 0:
-        high = q_position + RIGHT
-    low, high = tl.minimum(low, HIGHEST), tl.maximum(tl.minimum(high, HIGHEST), -1)
-    return low.to(tl.int32), high.to(tl.int32)
-
-
-@triton.jit
 def load_keys(base, slot, is_key, STRIDE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """The keys or values of these slots, and 0 where ``is_key`` is false and in the columns from ``DIM`` to ``WIDTH``."""
+    """The keys or values of these slots: 0 where ``is_key`` is false, and in the columns from ``DIM`` to ``WIDTH``."""
     column = tl.arange(0, WIDTH)
     pointers = base + slot.to(tl.int64)[:, None] * STRIDE + column[None, :]
     if DIM < WIDTH:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_core import Invocation
+from ejkernel_ops.flash_attention.positions import NAMES
 from ejkernel_triton.flash_attention._problem import operands, precision, sink_constants, width
 from ejkernel_triton.flash_attention_decode import _tiling
 from ejkernel_triton.launch import _jax_triton
@@ -27,7 +28,7 @@ def attention(inv: Invocation, splits: int, block: int, num_warps: int, num_stag
     kv_heads, v_dim = value.shape[2:]
     rows, tiles = _tiling.rows(inv)
     left, right = _tiling.sides(inv)
-    positions = [inv.arguments.get(name) for name in ("q_start", "kv_lengths", "kv_positions")]
+    positions = [inv[name] for name in NAMES]
     results = (
         jax.ShapeDtypeStruct((batch, queries, heads, v_dim), value.dtype),
         jax.ShapeDtypeStruct((batch, heads, queries) if inv.needs("lse") else (1,), jnp.float32),

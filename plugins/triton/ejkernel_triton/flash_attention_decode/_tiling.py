@@ -64,8 +64,8 @@ def check_fits(inv: Invocation, shape: Shape) -> None:
     """Raise for a shape that needs more shared memory than the card has."""
     if not _fits(inv, shape):
         raise Unsupported(
-            f"splits, block, warps and stages {shape} need {shared_memory(inv, shape)} bytes of shared memory, and there "
-            f"are {_limit(inv)} (the card's, or EJKERNEL_TRITON_SMEM_LIMIT)"
+            f"splits, block, warps and stages {shape} need {shared_memory(inv, shape)} bytes of shared memory, and "
+            f"there are {_limit(inv)} (the card's, or EJKERNEL_TRITON_SMEM_LIMIT)"
         )
 
 
