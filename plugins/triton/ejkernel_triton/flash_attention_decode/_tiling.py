@@ -17,16 +17,17 @@ from ejkernel_triton.launch._multiprocessors import multiprocessors
 Shape = tuple[int, int, int, int]
 
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
-BLOCKS = (16, 32, 64, 128, 256)
+BLOCKS = (16, 32, 64, 128)
 #: Keys and values of a step: three steps of two programs fit into the shared memory of a Hopper GPU.
 STEP_BYTES = 32 << 10
 #: The least programs of a multiprocessor; two run at a time, so the last ones to end leave little of it idle.
 PROGRAMS = 4
 #: The least keys of a split, in blocks: a program needs some to have several steps in flight.
 LEAST_BLOCKS = 2
-#: The most bytes of a row's sums and query for a tile of so many rows, queries times heads of a key head: what a thread
-#: of four warps has registers for.
-MOST_ROWS = ((512, 64), (1024, 32), (2048, 16))
+#: The most rows of a tile, queries times heads of a key head, by padded head dim: for more, threads have too few
+#: registers. A number of float32 takes as many as two of 16 bits, and is two parts of TF32.
+MOST_ROWS = ((128, 64), (256, 32))
+LEAST_ROWS = 16
 #: The shared memory that CUDA reserves on a multiprocessor, for cards whose limit is that of the data sheet.
 RESERVED_BY_CUDA = {(8, 0): 1024}
 
@@ -41,16 +42,16 @@ def rows(inv: Invocation) -> tuple[int, int]:
     """The rows of a tile, a power of two of at least 16, and how many tiles the rows of a key head are."""
     _, queries, heads, dim = inv["query"].shape
     count = queries * (heads // inv["key"].shape[2])
-    row_bytes = max(width(dim), width(inv["value"].shape[3])) * 2 * inv["query"].dtype.itemsize
-    most = next(rows for most_bytes, rows in MOST_ROWS if row_bytes <= most_bytes)
-    size = min(most, max(16, 1 << (count - 1).bit_length()))
+    columns = max(width(dim), width(inv["value"].shape[3])) * (4 if inv["query"].dtype.itemsize == 4 else 1)
+    most = next((rows for most_columns, rows in MOST_ROWS if columns <= most_columns), LEAST_ROWS)
+    size = min(most, max(LEAST_ROWS, 1 << (count - 1).bit_length()))
     return size, -(-count // size)
 
 
 def shapes(inv: Invocation) -> list[Shape]:
     """The shapes that fit the card, the best first."""
     block = _block(inv)
-    programs = ((block, 4, 3), (block, 4, 2), (2 * block, 4, 2), (block // 2, 4, 4), (block, 8, 3), (block, 4, 4))
+    programs = ((block, 4, 3), (block, 4, 2), (2 * block, 8, 2), (block // 2, 4, 4), (block, 8, 3), (block, 4, 4))
     if inv["query"].dtype.itemsize == 4:  # fewer warps have too few registers
         programs = ((block, 8, 3), (block, 8, 2), (block, 8, 4))
     splits = _splits(inv, block)
