@@ -70,6 +70,8 @@ LEFT_OUT = "value_dim"
 NO_KERNEL = "it has no kernel for them"
 #: How many calls are made for each word in each dtype.
 SEVERAL = 4
+#: Backends that are for up to so many queries.
+FEW_QUERIES = {"triton_decode": 16}
 
 
 # -- what each backend takes -------------------------------------------------------------------------------------------
@@ -266,15 +268,24 @@ def refusal(op: str, backend: str, inv: Invocation) -> str | None:
     return reasons.pop() or None
 
 
+def shortened(inv: Invocation, queries: int) -> Invocation:
+    """A call with its first queries alone."""
+    query = inv["query"]
+    batch, length, *features = query.shape
+    return inv.with_arrays({"query": query.update(shape=(batch, min(length, queries), *features))})
+
+
 def answers(op: str, backend: str) -> list[Answer]:
-    """What a backend says to all calls of an operation."""
+    """What a backend says to all calls of an operation; one that is for few queries, to calls of few."""
     with all_dtypes():
         op_calls = calls(op)
     with devices_at_hand():
         return [
             Answer(
                 call.words,
-                refusal(op, backend, call.forward),
+                refusal(op, backend, shortened(call.forward, FEW_QUERIES[backend]))
+                if backend in FEW_QUERIES
+                else refusal(op, backend, call.forward),
                 None if call.backward is None else refusal(call.backward.op, backend, call.backward),
             )
             for call in op_calls
@@ -362,8 +373,8 @@ class Column:
         """What a row shows: a verdict, or the sizes that are taken."""
         verdicts = {word: self.verdict(word) for word in group}
         if "=" in group[0]:
-            sizes = [word.partition("=")[2] for word, verdict in verdicts.items() if verdict == "yes"]
-            return "all" if {*verdicts.values()} == {"yes"} else ", ".join(sizes)
+            taken = {word.partition("=")[2]: verdict in ("yes", "forward only") for word, verdict in verdicts.items()}
+            return "all" if all(taken.values()) else ", ".join(size for size in taken if taken[size])
         if not all(verdicts.values()):
             raise SystemExit(f"no example shows whether {group} is taken: add one with nothing else in it")
         return min(verdicts.values(), key=("no", "forward only", "some", "yes").index)

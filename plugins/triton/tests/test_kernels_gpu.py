@@ -15,6 +15,7 @@ from ejkernel_testing import KernelProofs, kernel_proofs
 from ejkernel_triton import flash_attention_sm90 as flash_attention
 from ejkernel_triton.flash_attention_sm90 import _schedule
 from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
+from plugins.triton.tests.decode_examples import decode_examples
 from plugins.triton.tests.hopper_examples import attention_examples, grouped_examples
 
 pytestmark = pytest.mark.gpu
@@ -25,9 +26,18 @@ PORTABLE = kernel_proofs(
     platform="gpu",
     refuses=frozenset({"float64", "positions"}),
     roundings=1.5,
-    elsewhere={"gluon_sm90"},
+    elsewhere={"gluon_sm90", "triton_decode"},
 )
 globals().update(PORTABLE)
+
+
+class TestDecode(KernelProofs):
+    kernel = "flash_attention.triton_decode"
+    platform = "gpu"
+    roundings = 1.5
+
+    def examples(self) -> Sequence[Example]:
+        return tuple(decode_examples(super().examples()))
 
 
 class TestGluon(KernelProofs):

@@ -51,14 +51,18 @@ def rows(inv: Invocation) -> tuple[int, int]:
 def shapes(inv: Invocation) -> list[Shape]:
     """The shapes that fit the card, the best first."""
     block = _block(inv)
-    programs = ((block, 4, 3), (block, 4, 2), (2 * block, 8, 2), (block // 2, 4, 4), (block, 8, 3), (block, 4, 4))
-    if inv["query"].dtype.itemsize == 4:  # fewer warps have too few registers
-        programs = ((block, 8, 3), (block, 8, 2), (block, 8, 4))
-    splits = _splits(inv, block)
+    programs, splits = _programs(inv, block), _splits(inv, block)
     others = (2 * splits, splits // 2, 4 * splits)
     candidates = [(splits, *program) for program in programs] + [(count, *programs[0]) for count in others]
     fits = [one for one in candidates if one[0] in SPLITS and one[1] in BLOCKS and _fits(inv, one)]
     return fits or [_smallest(inv, splits)]
+
+
+def _programs(inv: Invocation, block: int) -> list[tuple[int, int, int]]:
+    """Blocks, warps and stages."""
+    if inv["query"].dtype.itemsize == 4:  # fewer warps have too few registers
+        return [(block, 8, 3), (block, 8, 2), (block, 8, 4)]
+    return [(block, 4, 3), (block, 4, 2), (2 * block, 8, 2), (block // 2, 4, 4), (block, 8, 3), (block, 4, 4)]
 
 
 def check_fits(inv: Invocation, shape: Shape) -> None:
