@@ -17,7 +17,7 @@ def on_the_cpu():
 CLASSES = kernel_proofs(
     "ejkernel-triton",
     registry=interpreted_registry,
-    refuses=frozenset({"float64", "positions"}),
+    refuses=frozenset({"float64"}),
     roundings=1.5,
     always={
         "no-keys-and-all-there-is-beside-them",  # its sinks have weights of 1

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 PORTABLE = kernel_proofs(
     "ejkernel-triton",
     platform="gpu",
-    refuses=frozenset({"float64", "positions"}),
+    refuses=frozenset({"float64"}),
     roundings=1.5,
     elsewhere={"gluon_sm90", "triton_decode"},
 )

@@ -68,12 +68,12 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array | No
     )
     if 0 in query.shape:
         return jnp.zeros(outputs[0].shape, value.dtype), jnp.zeros(outputs[1].shape, jnp.float32)
-    segments = inv["q_segment_ids"] is not None
     k_blocks = block_count(k_length, cfg.k_block)
+    table, table_constants = _problem.key_table(inv, cfg.k_block)
     arrays = (
         *(inv[name] for name in ("query", "key", "value", "bias", "attention_mask", "q_segment_ids", "kv_segment_ids")),
-        _problem.segment_table(inv["kv_segment_ids"], cfg.k_block),
-        *_problem.packed_key_intervals(inv),
+        table,
+        *_problem.row_arrays(inv),
         inv["softmax_aux"],
         inv["dropout_seed"],
     )
@@ -86,10 +86,11 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array | No
         constants={
             **_problem.constants(inv),
             **_problem.even_blocks(inv, cfg.q_block, cfg.k_block),
-            "NARROW": _tuning.is_narrow(inv),
+            **table_constants,
+            # In a cache with positions only full blocks are fetched ahead, so they have a loop of their own.
+            "NARROW": _tuning.is_narrow(inv) and inv["kv_positions"] is None,
             "LSE": inv.needs("lse"),
             "BIAS": inv["bias"] is not None,
-            "SEGMENTS": 1 << (k_blocks - 1).bit_length() if segments else 0,
             **_problem.sink_constants(inv),
             "Q_BLOCK": cfg.q_block,
             "K_BLOCK": cfg.k_block,

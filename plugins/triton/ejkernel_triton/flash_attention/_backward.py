@@ -19,14 +19,22 @@ from ejkernel_triton.flash_attention._tile import (
     bias_in_log2,
     dropout_state,
     initial_softmax,
+    is_place_range_seen,
+    is_slot_block_seen,
     keep_mask,
+    key_end,
+    key_places,
     load_bias_or_mask,
+    load_keys,
     load_rows,
     partial_block,
+    query_offset,
     store_rows,
     tanh,
     times_unit,
     visible_blocks,
+    visible_queries,
+    visible_segments,
 )
 
 
@@ -37,9 +45,10 @@ def exact_lse(
     lse_base2, factors,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr, MASK_UNIT: tl.constexpr,
-    SINKS: tl.constexpr, SINK_WIDTH: tl.constexpr, DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr,
-    PRECISION: tl.constexpr, FAR: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, START: tl.constexpr, LENGTHS: tl.constexpr, SLOTS: tl.constexpr, SEGMENTS: tl.constexpr,
+    BIAS_UNIT: tl.constexpr, MASK: tl.constexpr, MASK_UNIT: tl.constexpr, SINKS: tl.constexpr,
+    SINK_WIDTH: tl.constexpr, DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, PRECISION: tl.constexpr,
+    FAR: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The log-sum-exp of each row in units of log2, inf for a row that sees no key, and the factor that corrects the
     weights of the row for the rounding of that log-sum-exp. It is 1, except for a row that is ``FAR`` from 0, whose sum
@@ -60,8 +69,8 @@ def exact_lse(
             row // HEADS, row % HEADS, q_first, queries, is_query, query, key, bias, mask, q_ids, k_ids, k_extremes,
             row_start, row_end, sinks, q_length, k_length, bias_b, bias_h, times_unit(bias_q, BIAS_UNIT), mask_b,
             mask_h, times_unit(mask_q, MASK_UNIT), k_blocks,
-            HEADS, GROUP, DIM, WIDTH, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS, BIAS_UNIT, MASK, MASK_UNIT, SINKS,
-            SINK_WIDTH, PRECISION, Q_BLOCK, K_BLOCK,
+            HEADS, GROUP, DIM, WIDTH, SCALE, CAP, LEFT, RIGHT, PACKED, START, LENGTHS, SLOTS, SEGMENTS, BIAS_UNIT, MASK,
+            MASK_UNIT, SINKS, SINK_WIDTH, PRECISION, Q_BLOCK, K_BLOCK,
         )  # fmt: skip
         log_sum = tl.log2(row_sum)
         sum_lse = row_max + log_sum
@@ -78,7 +87,8 @@ def _softmax_of_rows(
     batch, head, q_first, queries, is_query, query, key, bias, mask, q_ids, k_ids, k_extremes, row_start, row_end,
     sinks, q_length, k_length, bias_b, bias_h, bias_q, mask_b, mask_h, mask_q, k_blocks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
-    CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, SEGMENTS: tl.constexpr,
+    CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, START: tl.constexpr,
+    LENGTHS: tl.constexpr, SLOTS: tl.constexpr, SEGMENTS: tl.constexpr,
     BIAS_UNIT: tl.constexpr, MASK: tl.constexpr, MASK_UNIT: tl.constexpr, SINKS: tl.constexpr,
     SINK_WIDTH: tl.constexpr, PRECISION: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -88,21 +98,28 @@ def _softmax_of_rows(
     k_base = key + batch64 * k_length * K_STRIDE + head // GROUP * DIM
     q_base = query + batch64 * q_length * (HEADS * DIM) + head * DIM
     q = load_rows(q_base, q_first, q_length, HEADS * DIM, Q_BLOCK, DIM, WIDTH, True)
+    k_end = key_end(row_end, batch, k_length, LENGTHS)
+    slots = row_end
+    if SLOTS:
+        slots += batch64 * k_length
+    TABLE_ROWS: tl.constexpr = 6 if SEGMENTS and SLOTS else 3
     start, end, ids, first, _whole, _whole_end, stop = visible_blocks(
-        q_first, queries, is_query, row_start, row_end, q_ids + batch64 * q_length, k_extremes + batch64 * 3 * k_blocks,
-        q_length, k_length, k_blocks, LEFT, RIGHT, PACKED, SEGMENTS, MASK, Q_BLOCK, K_BLOCK,
+        q_first, queries, is_query, row_start, row_end, q_ids + batch64 * q_length,
+        k_extremes + batch64 * TABLE_ROWS * k_blocks, q_length, k_end, k_blocks, batch, LEFT, RIGHT, PACKED, SEGMENTS,
+        MASK, START, SLOTS, Q_BLOCK, K_BLOCK,
     )  # fmt: skip
     bias_base = bias + times_unit(batch64 * bias_b + head.to(tl.int64) * bias_h, BIAS_UNIT)
     mask_base = mask + times_unit(batch64 * mask_b + head.to(tl.int64) * mask_h, MASK_UNIT)
     k_ids += batch64 * k_length
     row_max, row_sum = initial_softmax(sinks, head, SINKS, SINK_WIDTH, Q_BLOCK)
     for j in range(first, stop):
-        k = load_rows(k_base, j * K_BLOCK, k_length, K_STRIDE, K_BLOCK, DIM, WIDTH, True)
+        k = load_keys(k_base, j * K_BLOCK, k_end, slots, K_STRIDE, K_BLOCK, DIM, WIDTH, True, SLOTS)
         keys = j * K_BLOCK + tl.arange(0, K_BLOCK)
+        places, is_key = key_places(keys, k_end, slots, SLOTS)
         logits, _cap_derivative = _logits(
-            tl.dot(q, k.T, input_precision=PRECISION), queries, keys, is_query, keys < k_length, start, end, ids, k_ids,
-            bias_base, mask_base, k_length, bias_q, mask_q, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS, True,
-            BIAS_UNIT, MASK, MASK_UNIT, True, False, False,
+            tl.dot(q, k.T, input_precision=PRECISION), queries, keys, places, is_query, is_key, start, end, ids, k_ids,
+            bias_base, mask_base, k_end, bias_q, mask_q, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS, True, BIAS_UNIT,
+            MASK, MASK_UNIT, True, False, False,
         )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(logits, 1))
         row_sum = row_sum * tl.exp2(row_max - new_max) + tl.sum(tl.exp2(logits - new_max[:, None]), 1)
@@ -117,8 +134,8 @@ def sum_over_keys(
     d_query,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr,
-    MASK_UNIT: tl.constexpr, DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, START: tl.constexpr, LENGTHS: tl.constexpr, SLOTS: tl.constexpr, SEGMENTS: tl.constexpr,
+    BIAS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr, MASK_UNIT: tl.constexpr, DROPOUT: tl.constexpr,
     THRESHOLD: tl.constexpr, EVEN_Q: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
@@ -144,9 +161,12 @@ def sum_over_keys(
     row_lse = tl.load(lse + row.to(tl.int64) * q_length + queries, mask=is_query, other=float("inf"))
     row_delta = tl.load(delta + row.to(tl.int64) * q_length + queries, mask=is_query, other=0.0)
 
+    k_end = key_end(row_end, batch, k_length, LENGTHS)
+    TABLE_ROWS: tl.constexpr = 6 if SEGMENTS and SLOTS else 3
     start, end, ids, first, full, full_end, stop = visible_blocks(
-        q_first, queries, is_query, row_start, row_end, q_ids + batch64 * q_length, k_extremes + batch64 * 3 * k_blocks,
-        q_length, k_length, k_blocks, LEFT, RIGHT, PACKED, SEGMENTS, MASK, Q_BLOCK, K_BLOCK,
+        q_first, queries, is_query, row_start, row_end, q_ids + batch64 * q_length,
+        k_extremes + batch64 * TABLE_ROWS * k_blocks, q_length, k_end, k_blocks, batch, LEFT, RIGHT, PACKED, SEGMENTS,
+        MASK, START, SLOTS, Q_BLOCK, K_BLOCK,
     )  # fmt: skip
     state = queries.to(tl.uint32)
     if DROPOUT > 0:
@@ -154,6 +174,12 @@ def sum_over_keys(
     bias_base = bias + times_unit(batch64 * bias_b + head.to(tl.int64) * bias_h, BIAS_UNIT)
     mask_base = mask + times_unit(batch64 * mask_b + head.to(tl.int64) * mask_h, MASK_UNIT)
     k_ids += batch64 * k_length
+    slots = row_end
+    slot_extremes, offset = k_extremes, 0
+    if SLOTS:
+        slots += batch64 * k_length
+        slot_extremes += (batch64 * TABLE_ROWS + TABLE_ROWS - 3) * k_blocks
+        offset = tl.load(row_start + batch)
 
     sums = tl.zeros([Q_BLOCK, WIDTH], tl.float32)
     for j in range(full, full_end):
@@ -161,23 +187,27 @@ def sum_over_keys(
         v = load_rows(v_base, j * K_BLOCK, k_length, V_STRIDE, K_BLOCK, V_DIM, V_WIDTH, False)
         keys = j * K_BLOCK + tl.arange(0, K_BLOCK)
         d_logits = _logit_gradients(
-            q, k, v, d, queries, keys, is_query, keys < k_length, row_lse, row_delta, start, end, ids, k_ids, state,
-            bias_base, mask_base, k_length, bias_q, mask_q, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS, BIAS, BIAS_UNIT,
+            q, k, v, d, queries, keys, keys, is_query, keys < k_end, row_lse, row_delta, start, end, ids, k_ids, state,
+            bias_base, mask_base, k_end, bias_q, mask_q, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS, BIAS, BIAS_UNIT,
             MASK, MASK_UNIT, DROPOUT, THRESHOLD, False, False, EVEN_K, PRECISION,
         )  # fmt: skip
         sums = tl.dot(d_logits.to(k.dtype), k, sums, input_precision=PRECISION)
     if PACKED or SEGMENTS or MASK or LEFT >= 0 or RIGHT >= 0 or not EVEN_K:
         for t in range(first, stop - (full_end - full)):
             j = partial_block(t, full, full_end)
-            k = load_rows(k_base, j * K_BLOCK, k_length, K_STRIDE, K_BLOCK, DIM, WIDTH, True)
-            v = load_rows(v_base, j * K_BLOCK, k_length, V_STRIDE, K_BLOCK, V_DIM, V_WIDTH, True)
-            keys = j * K_BLOCK + tl.arange(0, K_BLOCK)
-            d_logits = _logit_gradients(
-                q, k, v, d, queries, keys, is_query, keys < k_length, row_lse, row_delta, start, end, ids, k_ids, state,
-                bias_base, mask_base, k_length, bias_q, mask_q, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS, BIAS,
-                BIAS_UNIT, MASK, MASK_UNIT, DROPOUT, THRESHOLD, True, False, EVEN_K, PRECISION,
-            )  # fmt: skip
-            sums = tl.dot(d_logits.to(k.dtype), k, sums, input_precision=PRECISION)
+            if not SLOTS or is_slot_block_seen(
+                j, q_first, q_length, offset, slot_extremes, k_blocks, LEFT, RIGHT, Q_BLOCK
+            ):
+                k = load_keys(k_base, j * K_BLOCK, k_end, slots, K_STRIDE, K_BLOCK, DIM, WIDTH, True, SLOTS)
+                v = load_keys(v_base, j * K_BLOCK, k_end, slots, V_STRIDE, K_BLOCK, V_DIM, V_WIDTH, True, SLOTS)
+                keys = j * K_BLOCK + tl.arange(0, K_BLOCK)
+                places, is_key = key_places(keys, k_end, slots, SLOTS)
+                d_logits = _logit_gradients(
+                    q, k, v, d, queries, keys, places, is_query, is_key, row_lse, row_delta, start, end, ids, k_ids,
+                    state, bias_base, mask_base, k_end, bias_q, mask_q, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS, BIAS,
+                    BIAS_UNIT, MASK, MASK_UNIT, DROPOUT, THRESHOLD, True, False, EVEN_K, PRECISION,
+                )  # fmt: skip
+                sums = tl.dot(d_logits.to(k.dtype), k, sums, input_precision=PRECISION)
     d_q_base = d_query + batch64 * q_length * (HEADS * DIM) + head * DIM
     store_rows(d_q_base, q_first, q_length, sums * SCALE, HEADS * DIM, Q_BLOCK, DIM, WIDTH)
 
@@ -189,8 +219,8 @@ def sum_over_queries(
     d_key, d_value, d_query,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr,
-    MASK_UNIT: tl.constexpr, DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, START: tl.constexpr, LENGTHS: tl.constexpr, SLOTS: tl.constexpr, SEGMENTS: tl.constexpr,
+    BIAS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr, MASK_UNIT: tl.constexpr, DROPOUT: tl.constexpr,
     THRESHOLD: tl.constexpr, EVEN_Q: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, DISABLE_LICM: tl.constexpr, ATOMIC: tl.constexpr, Q_BLOCK: tl.constexpr,
@@ -206,18 +236,31 @@ def sum_over_queries(
     batch64 = batch.to(tl.int64)
     k_first = block * K_BLOCK
     keys = k_first + tl.arange(0, K_BLOCK)
-    is_key = keys < k_length
+    slots = column_end
+    if SLOTS:
+        slots += batch64 * k_length
+    k_end = key_end(column_end, batch, k_length, LENGTHS)
+    places, is_key = key_places(keys, k_end, slots, SLOTS)
     k_base = key + batch64 * k_length * (KV_HEADS * DIM) + kv_head * DIM
     v_base = value + batch64 * k_length * (KV_HEADS * V_DIM) + kv_head * V_DIM
-    k = load_rows(k_base, k_first, k_length, KV_HEADS * DIM, K_BLOCK, DIM, WIDTH, not EVEN_K)
-    v = load_rows(v_base, k_first, k_length, KV_HEADS * V_DIM, K_BLOCK, V_DIM, V_WIDTH, not EVEN_K)
+    k = load_keys(k_base, k_first, k_end, slots, KV_HEADS * DIM, K_BLOCK, DIM, WIDTH, not EVEN_K, SLOTS)
+    v = load_keys(v_base, k_first, k_end, slots, KV_HEADS * V_DIM, K_BLOCK, V_DIM, V_WIDTH, not EVEN_K, SLOTS)
 
     # The queries that see a key have it on their left, so they are on its right.
-    start, end, ids, first, full, full_end, stop = visible_blocks(
-        k_first, keys, is_key, column_start, column_end, k_ids + batch64 * k_length,
-        q_extremes + batch64 * 3 * q_blocks, k_length, q_length, q_blocks, RIGHT, LEFT, PACKED, SEGMENTS, MASK, K_BLOCK,
-        Q_BLOCK,
-    )  # fmt: skip
+    if START:
+        start, end, first, full, full_end, stop = visible_queries(
+            places, is_key, tl.load(column_start + batch), q_length, LEFT, RIGHT, Q_BLOCK
+        )
+        ids, first, full, full_end, stop = visible_segments(
+            first, full, full_end, stop, keys, is_key, k_ids + batch64 * k_length, q_extremes + batch64 * 3 * q_blocks,
+            q_blocks, SEGMENTS, MASK,
+        )  # fmt: skip
+    else:
+        start, end, ids, first, full, full_end, stop = visible_blocks(
+            k_first, keys, is_key, column_start, column_end, k_ids + batch64 * k_length,
+            q_extremes + batch64 * 3 * q_blocks, k_length, q_length, q_blocks, batch, RIGHT, LEFT, PACKED,
+            SEGMENTS, MASK, False, 0, K_BLOCK, Q_BLOCK,
+        )  # fmt: skip
     q_ids += batch64 * q_length
 
     k_sums = tl.zeros([K_BLOCK, WIDTH], tl.float32)
@@ -249,6 +292,10 @@ def sum_over_queries(
                     HEADS * DIM, HEADS * V_DIM, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS,
                     BIAS, BIAS_UNIT, MASK, MASK_UNIT, DROPOUT, THRESHOLD, True, ATOMIC, PRECISION, Q_BLOCK,
                 )  # fmt: skip
+    if LENGTHS or SLOTS:
+        # The rows of slots that hold no key were computed from keys and values of 0.
+        k_sums = tl.where(is_key[:, None], k_sums, 0.0)
+        v_sums = tl.where(is_key[:, None], v_sums, 0.0)
     store_rows(
         d_key + batch64 * k_length * (KV_HEADS * DIM) + kv_head * DIM, k_first, k_length, k_sums * SCALE,
         KV_HEADS * DIM, K_BLOCK, DIM, WIDTH,
@@ -285,9 +332,9 @@ def _add_queries(
     if DROPOUT > 0:
         state = dropout_state(seed, row, queries)
     logits, cap_derivative = _logits(
-        tl.dot(k, q.T, input_precision=PRECISION), keys, queries, is_key, is_query, start, end, ids, q_ids, bias_base,
-        mask_base, k_length, bias_q, mask_q, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS, BIAS, BIAS_UNIT, MASK,
-        MASK_UNIT, IS_PARTIAL, True, False,
+        tl.dot(k, q.T, input_precision=PRECISION), keys, queries, queries, is_key, is_query, start, end, ids, q_ids,
+        bias_base, mask_base, k_length, bias_q, mask_q, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS, BIAS, BIAS_UNIT,
+        MASK, MASK_UNIT, IS_PARTIAL, True, False,
     )  # fmt: skip
     weights = _weights(logits - row_lse[None, :], BIAS)
     d_weights = tl.dot(v, d.T, input_precision=PRECISION)
@@ -317,7 +364,8 @@ def sum_into_bias(
     d_bias,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS_Q: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr,
+    PACKED: tl.constexpr, START: tl.constexpr, LENGTHS: tl.constexpr, SLOTS: tl.constexpr, SEGMENTS: tl.constexpr,
+    BIAS_Q: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr,
     MASK_UNIT: tl.constexpr, DROPOUT: tl.constexpr,
     THRESHOLD: tl.constexpr, PRECISION: tl.constexpr,
     Q_BLOCK: tl.constexpr,
@@ -337,12 +385,18 @@ def sum_into_bias(
         for head in range(head_start, HEADS, head_step):
             for i in range(q_start, tl.cdiv(q_length, Q_BLOCK), q_step):
                 for j in range(k_start, tl.cdiv(k_length, K_BLOCK), k_step):
-                    sums += _tile_gradients(
-                        batch, head, i, j, query, key, value, d_out, lse, delta, bias, mask, q_ids, k_ids, row_start,
-                        row_end, seed, q_length, k_length, bias_b, bias_h, bias_q, mask_b, mask_h, mask_q,
-                        HEADS, GROUP, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS,
-                        BIAS_UNIT, MASK, MASK_UNIT, DROPOUT, THRESHOLD, PRECISION, Q_BLOCK, K_BLOCK,
-                    )  # fmt: skip
+                    if not START or _is_tile_seen(
+                        batch, i, j, row_start, row_end, q_length, k_length, LEFT, RIGHT, LENGTHS, SLOTS, Q_BLOCK,
+                        K_BLOCK,
+                    ):  # fmt: skip
+                        sums += _tile_gradients(
+                            batch, head, i, j, query, key, value, d_out, lse, delta, bias, mask, q_ids, k_ids,
+                            row_start, row_end, seed, q_length, k_length, bias_b, bias_h, bias_q, mask_b, mask_h,
+                            mask_q,
+                            HEADS, GROUP, DIM, V_DIM, WIDTH, V_WIDTH, SCALE, CAP, LEFT, RIGHT, PACKED, START, LENGTHS,
+                            SLOTS, SEGMENTS, BIAS_UNIT, MASK, MASK_UNIT, DROPOUT, THRESHOLD, PRECISION, Q_BLOCK,
+                            K_BLOCK,
+                        )  # fmt: skip
     # The gradient is contiguous. Its larger strides are not arguments: jax-triton takes none of more than 31 bits.
     stride = k_length if BIAS_UNIT > 0 else 1
     base = d_bias + row.to(tl.int64) * (q_length if BIAS_Q else 1) * stride
@@ -360,12 +414,28 @@ def sum_into_bias(
 
 
 @triton.jit
+def _is_tile_seen(
+    batch, i, j, q_start, key_positions, q_length, k_length,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, LENGTHS: tl.constexpr, SLOTS: tl.constexpr, Q_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Whether any query of a block may see any key of a block, by their positions."""
+    keys = j * K_BLOCK + tl.arange(0, K_BLOCK)
+    slots = key_positions + tl.cast(batch, tl.int64) * k_length if SLOTS else key_positions
+    places, is_key = key_places(keys, key_end(key_positions, batch, k_length, LENGTHS), slots, SLOTS)
+    low, high = tl.min(tl.where(is_key, places, 2147483647), 0), tl.max(tl.where(is_key, places, -1), 0)
+    first_place = tl.load(q_start + batch) + i * Q_BLOCK
+    return is_place_range_seen(low, high, first_place, first_place + Q_BLOCK - 1, LEFT, RIGHT)
+
+
+@triton.jit
 def _tile_gradients(
     batch, head, i, j, query, key, value, d_out, lse, delta, bias, mask, q_ids, k_ids, row_start, row_end, seed,
     q_length, k_length, bias_b, bias_h, bias_q, mask_b, mask_h, mask_q,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr, MASK_UNIT: tl.constexpr,
+    PACKED: tl.constexpr, START: tl.constexpr, LENGTHS: tl.constexpr, SLOTS: tl.constexpr, SEGMENTS: tl.constexpr,
+    BIAS_UNIT: tl.constexpr, MASK: tl.constexpr, MASK_UNIT: tl.constexpr,
     DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr,
     PRECISION: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -376,18 +446,23 @@ def _tile_gradients(
     kv_head = head // GROUP
     q_first, k_first = i * Q_BLOCK, j * K_BLOCK
     queries, keys = q_first + tl.arange(0, Q_BLOCK), k_first + tl.arange(0, K_BLOCK)
-    is_query, is_key = queries < q_length, keys < k_length
+    slots = row_end
+    if SLOTS:
+        slots += batch64 * k_length
+    k_end = key_end(row_end, batch, k_length, LENGTHS)
+    is_query = queries < q_length
+    places, is_key = key_places(keys, k_end, slots, SLOTS)
     q_base = query + batch64 * q_length * (HEADS * DIM) + head * DIM
     d_base = d_out + batch64 * q_length * (HEADS * V_DIM) + head * V_DIM
     k_base = key + batch64 * k_length * (KV_HEADS * DIM) + kv_head * DIM
     v_base = value + batch64 * k_length * (KV_HEADS * V_DIM) + kv_head * V_DIM
     q = load_rows(q_base, q_first, q_length, HEADS * DIM, Q_BLOCK, DIM, WIDTH, True)
     d = load_rows(d_base, q_first, q_length, HEADS * V_DIM, Q_BLOCK, V_DIM, V_WIDTH, True)
-    k = load_rows(k_base, k_first, k_length, KV_HEADS * DIM, K_BLOCK, DIM, WIDTH, True)
-    v = load_rows(v_base, k_first, k_length, KV_HEADS * V_DIM, K_BLOCK, V_DIM, V_WIDTH, True)
+    k = load_keys(k_base, k_first, k_end, slots, KV_HEADS * DIM, K_BLOCK, DIM, WIDTH, True, SLOTS)
+    v = load_keys(v_base, k_first, k_end, slots, KV_HEADS * V_DIM, K_BLOCK, V_DIM, V_WIDTH, True, SLOTS)
     row_lse = tl.load(lse + row64 * q_length + queries, mask=is_query, other=float("inf"))
     row_delta = tl.load(delta + row64 * q_length + queries, mask=is_query, other=0.0)
-    offset = k_length - q_length
+    offset = query_offset(row_start, batch, q_length, k_length, START)
     start, end = queries + (offset - LEFT), queries + (offset + RIGHT + 1)
     if PACKED:
         start = tl.load(row_start + queries, mask=is_query, other=0)
@@ -399,8 +474,8 @@ def _tile_gradients(
     if DROPOUT > 0:
         state = dropout_state(seed, row64, queries)
     return _logit_gradients(
-        q, k, v, d, queries, keys, is_query, is_key, row_lse, row_delta, start, end, ids, k_ids + batch64 * k_length,
-        state, bias + times_unit(batch64 * bias_b + head64 * bias_h, BIAS_UNIT),
+        q, k, v, d, queries, keys, places, is_query, is_key, row_lse, row_delta, start, end, ids,
+        k_ids + batch64 * k_length, state, bias + times_unit(batch64 * bias_b + head64 * bias_h, BIAS_UNIT),
         mask + times_unit(batch64 * mask_b + head64 * mask_h, MASK_UNIT), k_length, bias_q, mask_q,
         SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS, True, BIAS_UNIT, MASK, MASK_UNIT, DROPOUT, THRESHOLD, True, True,
         False, PRECISION,
@@ -409,7 +484,7 @@ def _tile_gradients(
 
 @triton.jit
 def _logit_gradients(
-    q, k, v, d, queries, keys, is_query, is_key, row_lse, row_delta, start, end, ids, k_ids, state, bias_base,
+    q, k, v, d, queries, keys, places, is_query, is_key, row_lse, row_delta, start, end, ids, k_ids, state, bias_base,
     mask_base, k_length, bias_q, mask_q,
     SCALE: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr,
     SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr, MASK_UNIT: tl.constexpr,
@@ -418,9 +493,9 @@ def _logit_gradients(
 ):  # fmt: skip
     """The gradients of the logits of a tile (queries, keys), before the soft cap, or with ``OF_BIAS`` after it."""
     logits, cap_derivative = _logits(
-        tl.dot(q, k.T, input_precision=PRECISION), queries, keys, is_query, is_key, start, end, ids, k_ids, bias_base,
-        mask_base, k_length, bias_q, mask_q, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS, BIAS, BIAS_UNIT, MASK,
-        MASK_UNIT, IS_PARTIAL, False, EVEN_K,
+        tl.dot(q, k.T, input_precision=PRECISION), queries, keys, places, is_query, is_key, start, end, ids, k_ids,
+        bias_base, mask_base, k_length, bias_q, mask_q, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS, BIAS, BIAS_UNIT,
+        MASK, MASK_UNIT, IS_PARTIAL, False, EVEN_K,
     )  # fmt: skip
     weights = _weights(logits - row_lse[:, None], BIAS)
     d_weights = tl.dot(d, v.T, input_precision=PRECISION)
@@ -445,7 +520,7 @@ def _weights(differences, BIAS: tl.constexpr):
 
 @triton.jit
 def _logits(
-    products, rows, columns, is_row, is_column, start, end, ids, other_ids, bias_base, mask_base, k_length,
+    products, rows, columns, places, is_row, is_column, start, end, ids, other_ids, bias_base, mask_base, k_length,
     bias_q, mask_q,
     SCALE: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr,
     SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BIAS_UNIT: tl.constexpr, MASK: tl.constexpr, MASK_UNIT: tl.constexpr,
@@ -453,7 +528,8 @@ def _logits(
 ):  # fmt: skip
     """Logits in units of log2, and the derivative of the soft cap.
 
-    ``start`` and ``end`` are the interval of columns of each row. Rows are queries, or keys if ``IS_TRANSPOSED``.
+    ``start`` and ``end`` are the interval of columns of each row, by the ``places`` of columns. Rows are queries, or
+    keys if ``IS_TRANSPOSED``.
     """
     cap_derivative = products
     if CAP > 0:
@@ -477,9 +553,9 @@ def _logits(
         ROW_LEFT: tl.constexpr = RIGHT if IS_TRANSPOSED else LEFT
         ROW_RIGHT: tl.constexpr = LEFT if IS_TRANSPOSED else RIGHT
         if PACKED or ROW_LEFT >= 0:
-            visible = visible & (columns[None, :] >= start[:, None])
+            visible = visible & (places[None, :] >= start[:, None])
         if PACKED or ROW_RIGHT >= 0:
-            visible = visible & (columns[None, :] < end[:, None])
+            visible = visible & (places[None, :] < end[:, None])
         if SEGMENTS:
             column_ids = tl.load(other_ids + columns, mask=is_column, other=0)
             visible = visible & (ids[:, None] == column_ids[None, :]) & (column_ids > 0)[None, :]

@@ -12,7 +12,14 @@ import numpy as np
 
 from ejkernel_core import Invocation
 from ejkernel_ops.flash_attention.dropout import threshold
-from ejkernel_ops.flash_attention.geometry import key_intervals, query_intervals, segment_extremes
+from ejkernel_ops.flash_attention.geometry import (
+    block_count,
+    key_intervals,
+    query_intervals,
+    segment_extremes,
+    slot_extremes,
+)
+from ejkernel_ops.flash_attention.positions import MAX_POSITION, has_positions
 from ejkernel_ops.flash_attention.statistics import BackwardRows
 from ejkernel_ops.flash_attention.tokens import band
 
@@ -37,7 +44,10 @@ def sides(a: Arguments) -> tuple[int, int]:
     """How many keys to the left and to the right of its own a query sees; -1 for a side on which that hides no key."""
     left, right = band(a["causal"], a["sliding_window"])
     q_length, k_length = a["query"].shape[1], a["key"].shape[1]
-    if a["cum_seqlens_q"] is None:
+    if has_positions(a):
+        # No two positions are so far apart, and sums of two with a narrower window are int32.
+        left = None if left is not None and left >= 2 * MAX_POSITION - 2 else left
+    elif a["cum_seqlens_q"] is None:
         left = None if left is not None and left >= k_length - 1 else left
         right = None if right is not None and right >= q_length - 1 else right
     return -1 if left is None else left, -1 if right is None else right
@@ -61,6 +71,8 @@ def constants(a: Arguments) -> dict[str, Any]:
         "LEFT": left,
         "RIGHT": right,
         "PACKED": a["cum_seqlens_q"] is not None,
+        "START": has_positions(a),
+        "LENGTHS": a["kv_lengths"] is not None,
         "MASK": a["attention_mask"] is not None,
         **_units(a),
         "DROPOUT": float(dropout),
@@ -128,7 +140,8 @@ def operands(a: Arguments, arrays: Iterable[jax.Array | None]) -> list[jax.Array
 
 def even_blocks(a: Arguments, q_block: int, k_block: int) -> dict[str, bool]:
     """Whether the lengths are multiples of the blocks, so that no access needs a bounds check."""
-    return {"EVEN_Q": a["query"].shape[1] % q_block == 0, "EVEN_K": a["key"].shape[1] % k_block == 0}
+    is_full = a["kv_lengths"] is None and a["kv_positions"] is None
+    return {"EVEN_Q": a["query"].shape[1] % q_block == 0, "EVEN_K": is_full and a["key"].shape[1] % k_block == 0}
 
 
 def strides(x: Any) -> tuple[int, int, int]:
@@ -150,9 +163,42 @@ def packed_query_intervals(a: Arguments) -> tuple[jax.Array | None, jax.Array | 
     return (None, None) if a["cum_seqlens_q"] is None else query_intervals(a)
 
 
-def segment_table(ids: jax.Array | None, block: int) -> jax.Array | None:
-    """(batch, 3, blocks): `segment_extremes` of each block of ids, if there are segments."""
-    return None if ids is None else jnp.stack(segment_extremes(ids, block), 1).astype(jnp.int32)
+def row_arrays(a: Arguments) -> tuple[jax.Array | None, jax.Array | None]:
+    """What says which keys a query may see: `packed_key_intervals`, or the positions of a call that has them.
+
+    They take the same two parameters of a kernel, because no call has both.
+    """
+    return positions(a) if has_positions(a) else packed_key_intervals(a)
+
+
+def column_arrays(a: Arguments) -> tuple[jax.Array | None, jax.Array | None]:
+    """The same for keys."""
+    return positions(a) if has_positions(a) else packed_query_intervals(a)
+
+
+def positions(a: Arguments) -> tuple[jax.Array | None, jax.Array | None]:
+    """Where queries start, and the lengths or the positions of keys, of which no call has both."""
+    return a["q_start"], a["kv_lengths"] if a["kv_positions"] is None else a["kv_positions"]
+
+
+def key_table(a: Arguments, block: int) -> tuple[jax.Array | None, dict[str, int]]:
+    """(batch, 3 or 6, blocks): `segment_extremes` of each block of keys if there are segments, `slot_extremes` if keys
+    have positions; and the constants for them, powers of two that the number of blocks is padded to in registers.
+    """
+    segments, slots = a["kv_segment_ids"], a["kv_positions"]
+    rows = [] if segments is None else segment_extremes(segments, block)
+    rows = rows if slots is None else (*rows, *slot_extremes(a, block))
+    count = 1 << (block_count(a["key"].shape[1], block) - 1).bit_length()
+    table = jnp.stack([row.astype(jnp.int32) for row in rows], 1) if rows else None
+    return table, {"SEGMENTS": 0 if segments is None else count, "SLOTS": 0 if slots is None else count}
+
+
+def query_table(a: Arguments, block: int) -> tuple[jax.Array | None, dict[str, int]]:
+    """The same for blocks of queries, whose positions are known from that of the first."""
+    segments = a["q_segment_ids"]
+    count = 1 << (block_count(a["query"].shape[1], block) - 1).bit_length()
+    constants = {"SEGMENTS": 0 if segments is None else count, "SLOTS": int(a["kv_positions"] is not None)}
+    return None if segments is None else jnp.stack(segment_extremes(segments, block), 1).astype(jnp.int32), constants
 
 
 def backward_rows(a: Arguments) -> BackwardRows:

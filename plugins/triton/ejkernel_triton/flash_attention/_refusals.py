@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ejkernel_core import Invocation, Unsupported
-from ejkernel_ops.flash_attention.positions import refuse_positions
 from ejkernel_triton.launch._requirements import require_card
 
 #: Larger head dims do not fit into registers.
@@ -14,7 +13,6 @@ DTYPES = ("float16", "bfloat16", "float32")
 def check(inv: Invocation) -> None:
     """Raise ``Unsupported`` for a card, versions or arguments that the kernels do not support."""
     require_card(inv)
-    refuse_positions(inv, "the Triton kernels")
     query, value = inv["query"], inv["value"]
     if str(query.dtype) not in DTYPES:
         raise Unsupported(f"the Triton kernels take {', '.join(DTYPES)}; not {query.dtype}")

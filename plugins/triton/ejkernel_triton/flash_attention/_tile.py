@@ -33,6 +33,46 @@ def load_rows(base, first, length, STRIDE: tl.constexpr, ROWS: tl.constexpr, DIM
 
 
 @triton.jit
+def load_keys(base, first, length, slots, STRIDE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+              WIDTH: tl.constexpr, CHECK_BOUNDS: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+    """`load_rows` of keys or values. With ``SLOTS``, and unless the block is full, it loads only the slots that hold a
+    key: what is in the others may be NaN, which no weight of 0 would remove.
+    """
+    if SLOTS and CHECK_BOUNDS:
+        row = tl.arange(0, ROWS)
+        column = tl.arange(0, WIDTH)
+        is_key = tl.load(slots + first + row, mask=first + row < length, other=-1) >= 0
+        pointers = base + first.to(tl.int64) * STRIDE + row[:, None] * STRIDE + column[None, :]
+        return tl.load(pointers, mask=is_key[:, None] & (column < DIM)[None, :], other=0.0)
+    return load_rows(base, first, length, STRIDE, ROWS, DIM, WIDTH, CHECK_BOUNDS)
+
+
+@triton.jit
+def key_places(keys, length, slots, SLOTS: tl.constexpr):
+    """The position of each key, and whether there is a key: without ``SLOTS`` a key's position is its index."""
+    if SLOTS:
+        places = tl.load(slots + keys, mask=keys < length, other=-1)
+        return places, places >= 0
+    return keys, keys < length
+
+
+@triton.jit
+def key_end(lengths, batch, k_length, LENGTHS: tl.constexpr):
+    """The number of keys in this entry of the batch."""
+    if LENGTHS:
+        return tl.minimum(tl.load(lengths + batch), k_length)
+    return k_length
+
+
+@triton.jit
+def query_offset(q_start, batch, q_length, k_length, START: tl.constexpr):
+    """The position of the first query. By default the last query is at the position of the last key."""
+    if START:
+        return tl.load(q_start + batch)
+    return k_length - q_length
+
+
+@triton.jit
 def store_rows(base, first, length, x, STRIDE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
                WIDTH: tl.constexpr):  # fmt: skip
     """Store the rows and columns that `load_rows` would load, without the padding."""
@@ -110,6 +150,69 @@ def segment_blocks(ids, is_token, extremes, count, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def slot_blocks(first_place, last_place, extremes, count, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                BLOCKS: tl.constexpr):  # fmt: skip
+    """The blocks of slots that queries at ``first_place`` to ``last_place`` may see, and the longest run of full blocks
+    from the first full one on.
+
+    ``extremes`` has three rows of ``count`` numbers: the lowest and the highest position in each block, without empty
+    slots, and whether all slots hold a key.
+    """
+    index = tl.arange(0, BLOCKS)
+    is_block = index < count
+    low = tl.load(extremes + index, mask=is_block, other=2147483647)
+    high = tl.load(extremes + count + index, mask=is_block, other=-1)
+    is_full = tl.load(extremes + 2 * count + index, mask=is_block, other=0) > 0
+    is_seen = is_place_range_seen(low, high, first_place, last_place, LEFT, RIGHT)
+    if LEFT >= 0:
+        is_full = is_full & (low >= last_place - LEFT)
+    if RIGHT >= 0:
+        is_full = is_full & (high <= first_place + RIGHT)
+    first = tl.min(tl.where(is_seen, index, count), 0)
+    end = tl.max(tl.where(is_seen, index + 1, 0), 0)
+    full = tl.min(tl.where(is_full, index, count), 0)
+    full_end = tl.min(tl.where((index > full) & (is_full == 0), index, count), 0)
+    end = tl.maximum(end, first)
+    full = tl.minimum(tl.maximum(full, first), end)
+    return first, full, tl.minimum(tl.maximum(full_end, full), end), end
+
+
+@triton.jit
+def is_place_range_seen(low, high, first_place, last_place, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Whether queries at ``first_place`` to ``last_place`` may see keys at ``low`` to ``high``, of which there are none
+    if ``low`` is above ``high``.
+    """
+    is_seen = low <= high
+    if LEFT >= 0:
+        is_seen = is_seen & (high >= first_place - LEFT)
+    if RIGHT >= 0:
+        is_seen = is_seen & (low <= last_place + RIGHT)
+    return is_seen
+
+
+@triton.jit
+def is_slot_block_seen(j, first_query, q_length, offset, extremes, count, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                       Q_BLOCK: tl.constexpr):  # fmt: skip
+    """Whether a block of queries may see block ``j`` of slots: keys of a ring that it sees may be in two runs."""
+    last_query = tl.minimum(first_query + Q_BLOCK, q_length) - 1
+    low, high = tl.load(extremes + j), tl.load(extremes + count + j)
+    return is_place_range_seen(low, high, first_query + offset, last_query + offset, LEFT, RIGHT)
+
+
+@triton.jit
+def visible_queries(places, is_key, offset, length, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    """For keys at any positions: the interval of queries that see each, and the blocks of these queries."""
+    start, end = tl.zeros_like(places), tl.zeros_like(places) + length
+    if RIGHT >= 0:
+        start = tl.maximum(places - offset - RIGHT, 0)
+    if LEFT >= 0:
+        end = tl.minimum(places - offset + LEFT + 1, length)
+    first, full, full_end, stop = interval_blocks(start, end, is_key, length, BLOCK)
+    is_seen = tl.max((is_key & (start < end)).to(tl.int32), 0) > 0
+    return start, end, first, full, full_end, tl.where(is_seen, stop, first)
+
+
+@triton.jit
 def intersection(first, full, full_end, end, other_first, other_full, other_full_end, other_end):
     """The blocks that are in both ranges, and those that are full in both."""
     first = tl.maximum(first, other_first)
@@ -121,14 +224,15 @@ def intersection(first, full, full_end, end, other_first, other_full, other_full
 
 @triton.jit
 def visible_blocks(
-    first_token, tokens, is_token, starts, ends, ids, extremes, length, other_length, other_blocks,
+    first_token, tokens, is_token, starts, ends, ids, extremes, length, other_length, other_blocks, batch,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, SEGMENTS: tl.constexpr, MASK: tl.constexpr,
-    BLOCK: tl.constexpr, OTHER_BLOCK: tl.constexpr,
+    START: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, OTHER_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What a block of tokens sees of the other side: the interval and the segment of each token, and a range of blocks.
 
     Blocks from ``full`` to ``full_end`` are full. The others of the range, ``first`` to ``full`` and ``full_end`` to
-    ``stop``, are partial.
+    ``stop``, are partial. With ``START`` tokens are queries, and ``starts`` has the position of the first one. With
+    ``SLOTS`` the positions of keys are in ``extremes``, behind the rows for segments.
     """
     start, end = tokens, tokens
     if PACKED:
@@ -136,12 +240,30 @@ def visible_blocks(
         end = tl.load(ends + tokens, mask=is_token, other=0)
         first, full, full_end, stop = interval_blocks(start, end, is_token, other_length, OTHER_BLOCK)
     else:
-        offset = other_length - length
+        offset = query_offset(starts, batch, length, other_length, START)
         last_token = tl.minimum(first_token + BLOCK, length) - 1
         first, full, full_end, stop = band_blocks(
             first_token, last_token, offset, other_length, LEFT, RIGHT, OTHER_BLOCK
         )
+        if SLOTS:
+            slot_extremes = extremes + (3 * other_blocks if SEGMENTS else 0)
+            first, full, full_end, stop = slot_blocks(
+                first_token + offset, last_token + offset, slot_extremes, other_blocks, LEFT, RIGHT, SLOTS
+            )
+        elif START:
+            # Queries may stand behind the last key, where a window sees nothing.
+            stop = tl.where(first * OTHER_BLOCK < other_length, stop, first)
         start, end = tokens + (offset - LEFT), tokens + (offset + RIGHT + 1)
+    segment, first, full, full_end, stop = visible_segments(
+        first, full, full_end, stop, tokens, is_token, ids, extremes, other_blocks, SEGMENTS, MASK
+    )
+    return start, end, segment, first, full, full_end, stop
+
+
+@triton.jit
+def visible_segments(first, full, full_end, stop, tokens, is_token, ids, extremes, other_blocks,
+                     SEGMENTS: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """The segment of each token, and of a range of blocks of the other side what segments and a mask leave of it."""
     segment = tokens
     if SEGMENTS:
         segment = tl.load(ids + tokens, mask=is_token, other=0)
@@ -149,7 +271,7 @@ def visible_blocks(
         first, full, full_end, stop = intersection(first, full, full_end, stop, s_first, s_full, s_full_end, s_stop)
     if MASK:
         full_end = full
-    return start, end, segment, first, full, full_end, stop
+    return segment, first, full, full_end, stop
 
 
 @triton.jit

@@ -115,11 +115,11 @@ def _biased_rows(inv: Invocation, shape: Pass) -> BackwardRows:
 def _exact_lse(inv: Invocation, shape: Pass) -> tuple[jax.Array, ...]:
     batch, length, heads, _ = inv["query"].shape
     count = block_count(inv["key"].shape[1], shape.k_block)
-    ids = inv["kv_segment_ids"]
+    table, table_constants = _problem.key_table(inv, shape.k_block)
     arrays = (
         *(inv[name] for name in ("query", "key", "lse", "bias", "attention_mask", "q_segment_ids", "kv_segment_ids")),
-        _problem.segment_table(ids, shape.k_block),
-        *_problem.packed_key_intervals(inv),
+        table,
+        *_problem.row_arrays(inv),
         inv["softmax_aux"],
     )
     return _jax_triton.call(
@@ -131,7 +131,7 @@ def _exact_lse(inv: Invocation, shape: Pass) -> tuple[jax.Array, ...]:
         constants={
             **_problem.constants(inv),
             **_problem.sink_constants(inv),
-            "SEGMENTS": 0 if ids is None else 1 << (count - 1).bit_length(),
+            **table_constants,
             "FAR": FAR,
             "Q_BLOCK": shape.q_block,
             "K_BLOCK": shape.k_block,
@@ -153,9 +153,9 @@ def _over_keys(inv: Invocation, rows: BackwardRows, shape: Pass) -> jax.Array:
         inv,
         rows,
         shape,
-        segments=_problem.segment_table(inv["kv_segment_ids"], shape.k_block),
+        table=_problem.key_table(inv, shape.k_block),
         count=count,
-        intervals=_problem.packed_key_intervals(inv),
+        intervals=_problem.row_arrays(inv),
         outputs=(jax.ShapeDtypeStruct(query.shape, query.dtype),),
         grid=(block_count(length, shape.q_block) * batch * heads,),
     )
@@ -173,9 +173,9 @@ def _over_queries(inv: Invocation, rows: BackwardRows, shape: Pass, atomics: boo
         inv,
         rows,
         shape,
-        segments=_problem.segment_table(inv["q_segment_ids"], shape.q_block),
+        table=_problem.query_table(inv, shape.q_block),
         count=count,
-        intervals=_problem.packed_query_intervals(inv),
+        intervals=_problem.column_arrays(inv),
         outputs=(jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype), query),
         zeroed_outputs=(2,) if atomics else (),
         ATOMIC=atomics,
@@ -191,7 +191,7 @@ def _launch(
     inv: Invocation,
     rows: BackwardRows,
     shape: Pass,
-    segments: jax.Array | None,
+    table: tuple[jax.Array | None, dict[str, int]],
     count: int,
     intervals: Sequence[Any],
     outputs: Sequence[jax.ShapeDtypeStruct],
@@ -199,7 +199,7 @@ def _launch(
     zeroed_outputs: Sequence[int] = (),
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
-    arrays = (*_common_arrays(inv, rows), segments, *intervals, inv["dropout_seed"])
+    arrays = (*_common_arrays(inv, rows), table[0], *intervals, inv["dropout_seed"])
     return _jax_triton.call(
         f"{KERNELS}:{kernel}",
         _problem.operands(inv, arrays),
@@ -210,7 +210,7 @@ def _launch(
             **_problem.constants(inv),
             **_problem.even_blocks(inv, shape.q_block, shape.k_block),
             "BIAS": inv["bias"] is not None,
-            "SEGMENTS": 1 << (count - 1).bit_length() if segments is not None else 0,
+            **table[1],
             "Q_BLOCK": shape.q_block,
             "K_BLOCK": shape.k_block,
             **constants,
@@ -242,8 +242,9 @@ def _bias(inv: Invocation, rows: BackwardRows, shape: Pass) -> jax.Array:
         # A sum for each head, because otherwise few programs would have all the work; the heads are summed below.
         b, h = batch, heads
     q_blocks, k_blocks = block_count(q_length, shape.q_block), block_count(k_length, shape.k_block)
-    arrays = (*_common_arrays(inv, rows), *_problem.packed_key_intervals(inv), inv["dropout_seed"])
-    constants = {**_problem.constants(inv), "SEGMENTS": int(inv["q_segment_ids"] is not None)}
+    arrays = (*_common_arrays(inv, rows), *_problem.row_arrays(inv), inv["dropout_seed"])
+    flags = {"SEGMENTS": int(inv["q_segment_ids"] is not None), "SLOTS": int(inv["kv_positions"] is not None)}
+    constants = {**_problem.constants(inv), **flags}
     (d_bias,) = _jax_triton.call(
         f"{KERNELS}:sum_into_bias",
         _problem.operands(inv, arrays),
