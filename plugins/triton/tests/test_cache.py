@@ -73,9 +73,9 @@ CALLS: dict[str, dict[str, Any]] = {
         "sliding_window": (2**31, 2**31),
     },
     "far-before-a-ring": {
-        "kv_positions": ring([FAR, FAR + 140]),
+        "kv_positions": ring([2**29, FAR + 140]),
         "q_start": np.array([-(2**29), FAR], np.int32),
-        "sliding_window": (2**30 - 3, 2**30),
+        "sliding_window": (2**30, 2**30),
     },
     "empty-ring": {"kv_positions": np.full((2, SLOTS), -1, np.int32), "q_start": 4, "causal": True},
     "bias": {"q_start": 50, "kv_lengths": np.array([70, 30], np.int32), "causal": True, "bias": None},
