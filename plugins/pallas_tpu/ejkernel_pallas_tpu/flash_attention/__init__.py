@@ -62,8 +62,8 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array | No
 def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, jax.Array | None]:
     """The same; ``interpret`` is that of ``pl.pallas_call``."""
     from ejkernel_pallas_tpu.flash_attention._forward import attend
-    from ejkernel_pallas_tpu.flash_attention._operands import seed
     from ejkernel_pallas_tpu.flash_attention._problem import problem
+    from ejkernel_pallas_tpu.flash_attention._scalars import scalars
     from ejkernel_pallas_tpu.flash_attention._steps import pairs
 
     (batch, q_length, heads, _), v_dim = inv["query"].shape, inv["value"].shape[3]
@@ -73,7 +73,7 @@ def compute(inv: Invocation, cfg: Config, interpret: Any) -> tuple[jax.Array, ja
             jnp.zeros((batch, heads, q_length), jnp.float32),
         )
     p = problem(inv, cfg.q_block, cfg.k_block)
-    return attend(inv, p, pairs(inv, p).query_steps(), seed(inv), interpret, _tuning.vmem_limit(inv))
+    return attend(inv, p, pairs(inv, p).query_steps(), scalars(inv), interpret, _tuning.vmem_limit(inv))
 
 
 def vmem(inv: Invocation, cfg: Config) -> int:

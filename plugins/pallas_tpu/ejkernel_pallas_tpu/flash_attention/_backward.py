@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from ejkernel_ops.flash_attention.statistics import BackwardRows
 from ejkernel_pallas_tpu.flash_attention._operands import by_queries, operands, output_by_queries, statistics
 from ejkernel_pallas_tpu.flash_attention._problem import Arguments, Problem
+from ejkernel_pallas_tpu.flash_attention._scalars import read_entry
 from ejkernel_pallas_tpu.flash_attention._steps import FIRST, LAST, Steps, inner_block, is_set, outer_block, run_step
 from ejkernel_pallas_tpu.flash_attention._tile import logit_gradients, matmul
 from ejkernel_pallas_tpu.launch import Launch, Operand, Output, Scratch, grid_indices
@@ -36,13 +37,13 @@ def all_operands(a: Arguments, p: Problem, rows: BackwardRows) -> dict[str, Oper
 def query_pass(a: Arguments, p: Problem, rows: BackwardRows, steps: Steps) -> Launch:
     """The launch that computes the gradient of queries."""
 
-    def tile_map(b: Any, h: Any, t: Any, table: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
+    def tile_map(b: Any, h: Any, t: Any, table: Any, numbers: Any) -> tuple[Any, Any, Any, Any]:
         word = steps.word(table, b, t)
         return b, h, outer_block(word), inner_block(word)
 
     return Launch(
         name="flash_attention_bwd_queries",
-        kernel=lambda table, seed, refs: _sum_over_keys(p, steps, table, seed, refs),
+        kernel=lambda table, numbers, refs: _sum_over_keys(p, steps, table, numbers, refs),
         grid=(p.batch, p.heads, steps.count),
         semantics=("parallel", "parallel", "arbitrary"),
         tile_map=tile_map,
@@ -52,9 +53,9 @@ def query_pass(a: Arguments, p: Problem, rows: BackwardRows, steps: Steps) -> La
     )
 
 
-def _sum_over_keys(p: Problem, steps: Steps, table: Any, seed: Any, refs: Any) -> None:
+def _sum_over_keys(p: Problem, steps: Steps, table: Any, numbers: Any, refs: Any) -> None:
     b, h, step = grid_indices(3)
-    word, state = steps.word(table, b, step), seed[0]
+    word, entry = steps.word(table, b, step), read_entry(p, numbers, b)
     i = outer_block(word)
 
     @pl.when(is_set(word, FIRST))
@@ -63,7 +64,7 @@ def _sum_over_keys(p: Problem, steps: Steps, table: Any, seed: Any, refs: Any) -
 
     def tile(j: Any, is_masked: bool) -> None:
         head = b * p.heads + h
-        _, d_products, _ = logit_gradients(p, refs, state, head, i, j, is_masked, is_transposed=False)
+        _, d_products, _ = logit_gradients(p, refs, entry, head, i, j, is_masked, is_transposed=False)
         refs.sums[...] += matmul(d_products, refs.key[...])
 
     run_step(steps, word, tile)
@@ -80,7 +81,7 @@ def key_pass(a: Arguments, p: Problem, rows: BackwardRows, steps: Steps) -> Laun
     """The launch that computes the gradients of keys and values."""
     group = p.group
 
-    def tile_map(b: Any, h: Any, t: Any, g: Any, table: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
+    def tile_map(b: Any, h: Any, t: Any, g: Any, table: Any, numbers: Any) -> tuple[Any, Any, Any, Any]:
         word = steps.word(table, b, t)
         return b, h * group + g, inner_block(word), outer_block(word)
 
@@ -94,7 +95,7 @@ def key_pass(a: Arguments, p: Problem, rows: BackwardRows, steps: Steps) -> Laun
 
     return Launch(
         name="flash_attention_bwd_keys",
-        kernel=lambda table, seed, refs: _sum_over_queries(p, steps, table, seed, refs),
+        kernel=lambda table, numbers, refs: _sum_over_queries(p, steps, table, numbers, refs),
         grid=(p.batch, p.kv_heads, steps.count, group),
         semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
         tile_map=tile_map,
@@ -104,9 +105,9 @@ def key_pass(a: Arguments, p: Problem, rows: BackwardRows, steps: Steps) -> Laun
     )
 
 
-def _sum_over_queries(p: Problem, steps: Steps, table: Any, seed: Any, refs: Any) -> None:
+def _sum_over_queries(p: Problem, steps: Steps, table: Any, numbers: Any, refs: Any) -> None:
     b, kv_head, step, member = grid_indices(4)
-    word, state = steps.word(table, b, step), seed[0]
+    word, entry = steps.word(table, b, step), read_entry(p, numbers, b)
     j = outer_block(word)
     head = b * p.heads + kv_head * p.group + member
 
@@ -116,7 +117,7 @@ def _sum_over_queries(p: Problem, steps: Steps, table: Any, seed: Any, refs: Any
         refs.v_sums[...] = jnp.zeros((p.k_block, p.v_dim), jnp.float32)
 
     def tile(i: Any, is_masked: bool) -> None:
-        weights, d_products, _ = logit_gradients(p, refs, state, head, i, j, is_masked, is_transposed=True)
+        weights, d_products, _ = logit_gradients(p, refs, entry, head, i, j, is_masked, is_transposed=True)
         refs.v_sums[...] += matmul(weights, refs.d_out[...])
         refs.k_sums[...] += matmul(d_products, refs.query[...])
 

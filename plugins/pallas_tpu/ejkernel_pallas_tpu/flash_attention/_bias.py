@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from ejkernel_ops.flash_attention.statistics import BackwardRows
 from ejkernel_pallas_tpu.flash_attention._backward import all_operands
 from ejkernel_pallas_tpu.flash_attention._problem import Arguments, Problem
+from ejkernel_pallas_tpu.flash_attention._scalars import read_entry
 from ejkernel_pallas_tpu.flash_attention._steps import PairTable
 from ejkernel_pallas_tpu.flash_attention._tile import logit_gradients, tile_shape
 from ejkernel_pallas_tpu.launch import Launch, Output, Scratch, grid_indices
@@ -47,7 +48,7 @@ def bias_pass(a: Arguments, p: Problem, rows: BackwardRows, pairs: PairTable) ->
     block = {"full": (p.q_block, p.k_block), "keys": (1, p.k_block), "queries": (1, p.q_block)}[str(p.bias)]
     return Launch(
         name="flash_attention_bwd_bias",
-        kernel=lambda table, seed, refs: _sum_into_bias(p, pairs, has_axis, grid_axes, table, seed, refs),
+        kernel=lambda table, numbers, refs: _sum_into_bias(p, pairs, has_axis, grid_axes, table, numbers, refs),
         grid=tuple(counts[axis] for axis in grid_axes),
         semantics=tuple("parallel" if has_axis[axis] else "arbitrary" for axis in grid_axes),
         tile_map=tile_map,
@@ -66,7 +67,7 @@ def bias_pass(a: Arguments, p: Problem, rows: BackwardRows, pairs: PairTable) ->
 
 
 def _sum_into_bias(
-    p: Problem, pairs: PairTable, has_axis: tuple[bool, ...], grid_axes: list[int], table: Any, seed: Any, refs: Any
+    p: Problem, pairs: PairTable, has_axis: tuple[bool, ...], grid_axes: list[int], table: Any, numbers: Any, refs: Any
 ) -> None:
     indices, counts = grid_indices(4), (p.batch, p.heads, p.q_count, p.k_count)
     b, h, i, j = (indices[grid_axes.index(axis)] for axis in range(4))
@@ -85,7 +86,8 @@ def _sum_into_bias(
 
     @pl.when(is_visible)
     def _() -> None:
-        _, _, d_logits = logit_gradients(p, refs, seed[0], b * p.heads + h, i, j, True, is_transposed)
+        entry = read_entry(p, numbers, b)
+        _, _, d_logits = logit_gradients(p, refs, entry, b * p.heads + h, i, j, True, is_transposed)
         refs.sums[...] += d_logits
 
     @pl.when(is_last)

@@ -12,6 +12,7 @@ from ejkernel_core import Invocation
 from ejkernel_ops.flash_attention.statistics import LOG2E
 from ejkernel_pallas_tpu.flash_attention._operands import operands, output_by_queries, sinks
 from ejkernel_pallas_tpu.flash_attention._problem import LANES, LEAST, LOWEST, Problem
+from ejkernel_pallas_tpu.flash_attention._scalars import read_entry
 from ejkernel_pallas_tpu.flash_attention._steps import FIRST, LAST, Steps, inner_block, is_set, outer_block, run_step
 from ejkernel_pallas_tpu.flash_attention._tile import keep_mask, logits, matmul, row, widen
 from ejkernel_pallas_tpu.launch import Launch, Output, Scratch, grid_indices
@@ -20,7 +21,7 @@ from ejkernel_pallas_tpu.launch import Launch, Output, Scratch, grid_indices
 def forward(inv: Invocation, p: Problem, steps: Steps) -> Launch:
     """The launch that computes the output and, if it is needed, the lse."""
 
-    def tile_map(b: Any, h: Any, t: Any, table: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
+    def tile_map(b: Any, h: Any, t: Any, table: Any, numbers: Any) -> tuple[Any, Any, Any, Any]:
         word = steps.word(table, b, t)
         return b, h, outer_block(word), inner_block(word)
 
@@ -35,7 +36,7 @@ def forward(inv: Invocation, p: Problem, steps: Steps) -> Launch:
     )
     return Launch(
         name="flash_attention",
-        kernel=lambda table, seed, refs: _attend(p, steps, table, seed, refs, inv.needs("lse")),
+        kernel=lambda table, numbers, refs: _attend(p, steps, table, numbers, refs, inv.needs("lse")),
         grid=(p.batch, p.heads, steps.count),
         semantics=("parallel", "parallel", "arbitrary"),
         tile_map=tile_map,
@@ -48,9 +49,9 @@ def forward(inv: Invocation, p: Problem, steps: Steps) -> Launch:
     )
 
 
-def _attend(p: Problem, steps: Steps, table: Any, seed: Any, refs: Any, has_lse: bool) -> None:
+def _attend(p: Problem, steps: Steps, table: Any, numbers: Any, refs: Any, has_lse: bool) -> None:
     b, h, step = grid_indices(3)
-    word, state = steps.word(table, b, step), seed[0]
+    word, entry = steps.word(table, b, step), read_entry(p, numbers, b)
     i = outer_block(word)
 
     @pl.when(is_set(word, FIRST))
@@ -65,7 +66,7 @@ def _attend(p: Problem, steps: Steps, table: Any, seed: Any, refs: Any, has_lse:
         refs.sums[...] = jnp.zeros((p.q_block, p.v_dim), jnp.float32)
 
     def tile(j: Any, is_masked: bool) -> None:
-        x, _ = logits(p, refs, i, j, is_masked)
+        x, _ = logits(p, refs, entry, i, j, is_masked)
         old_max = refs.row_max[...]
         new_max = jnp.maximum(old_max, jnp.max(x, axis=1, keepdims=True))
         correction = jnp.exp2(old_max - new_max)
@@ -73,7 +74,7 @@ def _attend(p: Problem, steps: Steps, table: Any, seed: Any, refs: Any, has_lse:
         refs.row_sum[...] = refs.row_sum[...] * correction + jnp.sum(weights, axis=1, keepdims=True)
         refs.row_max[...] = new_max
         if p.dropout:
-            weights = jnp.where(keep_mask(p, state, b * p.heads + h, i, j), weights, 0.0)
+            weights = jnp.where(keep_mask(p, entry.seed, b * p.heads + h, i, j), weights, 0.0)
         refs.sums[...] = refs.sums[...] * widen(correction, p.v_dim) + matmul(weights, refs.value[...])
 
     run_step(steps, word, tile)
@@ -95,8 +96,8 @@ def _attend(p: Problem, steps: Steps, table: Any, seed: Any, refs: Any, has_lse:
 
 
 def attend(
-    inv: Invocation, p: Problem, steps: Steps, seed: jax.Array, interpret: Any, vmem: int | None
+    inv: Invocation, p: Problem, steps: Steps, numbers: jax.Array, interpret: Any, vmem: int | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """(batch, length, heads, dim), and (batch, heads, length) if it is needed."""
-    out, *lse = forward(inv, p, steps)((steps.table, seed), interpret, vmem)
+    out, *lse = forward(inv, p, steps)((steps.table, numbers), interpret, vmem)
     return jnp.swapaxes(out, 1, 2)[:, : p.q_length], lse[0][:, :, 0, : p.q_length] if lse else None

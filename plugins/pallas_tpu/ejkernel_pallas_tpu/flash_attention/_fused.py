@@ -17,6 +17,7 @@ from ejkernel_ops.flash_attention.statistics import BackwardRows
 from ejkernel_pallas_tpu.flash_attention._backward import all_operands
 from ejkernel_pallas_tpu.flash_attention._operands import output_by_queries
 from ejkernel_pallas_tpu.flash_attention._problem import Arguments, Problem
+from ejkernel_pallas_tpu.flash_attention._scalars import read_entry
 from ejkernel_pallas_tpu.flash_attention._steps import FIRST, LAST, Steps, inner_block, is_set, outer_block, run_step
 from ejkernel_pallas_tpu.flash_attention._tile import logit_gradients, matmul
 from ejkernel_pallas_tpu.launch import Launch, Output, Scratch, grid_indices
@@ -26,7 +27,7 @@ def fused_pass(a: Arguments, p: Problem, rows: BackwardRows, steps: Steps) -> La
     """The launch that computes the gradients of queries, keys and values."""
     group, length = p.group, p.k_count * p.k_block
 
-    def tile_map(b: Any, h: Any, g: Any, t: Any, table: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
+    def tile_map(b: Any, h: Any, g: Any, t: Any, table: Any, numbers: Any) -> tuple[Any, Any, Any, Any]:
         word = steps.word(table, b, t)
         return b, h * group + g, outer_block(word), inner_block(word)
 
@@ -40,7 +41,7 @@ def fused_pass(a: Arguments, p: Problem, rows: BackwardRows, steps: Steps) -> La
 
     return Launch(
         name="flash_attention_bwd_fused",
-        kernel=lambda table, seed, refs: _sum_both_ways(p, steps, table, seed, refs),
+        kernel=lambda table, numbers, refs: _sum_both_ways(p, steps, table, numbers, refs),
         grid=(p.batch, p.kv_heads, group, steps.count),
         semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
         tile_map=tile_map,
@@ -58,9 +59,9 @@ def fused_pass(a: Arguments, p: Problem, rows: BackwardRows, steps: Steps) -> La
     )
 
 
-def _sum_both_ways(p: Problem, steps: Steps, table: Any, seed: Any, refs: Any) -> None:
+def _sum_both_ways(p: Problem, steps: Steps, table: Any, numbers: Any, refs: Any) -> None:
     b, kv_head, member, step = grid_indices(4)
-    word, state = steps.word(table, b, step), seed[0]
+    word, entry = steps.word(table, b, step), read_entry(p, numbers, b)
     i = outer_block(word)
     head = b * p.heads + kv_head * p.group + member
 
@@ -80,7 +81,7 @@ def _sum_both_ways(p: Problem, steps: Steps, table: Any, seed: Any, refs: Any) -
         refs.q_sums[...] = jnp.zeros((p.q_block, p.dim), jnp.float32)
 
     def tile(j: Any, is_masked: bool) -> None:
-        weights, d_products, _ = logit_gradients(p, refs, state, head, i, j, is_masked, is_transposed=True)
+        weights, d_products, _ = logit_gradients(p, refs, entry, head, i, j, is_masked, is_transposed=True)
         refs.v_sums[keys_of(j)] += matmul(weights, refs.d_out[...])
         refs.k_sums[keys_of(j)] += matmul(d_products, refs.query[...])
         refs.q_sums[...] += matmul(d_products.T, refs.key[...])

@@ -110,9 +110,3 @@ def _at_least(logits: jax.Array) -> jax.Array:
     if jnp.finfo(logits.dtype).min > LEAST:
         return logits
     return jnp.where(logits == -jnp.inf, logits, jnp.maximum(logits, LEAST))
-
-
-def seed(a: Arguments) -> jax.Array:
-    """The seed of the dropout as 32 bits, or 0 without dropout."""
-    bits = jnp.uint32(0) if a["dropout_seed"] is None else a["dropout_seed"]
-    return jax.lax.bitcast_convert_type(bits, jnp.int32).reshape(1)

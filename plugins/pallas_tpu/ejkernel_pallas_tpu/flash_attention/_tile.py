@@ -15,6 +15,7 @@ from jax import lax
 
 from ejkernel_ops.flash_attention.statistics import LOG2E
 from ejkernel_pallas_tpu.flash_attention._problem import LANES, Problem
+from ejkernel_pallas_tpu.flash_attention._scalars import Entry
 
 
 def matmul_transposed(x: Any, y: Any) -> Any:
@@ -64,7 +65,9 @@ def align_keys(x: Any, p: Problem, is_transposed: bool) -> Any:
     return widen(column(x), p.q_block) if is_transposed else x
 
 
-def logits(p: Problem, refs: Any, i: Any, j: Any, is_masked: bool, is_transposed: bool = False) -> tuple[Any, Any]:
+def logits(
+    p: Problem, refs: Any, entry: Entry, i: Any, j: Any, is_masked: bool, is_transposed: bool = False
+) -> tuple[Any, Any]:
     """The logits in base 2, -inf where they are masked, and the derivative of the soft cap, or None without one."""
     q, k = refs.query[...], refs.key[...]
     x = matmul_transposed(k, q) if is_transposed else matmul_transposed(q, k)
@@ -77,7 +80,7 @@ def logits(p: Problem, refs: Any, i: Any, j: Any, is_masked: bool, is_transposed
     if p.bias:
         x = x + _align(refs.bias[...].astype(jnp.float32), p, p.bias, is_transposed) * LOG2E
     if is_masked:
-        visible = _visible(p, refs, i, j, is_transposed)
+        visible = _visible(p, refs, entry, i, j, is_transposed)
         x = x if visible is None else jnp.where(visible, x, -jnp.inf)
     return x, derivative
 
@@ -91,7 +94,7 @@ def _align(x: Any, p: Problem, layout: str, is_transposed: bool) -> Any:
     return x.T if is_transposed else x
 
 
-def _visible(p: Problem, refs: Any, i: Any, j: Any, is_transposed: bool) -> Any:
+def _visible(p: Problem, refs: Any, entry: Entry, i: Any, j: Any, is_transposed: bool) -> Any:
     """The mask of a tile, or None if nothing hides anything."""
     mask = None
 
@@ -153,18 +156,18 @@ def _like(x: Any, value: int) -> Any:
 
 
 def logit_gradients(
-    p: Problem, refs: Any, seed: Any, head: Any, i: Any, j: Any, is_masked: bool, is_transposed: bool
+    p: Problem, refs: Any, entry: Entry, head: Any, i: Any, j: Any, is_masked: bool, is_transposed: bool
 ) -> tuple[Any, Any, Any]:
     """The weights of a tile after dropout, the gradients of the products of queries and keys, and those of the logits,
     which are the gradients of the bias.
     """
-    x, derivative = logits(p, refs, i, j, is_masked, is_transposed)
+    x, derivative = logits(p, refs, entry, i, j, is_masked, is_transposed)
     weights = jnp.exp2(x - align_queries(refs.lse[...], p, is_transposed))
     value, d_out = refs.value[...], refs.d_out[...]
     d_weights = matmul_transposed(value, d_out) if is_transposed else matmul_transposed(d_out, value)
     after_dropout = weights
     if p.dropout:
-        factor = jnp.where(keep_mask(p, seed, head, i, j, is_transposed), 1.0 / (1.0 - p.dropout), 0.0)
+        factor = jnp.where(keep_mask(p, entry.seed, head, i, j, is_transposed), 1.0 / (1.0 - p.dropout), 0.0)
         after_dropout, d_weights = weights * factor, d_weights * factor
     d_logits = weights * (d_weights - align_queries(refs.delta[...], p, is_transposed))
     d_products = d_logits if derivative is None else d_logits * derivative

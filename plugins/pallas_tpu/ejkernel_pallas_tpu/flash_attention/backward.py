@@ -139,13 +139,13 @@ def _run_passes(inv: Invocation, cfg: Config, rows: Any, interpret: Any) -> dict
 def _launch(
     launch: Callable[..., Any], inv: Invocation, blocks: Pass, rows: Any, interpret: Any, order: Callable[[Any], Any]
 ) -> list[jax.Array]:
-    from ejkernel_pallas_tpu.flash_attention._operands import seed
     from ejkernel_pallas_tpu.flash_attention._problem import problem
+    from ejkernel_pallas_tpu.flash_attention._scalars import scalars
     from ejkernel_pallas_tpu.flash_attention._steps import pairs
 
     p = problem(inv, blocks.q_block, blocks.k_block)
     steps = order(pairs(inv, p))
-    return list(launch(inv, p, rows, steps)((steps.table, seed(inv)), interpret, _tuning.vmem_limit(inv)))
+    return list(launch(inv, p, rows, steps)((steps.table, scalars(inv)), interpret, _tuning.vmem_limit(inv)))
 
 
 def _in_shape_of_bias(d_bias: jax.Array, shape: tuple[int, ...], q_length: int, k_length: int) -> jax.Array:
