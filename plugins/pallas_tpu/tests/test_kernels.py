@@ -8,7 +8,7 @@ from ejkernel_testing import kernel_proofs
 CLASSES = kernel_proofs(
     "ejkernel-pallas-tpu",
     registry=interpreted_registry,
-    refuses=frozenset({"float64", "float16", "positions"}),
+    refuses=frozenset({"float64", "float16"}),
     roundings=1.5,
     always={
         "no-keys-and-all-there-is-beside-them",  # its sinks have weights of 1

@@ -67,6 +67,13 @@ CALLS = {
     "narrow heads": call(dim=64),
     "odd heads": call(dim=80, v_dim=48),
     "wide heads": call(dim=256),
+    "lengths": call(causal=True, kv_lengths=shape(1, dtype="int32")),
+    "start and lengths": call("float32", q_start=shape(1, dtype="int32"), kv_lengths=shape(1, dtype="int32")),
+    "start": call(sliding_window=(100, 20), q_start=shape(1, dtype="int32")),
+    "positions of keys": call(
+        causal=True, sliding_window=(100, 0), q_start=shape(1, dtype="int32"), kv_positions=IDS, dim=80, v_dim=48
+    ),
+    "one token and a length": call(query=shape(1, 1, 4, 128), kv_lengths=shape(1, dtype="int32")),
     "one token": call(query=shape(1, 1, 4, 128), causal=True),
 }
 
@@ -121,6 +128,13 @@ def test_every_configuration_of_every_generation_lowers(op, device_kind):
     assert len(configurations) > 3
     for cfg in configurations:
         assert "tpu_custom_call" in lower(op, device_kind, causal, cfg), cfg
+
+
+@pytest.mark.parametrize("device_kind", DEVICES)
+@pytest.mark.parametrize("name", ["lengths", "positions of keys"])
+def test_calls_on_a_cache_lower_for_every_generation(name, device_kind):
+    for op, call in ((FORWARD, CALLS[name]), (BACKWARD, backward(CALLS[name]))):
+        assert "tpu_custom_call" in lower(op, device_kind, call, config_space(op, device_kind, call)[0])
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel_ops.flash_attention.samples import ring_positions
 from ejkernel_ops.flash_attention.tokens import band, tokens, visible
 from ejkernel_pallas_tpu.flash_attention._problem import problem
 from ejkernel_pallas_tpu.flash_attention._steps import (
@@ -47,6 +48,18 @@ CASES = {
     ),
     "packed": arguments(
         cum_seqlens_q=jnp.array([0, 10, 300, 300, 650]), cum_seqlens_k=jnp.array([0, 250, 260, 700, 900]), causal=True
+    ),
+    "lengths": arguments(
+        batch=3, causal=True, q_start=jnp.array([-560, 130, 900]), kv_lengths=jnp.array([140, 830, 0])
+    ),
+    "start": arguments(batch=2, sliding_window=(100, 50), q_start=jnp.array([-300, 250])),
+    "ring": arguments(
+        q_length=300,
+        batch=2,
+        causal=True,
+        sliding_window=(180, 0),
+        q_start=jnp.array([1500, 300]),
+        kv_positions=ring_positions(jnp.array([1800, 600]), 900),
     ),
     "mask": arguments(attention_mask=jnp.arange(900)[None, None, None] > 300),
     "mask of queries and keys": arguments(attention_mask=jnp.arange(900) > jnp.arange(700)[None, None, :, None] + 300),
@@ -146,8 +159,9 @@ def test_causality_makes_a_triangle():
 
 
 @pytest.mark.long
-def test_steps_that_are_not_visible_repeat_the_last_block():
-    a = CASES["segments"]
+@pytest.mark.parametrize("name", ["segments", "lengths", "ring"])
+def test_steps_that_are_not_visible_repeat_the_last_block(name):
+    a = CASES[name]
     for steps in (pairs(a, problem(a, 128, 128)).query_steps(), pairs(a, problem(a, 128, 128)).key_steps()):
         for batch in range(2):
             word = words(steps, batch)

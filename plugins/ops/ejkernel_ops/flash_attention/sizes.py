@@ -184,11 +184,28 @@ def _everything(draw: int) -> dict[str, Any]:
     }
 
 
+def _cached(draw: int, dtype: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """A call on a cache that is not full, with these of its positions."""
+    arguments = _arguments((2, 2048, 4, 128), (2, 2048, 2, 128), dtype, False, False, None, {"causal": True}, draw)
+    slots, lengths = np.arange(2048, dtype=np.int32), np.array([1500, 900 + draw], np.int32)
+    positions = {
+        "q_start": lengths - np.int32(700),
+        "kv_lengths": lengths,
+        "kv_positions": np.where(slots < lengths[:, None], slots, np.int32(-1)),
+    }
+    return arguments | {name: positions[name] for name in names}
+
+
 #: The memory of TPU kernels is compared with its estimate in these calls.
 FOR_TPU_MEMORY = (
     *(self_attention(1, 4096, 4, head_dim, BF16, kv_heads=2, uses=VMEM) for head_dim in (128, 64, 256)),
     self_attention(1, 2048, 4, 128, "float32", kv_heads=2, uses=VMEM),
     _example(_size((1, 2048, 4, 128), 2, BF16), ["everything"], _everything, BF16, VMEM),
+    *(
+        _example(_size((2, 2048, 4, 128), 2, dtype), [*names], partial(_cached, dtype=dtype, names=names), dtype, VMEM)
+        for dtype in (BF16, "float32")
+        for names in (("kv_lengths",), ("q_start", "kv_positions"))
+    ),
 )
 #: The times of TPU kernels and of JAX's own ones are estimated for these calls.
 FOR_TPU_TIME = (

@@ -16,7 +16,7 @@ from ejkernel_pallas_tpu.flash_attention._operands import by_queries, operands, 
 from ejkernel_pallas_tpu.flash_attention._problem import Arguments, Problem
 from ejkernel_pallas_tpu.flash_attention._scalars import read_entry
 from ejkernel_pallas_tpu.flash_attention._steps import FIRST, LAST, Steps, inner_block, is_set, outer_block, run_step
-from ejkernel_pallas_tpu.flash_attention._tile import logit_gradients, matmul
+from ejkernel_pallas_tpu.flash_attention._tile import logit_gradients, matmul, without_unfilled
 from ejkernel_pallas_tpu.launch import Launch, Operand, Output, Scratch, grid_indices
 
 
@@ -65,7 +65,7 @@ def _sum_over_keys(p: Problem, steps: Steps, table: Any, numbers: Any, refs: Any
     def tile(j: Any, is_masked: bool) -> None:
         head = b * p.heads + h
         _, d_products, _ = logit_gradients(p, refs, entry, head, i, j, is_masked, is_transposed=False)
-        refs.sums[...] += matmul(d_products, refs.key[...])
+        refs.sums[...] += matmul(d_products, without_unfilled(refs.key[...], p, refs, entry, j, is_masked))
 
     run_step(steps, word, tile)
 

@@ -14,7 +14,7 @@ from ejkernel_pallas_tpu.flash_attention._operands import operands, output_by_qu
 from ejkernel_pallas_tpu.flash_attention._problem import LANES, LEAST, LOWEST, Problem
 from ejkernel_pallas_tpu.flash_attention._scalars import read_entry
 from ejkernel_pallas_tpu.flash_attention._steps import FIRST, LAST, Steps, inner_block, is_set, outer_block, run_step
-from ejkernel_pallas_tpu.flash_attention._tile import keep_mask, logits, matmul, row, widen
+from ejkernel_pallas_tpu.flash_attention._tile import keep_mask, logits, matmul, row, widen, without_unfilled
 from ejkernel_pallas_tpu.launch import Launch, Output, Scratch, grid_indices
 
 
@@ -75,7 +75,8 @@ def _attend(p: Problem, steps: Steps, table: Any, numbers: Any, refs: Any, has_l
         refs.row_max[...] = new_max
         if p.dropout:
             weights = jnp.where(keep_mask(p, entry.seed, b * p.heads + h, i, j), weights, 0.0)
-        refs.sums[...] = refs.sums[...] * widen(correction, p.v_dim) + matmul(weights, refs.value[...])
+        kept = refs.sums[...] * widen(correction, p.v_dim)
+        refs.sums[...] = kept + matmul(weights, without_unfilled(refs.value[...], p, refs, entry, j, is_masked))
 
     run_step(steps, word, tile)
 

@@ -19,7 +19,7 @@ from ejkernel_pallas_tpu.flash_attention._operands import output_by_queries
 from ejkernel_pallas_tpu.flash_attention._problem import Arguments, Problem
 from ejkernel_pallas_tpu.flash_attention._scalars import read_entry
 from ejkernel_pallas_tpu.flash_attention._steps import FIRST, LAST, Steps, inner_block, is_set, outer_block, run_step
-from ejkernel_pallas_tpu.flash_attention._tile import logit_gradients, matmul
+from ejkernel_pallas_tpu.flash_attention._tile import logit_gradients, matmul, without_unfilled
 from ejkernel_pallas_tpu.launch import Launch, Output, Scratch, grid_indices
 
 
@@ -84,7 +84,7 @@ def _sum_both_ways(p: Problem, steps: Steps, table: Any, numbers: Any, refs: Any
         weights, d_products, _ = logit_gradients(p, refs, entry, head, i, j, is_masked, is_transposed=True)
         refs.v_sums[keys_of(j)] += matmul(weights, refs.d_out[...])
         refs.k_sums[keys_of(j)] += matmul(d_products, refs.query[...])
-        refs.q_sums[...] += matmul(d_products.T, refs.key[...])
+        refs.q_sums[...] += matmul(d_products.T, without_unfilled(refs.key[...], p, refs, entry, j, is_masked))
 
     run_step(steps, word, tile)
 

@@ -68,9 +68,9 @@ def query_numbers(x: jax.Array, p: Problem) -> Operand:
     return Operand(x, (None, 1, p.q_block), lambda b, h, i, j: (b * batched, 0, i))
 
 
-def key_numbers(x: jax.Array, p: Problem) -> Operand:
+def key_numbers(x: jax.Array, p: Problem, fill: int = 0) -> Operand:
     batched = x.shape[0] > 1
-    x = pad_to(x[:, None], 2, p.k_count * p.k_block)
+    x = pad_to(x[:, None], 2, p.k_count * p.k_block, fill)
     return Operand(x, (None, 1, p.k_block), lambda b, h, i, j: (b * batched, 0, j))
 
 
@@ -98,6 +98,8 @@ def operands(a: Arguments, p: Problem) -> dict[str, Operand]:
     if p.segments:
         inputs["q_ids"] = query_numbers(a["q_segment_ids"], p)
         inputs["k_ids"] = key_numbers(a["kv_segment_ids"], p)
+    if p.empty == "positions":
+        inputs["k_positions"] = key_numbers(a["kv_positions"], p, fill=-1)
     if p.bias:
         inputs["bias"] = bias_or_mask(_at_least(a["bias"]), p, p.bias, bias_dtype(a["bias"].dtype))
     if p.mask:

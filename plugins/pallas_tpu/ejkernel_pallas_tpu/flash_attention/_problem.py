@@ -44,6 +44,10 @@ class Problem:
     right: int | None
     packed: bool
     segments: bool
+    #: Whether scalar memory has the position of the first query of each batch entry.
+    positions: bool
+    #: What says which slots hold no key: "lengths", in scalar memory, "positions", -1 there, or None if all hold one.
+    empty: str | None
     sinks: bool
     #: The layouts of bias and mask, or None without: "full" has a number for each query and key, "keys" has one row
     #: for all queries, and "queries" one number for all keys.
@@ -64,11 +68,6 @@ class Problem:
     @property
     def k_count(self) -> int:
         return block_count(self.k_length, self.k_block)
-
-    @property
-    def offset(self) -> int:
-        """The index of a query's own key less that of the query: the last query is at the last key."""
-        return self.k_length - self.q_length
 
 
 def problem(a: Arguments, q_block: int, k_block: int) -> Problem:
@@ -93,6 +92,8 @@ def problem(a: Arguments, q_block: int, k_block: int) -> Problem:
         right=right,
         packed=a["cum_seqlens_q"] is not None,
         segments=a["q_segment_ids"] is not None,
+        positions=a["q_start"] is not None,
+        empty="positions" if a["kv_positions"] is not None else "lengths" if a["kv_lengths"] is not None else None,
         sinks=a["softmax_aux"] is not None,
         bias=layout(a["bias"]),
         mask=layout(a["attention_mask"]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ejkernel_core import Invocation, Unsupported
-from ejkernel_ops.flash_attention.positions import refuse_positions
 from ejkernel_ops.symbolic import refuse_symbolic
 from ejkernel_pallas_tpu.launch._devices import check_device
 
@@ -21,7 +20,6 @@ def check(inv: Invocation) -> None:
 def check_arguments(inv: Invocation) -> None:
     """Raise for arguments that the kernels do not support, interpreted or not."""
     refuse_symbolic(inv)
-    refuse_positions(inv, "the Pallas TPU kernels")
     query, value = inv["query"], inv["value"]
     if str(query.dtype) not in DTYPES:
         raise Unsupported(

@@ -69,7 +69,7 @@ def logits(
     p: Problem, refs: Any, entry: Entry, i: Any, j: Any, is_masked: bool, is_transposed: bool = False
 ) -> tuple[Any, Any]:
     """The logits in base 2, -inf where they are masked, and the derivative of the soft cap, or None without one."""
-    q, k = refs.query[...], refs.key[...]
+    q, k = refs.query[...], without_unfilled(refs.key[...], p, refs, entry, j, is_masked)
     x = matmul_transposed(k, q) if is_transposed else matmul_transposed(q, k)
     derivative = None
     if p.cap:
@@ -83,6 +83,20 @@ def logits(
         visible = _visible(p, refs, entry, i, j, is_transposed)
         x = x if visible is None else jnp.where(visible, x, -jnp.inf)
     return x, derivative
+
+
+def without_unfilled(x: Any, p: Problem, refs: Any, entry: Entry, j: Any, is_masked: bool) -> Any:
+    """A block of keys or values, with 0 in empty slots: their weight is 0, but 0 times NaN would be NaN. A tile that is
+    not masked has none.
+    """
+    if not is_masked or p.empty is None:
+        return x
+    if p.empty == "positions":
+        is_filled = widen(column(refs.k_positions[...]), x.shape[1]) >= 0
+    else:
+        is_filled = lax.broadcasted_iota(jnp.int32, x.shape, 0) < entry.length - j * p.k_block
+    # It is chosen in float32: the mask of 16 bits would have another layout.
+    return jnp.where(is_filled, x.astype(jnp.float32), 0.0).astype(x.dtype)
 
 
 def _align(x: Any, p: Problem, layout: str, is_transposed: bool) -> Any:
@@ -103,20 +117,29 @@ def _visible(p: Problem, refs: Any, entry: Entry, i: Any, j: Any, is_transposed:
         mask = condition if mask is None else mask & condition
 
     key = lax.broadcasted_iota(jnp.int32, tile_shape(p, is_transposed), 0 if is_transposed else 1)
-    if p.packed:
+    if p.empty == "positions":
+        position = align_keys(refs.k_positions[...], p, is_transposed)
+        require(position >= 0)
+        query = lax.broadcasted_iota(jnp.int32, tile_shape(p, is_transposed), 1 if is_transposed else 0)
+        distance, start = position - query, i * p.q_block + entry.q_start
+        if p.left is not None:
+            require(distance >= start - p.left)
+        if p.right is not None:
+            require(distance <= start + p.right)
+    elif p.packed:
         index = key + j * p.k_block
         require(index >= align_queries(refs.start[...], p, is_transposed))
         require(index < align_queries(refs.end[...], p, is_transposed))
     else:
         # Only the index of the key less that of the query differs within a tile: the rest are scalars.
         distance = key - lax.broadcasted_iota(jnp.int32, tile_shape(p, is_transposed), 1 if is_transposed else 0)
-        diagonal = i * p.q_block + p.offset - j * p.k_block
+        diagonal = i * p.q_block + entry.q_start - j * p.k_block
         if p.left is not None:
             require(distance >= diagonal - p.left)
         if p.right is not None:
             require(distance <= diagonal + p.right)
-        if p.k_length < p.k_count * p.k_block:
-            require(key < p.k_length - j * p.k_block)
+        if p.empty or p.k_length < p.k_count * p.k_block:
+            require(key < entry.length - j * p.k_block)
     if p.segments:
         q_ids, k_ids = refs.q_ids[...], refs.k_ids[...]
         # Padding gets ids that differ on the two sides, so that one comparison for each pair is enough.
@@ -163,7 +186,7 @@ def logit_gradients(
     """
     x, derivative = logits(p, refs, entry, i, j, is_masked, is_transposed)
     weights = jnp.exp2(x - align_queries(refs.lse[...], p, is_transposed))
-    value, d_out = refs.value[...], refs.d_out[...]
+    value, d_out = without_unfilled(refs.value[...], p, refs, entry, j, is_masked), refs.d_out[...]
     d_weights = matmul_transposed(value, d_out) if is_transposed else matmul_transposed(d_out, value)
     after_dropout = weights
     if p.dropout:

@@ -73,7 +73,8 @@ def _half_of_window(inv: Invocation) -> int:
 
 def _step_count(inv: Invocation, shape: Shape) -> int:
     """The most steps of a pass: one for each pair of blocks, for each batch entry where their masks may differ."""
-    entries = inv["query"].shape[0] if inv["q_segment_ids"] is not None or inv["attention_mask"] is not None else 1
+    differ = any(inv[name] is not None for name in ("q_segment_ids", "attention_mask", "q_start"))
+    entries = inv["query"].shape[0] if differ else 1
     counts = [block_count(inv[name].shape[1], block) for name, block in zip(("query", "key"), shape, strict=True)]
     return entries * counts[0] * counts[1]
 
@@ -125,6 +126,10 @@ def vmem_bytes(inv: Invocation, pass_name: str, shape: Shape) -> int:
         tile_arrays += 1
     if layout(inv["attention_mask"]) == "full":
         moving += q * k
+    if inv["kv_positions"] is not None:
+        moving += 4 * 8 * k
+    if inv["kv_positions"] is not None or inv["kv_lengths"] is not None:
+        scratch += 4 * k * (dim + v_dim)  # without what empty slots hold
     # For a product in float32, each operand is split into three arrays of bfloat16.
     parts = 6 * (q * max(dim, v_dim) + k * max(dim, v_dim) + q * k) if size == 4 else 0
     if pass_name == "keys" and size == 4:
