@@ -36,6 +36,7 @@ SECTIONS = {
         "stores",
         "several-devices",
         "several-processes",
+        "decoding",
         "mixture-of-experts",
         "triton",
         "pallas-tpu",

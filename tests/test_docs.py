@@ -72,6 +72,7 @@ def run_block(page: Path, line: int, content: str, namespace: dict[str, object])
 PAGES_WITH_EXAMPLES = [name_of(page) for page in PAGES if has_examples(page) and name_of(page) not in NOT_RUN_HERE]
 #: Those whose examples are tuned, or are many.
 LONG_PAGES = {
+    "docs/decoding.md",
     "docs/index.md",
     "docs/moving-from-ejkernel.md",
     "docs/several-devices.md",
