@@ -1,0 +1,38 @@
+"""The suite ``decode``: its calls, and what it passes to FA3."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+
+from ejkernel_bench import decode
+from ejkernel_bench._calls import by_core, describe, draw
+from ejkernel_ops import flash_attention
+
+
+def test_a_small_call_is_right_and_measured():
+    report = decode.run(rounds=1, small=True)
+    assert report.faults == ()
+    assert report.tables[0].rows[0][0] == f"{decode.SMALL}, forward"
+
+
+def test_cudnn_takes_one_query_alone():
+    calls = {example.name: decode.by_cudnn(describe(example)) for example in decode.examples()}
+    assert len(calls) == 33
+    taken = [name for name, function in calls.items() if function is not None]
+    assert all("1 queries" in name for name in taken)
+    assert len(taken) == len(decode.CACHES) + 1
+
+
+def test_fa3_gets_the_lengths(monkeypatch):
+    def fake(query, keys, values, *, cache_seqlens, causal, num_splits):
+        assert num_splits == 0
+        return flash_attention(query, keys, values, kv_lengths=cache_seqlens, causal=causal)
+
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", SimpleNamespace(flash_attn_with_kvcache=fake))
+    example = decode.example((2, 96, 4, 2), 4, 16, "float32", kv_lengths=9)
+    arrays = draw(example).arrays
+    np.testing.assert_allclose(decode.plain_fa3(**arrays), by_core(example)(**arrays), atol=1e-5)
+    assert (arrays["kv_lengths"] == 9).all()
