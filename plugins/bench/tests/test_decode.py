@@ -6,8 +6,9 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
-from ejkernel_bench import decode
+from ejkernel_bench import decode, suite
 from ejkernel_bench._calls import by_core, describe, draw
 from ejkernel_ops import flash_attention
 
@@ -36,3 +37,11 @@ def test_fa3_gets_the_lengths(monkeypatch):
     arrays = draw(example).arrays
     np.testing.assert_allclose(decode.plain_fa3(**arrays), by_core(example)(**arrays), atol=1e-5)
     assert (arrays["kv_lengths"] == 9).all()
+
+
+def test_the_best_peer_is_compared_in_geometric_mean():
+    names = [f"{decode.example(decode.CACHES[0], queries).name}, forward" for queries in (1, 2, 4)]
+    rows = [(names[0], 1.0, 2.0, 4.0), (names[1], 2.0, "-", 9.0), (names[2], 5.0, "-", "-")]
+    table = suite.Table("", ("", suite.OURS, "cuDNN", "FA3"), rows)
+    (bar,) = decode.bars_of_the_best(suite.Report("decode", [table]))
+    assert bar.measured == pytest.approx(3.0)
