@@ -87,7 +87,7 @@ def test_the_last_query_alone_sees_all_keys(queries: int) -> None:
     assert (reason is None) == (queries == 1)
 
 
-@pytest.mark.parametrize(("queries", "backends"), [(1, ["cudnn", "triton"]), (2, ["triton", "cudnn"])])
+@pytest.mark.parametrize(("queries", "backends"), [(1, ["cudnn", "triton_decode"]), (2, ["triton_decode", "triton"])])
 def test_one_query_goes_to_cudnn_first(queries: int, backends: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "refusal", lambda arguments: None)
     monkeypatch.setattr(_jax_triton, "unavailable_reason", lambda: None)
