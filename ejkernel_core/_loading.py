@@ -11,7 +11,6 @@ from typing import Any
 
 import pluggy
 
-from ._code import code_fingerprint
 from ._discovery import KERNELS, POLICIES, Broken, Entry, conflict, version_of
 from ._display import brief
 from ._errors import NEVER_CAUGHT, EjkernelError, PluginError, description
@@ -101,6 +100,8 @@ def _version(entry: Entry, plugin: Any) -> str:
         return str(version)
     if not entry.is_local:
         return f"{entry.distribution} {entry.version}"
+    from ._code import code_fingerprint  # imported here, because most kernels have a VERSION
+
     hooks = [hook for name in specifications(KernelHooks) if (hook := getattr(plugin, name, None)) is not None]
     return code_fingerprint(getattr(plugin, "CODE", hooks))
 

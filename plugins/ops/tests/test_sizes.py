@@ -28,7 +28,7 @@ def test_the_operation_has_these_examples():
     assert all(example.checks == frozenset() for example in EXAMPLES)
 
 
-@pytest.mark.parametrize(("use", "count"), [("benchmark", 44), ("resources", 10), ("vmem", 5), ("estimate", 6)])
+@pytest.mark.parametrize(("use", "count"), [("benchmark", 44), ("resources", 10), ("vmem", 9), ("estimate", 6)])
 def test_the_number_of_calls_of_each_use(use, count):
     assert sum(use in example.uses for example in EXAMPLES) == count
 

@@ -208,7 +208,7 @@ def test_masks_show_the_pairs_that_see_each_other(kind: str, of_queries: bool, e
 def test_only_blocks_on_the_diagonal_of_a_causal_call_are_partial() -> None:
     shape = np.zeros((1, 1024, 1, 64))
     call = {"query": shape, "key": shape, "causal": True, "sliding_window": None}
-    call |= dict.fromkeys(("cum_seqlens_q", "q_segment_ids"))
+    call |= dict.fromkeys(ABSENT)
     assert key_ranges(call, 128, 128)[0][0].tolist() == [[0, 0, i, i + 1] for i in range(8)]
     assert query_ranges(call, 128, 64)[0][0].tolist() == [[2 * i, 2 * i + 2, 16, 16] for i in range(8)]
 
