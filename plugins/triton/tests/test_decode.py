@@ -192,6 +192,19 @@ def test_the_card_has_enough_programs(given: dict[str, Any], splits: int) -> Non
     assert flash_attention_decode.heuristic_cfg(on_card(given)).splits == splits
 
 
+@pytest.mark.parametrize(
+    ("given", "shape"),
+    [
+        (cache(64, 8192, 32, 8), (2, 32, 4, 4)),
+        (cache(64, 8192, 32, 8, queries=4), (2, 32, 4, 4)),
+        (cache(64, 8192, 32, 8, queries=16), (2, 64, 4, 3)),
+        (cache(256, 2048, 64, 8), (1, 64, 4, 3)),
+    ],
+)
+def test_long_splits_of_low_tiles_have_short_steps(given: dict[str, Any], shape: tuple[int, ...]) -> None:
+    assert attrs.astuple(flash_attention_decode.heuristic_cfg(on_card(given))) == shape
+
+
 def test_a_configuration_that_does_not_fit_is_refused() -> None:
     inv = on_card(cache(1, 1024, 32, 8))
     with pytest.raises(Unsupported, match=r"\(1, 128, 4, 6\) need \d+ bytes of shared memory, and there are 232448"):

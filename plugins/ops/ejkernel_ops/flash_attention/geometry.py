@@ -247,7 +247,7 @@ def query_extremes(arguments: Arguments, block: int) -> tuple[jax.Array, jax.Arr
 
 def slot_extremes(arguments: Arguments, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of each block of slots, (batch, blocks): the lowest and the highest position of a key, and whether every slot
-    holds one. A block without keys has a lowest that is above its highest, and padding is no key.
+    holds one. A block without keys has a lowest that is above its highest, and padding is not a key.
     """
     filled, positions = is_filled(arguments), jnp.asarray(key_positions(arguments))
     if filled is None:

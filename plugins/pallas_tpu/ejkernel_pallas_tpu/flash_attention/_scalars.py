@@ -32,7 +32,7 @@ def scalars(a: Arguments) -> jax.Array:
     if a["q_start"] is not None:
         numbers.append(a["q_start"])
     if a["kv_lengths"] is not None:
-        # A longer length is an error that cannot be detected here, but padding is no key.
+        # A longer length is an error that cannot be detected here, but padding is not a key.
         numbers.append(jnp.minimum(a["kv_lengths"], jnp.int32(a["key"].shape[1])))
     return numbers[0] if len(numbers) == 1 else jnp.concatenate(numbers)
 
