@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import ejkernel_core
 from tests.pages import blocks
 
+ARGUMENTS = ejkernel_core.registry.operation("flash_attention").signature.parameters
 PAGE = Path(__file__).parents[1] / "docs/writing-a-plugin.md"
 
 CALL = """
@@ -147,6 +149,14 @@ def test_the_plugin_can_be_excluded(folder):
     supported = run_python(folder, "-c", EXPLAIN.partition('print("---")')[0], plugins="-my-attention")
     assert "flash_attention.mine" not in supported
     assert "flash_attention.reference" in supported
+
+
+def test_the_kernel_reads_or_refuses_every_argument(source):
+    """One that an operation gets later too: a kernel that drops it returns a wrong result."""
+    code = (source / "my_attention/__init__.py").read_text()
+    # Each has a partner that is refused, or means nothing to a kernel.
+    left = {"kv_segment_ids", "cum_seqlens_k", "dropout_prob", "return_lse"}
+    assert [name for name in set(ARGUMENTS) - left if f'"{name}"' not in code] == []
 
 
 @pytest.mark.long
