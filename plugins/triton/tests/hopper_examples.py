@@ -25,7 +25,7 @@ SHARDED = {"sharding", "sharded_derivatives"}
 REFUSED_ARGUMENTS = {"bias", "attention_mask", "dropout_prob", "dropout_seed"}
 #: Numbers that float16 does not have.
 OVERFLOWING = {"soft-cap-of-overflowing-logits"}
-REFUSED = {"other value_dim", "negative scale", "positions"}
+REFUSED = {"other value_dim", "negative scale"}
 
 
 def attention_examples(examples: Sequence[Example], dtypes: tuple[str, str]) -> Iterator[Example]:

@@ -15,9 +15,10 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core import Invocation, Registry, Unsupported
+from ejkernel_ops.flash_attention.cached import ring_positions
 from ejkernel_ops.flash_attention.tokens import band, tokens, visible
 from ejkernel_triton import flash_attention_sm90 as flash_attention
-from ejkernel_triton.flash_attention._problem import packed_key_intervals, packed_query_intervals, sides
+from ejkernel_triton.flash_attention._problem import column_arrays, row_arrays, sides
 from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
 from ejkernel_triton.flash_attention_sm90._launch import width
 from ejkernel_triton.flash_attention_sm90._ranges import key_ranges, query_ranges
@@ -35,6 +36,8 @@ ABSENT = (
     *("cum_seqlens_q", "cum_seqlens_k", "q_segment_ids", "kv_segment_ids"),
     *("q_start", "kv_lengths", "kv_positions"),
 )
+
+KINDS = ("band", "packed", "segments", "lengths", "ring")
 
 # -- what tiles see -----------------------------------------------------------------------------------------------
 
@@ -57,6 +60,13 @@ def random_call(rng: np.random.Generator, kind: str) -> dict[str, Any]:
     if kind == "segments":
         for name, length in (("q_segment_ids", q_length), ("kv_segment_ids", k_length)):
             call[name] = jnp.asarray(np.sort(rng.integers(-1, 4, (batch, length)), 1), jnp.int32)
+    if kind in ("lengths", "ring"):
+        call["q_start"] = jnp.asarray(rng.integers(-60, k_length + 60, batch), jnp.int32)
+    if kind == "lengths":
+        call["kv_lengths"] = jnp.asarray(rng.integers(0, k_length + 1, batch), jnp.int32)
+    if kind == "ring":
+        ends = [int(end) for end in rng.integers(0, 3 * k_length, batch)]
+        call["kv_positions"] = jnp.asarray(ring_positions(ends, k_length))
     return call
 
 
@@ -68,12 +78,15 @@ def visible_pairs(call: dict[str, Any]) -> np.ndarray:
     return np.ones(shape, bool) if mask is None else np.broadcast_to(np.asarray(mask), shape)
 
 
-def is_full_block(own_rows: np.ndarray, n: int, other_block: int) -> bool:
+def is_full_block(own_rows: np.ndarray, n: int, other_block: int, may_have_padding: bool) -> bool:
     others = own_rows[:, n * other_block : (n + 1) * other_block]
-    return others.shape[1] == other_block and bool(others.all())
+    return (may_have_padding or others.shape[1] == other_block) and bool(others.all())
 
 
-def check_ranges(ranges: Any, pairs: np.ndarray, block: int, other_block: int, is_exact: bool) -> None:
+def check_ranges(
+    ranges: Any, pairs: np.ndarray, block: int, other_block: int, is_exact: bool, padded: str | None = None
+) -> None:
+    """``padded``: of which tokens a full block may have padding, "own" or "other"."""
     for batch, rows in enumerate(pairs):
         for i, (first, full, full_end, end) in enumerate(np.asarray(ranges)[batch if len(ranges) > 1 else 0]):
             assert first <= full <= full_end <= end
@@ -87,23 +100,26 @@ def check_ranges(ranges: Any, pairs: np.ndarray, block: int, other_block: int, i
                     assert (first, end) == (others[0] // other_block, others[-1] // other_block + 1)
             if is_exact and len(own_rows) == block:
                 # Bands and packed sequences have contiguous full blocks.
-                full_blocks = [n for n in range(end) if is_full_block(own_rows, n, other_block)]
+                full_blocks = [n for n in range(end) if is_full_block(own_rows, n, other_block, padded == "other")]
                 assert full_end - full == len(full_blocks)
             inside = own_rows[:, full * other_block : full_end * other_block]
-            assert inside.shape[1] == (full_end - full) * other_block
+            assert inside.shape[1] == (full_end - full) * other_block or padded == "other"
             assert inside.all()
-            assert full == full_end or len(own_rows) == block
+            assert full == full_end or len(own_rows) == block or padded == "own"
 
 
-@pytest.mark.parametrize("kind", ["band", "packed", "segments"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 30))])
 def test_tiles_see_all_that_their_tokens_see(kind: str, seed: int) -> None:
     call = random_call(np.random.default_rng(seed), kind)
     pairs = visible_pairs(call)
     for block, other_block in ((128, 64), (64, 128)):
-        is_exact = kind != "segments"
-        check_ranges(key_ranges(call, block, other_block)[0], pairs, block, other_block, is_exact)
-        check_ranges(query_ranges(call, block, other_block)[0], pairs.swapaxes(1, 2), block, other_block, is_exact)
+        is_exact = kind in ("band", "packed", "lengths")
+        # With positions queries that are padding count as seen: their results are not stored, and their weights are 0.
+        padded = ("own", "other") if call["q_start"] is not None else (None, None)
+        pairs_of_keys = pairs.swapaxes(1, 2)
+        check_ranges(key_ranges(call, block, other_block)[0], pairs, block, other_block, is_exact, padded[0])
+        check_ranges(query_ranges(call, block, other_block)[0], pairs_of_keys, block, other_block, is_exact, padded[1])
 
 
 class Array(np.ndarray[Any, Any]):
@@ -122,12 +138,12 @@ class Pointer:
     def __add__(self, by: Any) -> Pointer:
         return Pointer(self.array, self.at + by)
 
-    def load(self, mask: np.ndarray, other: int) -> np.ndarray:
+    def load(self, mask: Any = True, other: int = 0) -> np.ndarray:
         return np.where(mask, self.array.ravel()[np.where(mask, self.at, 0)], other)
 
 
-def run_in_numpy(function: Any) -> Any:
-    """A device function that runs with NumPy."""
+def run_in_numpy(function: Any, **functions: Any) -> Any:
+    """A device function that runs with NumPy. ``functions`` are those that it calls."""
 
     def numpy_operation(operation: Any) -> Any:
         return lambda *values, **named: np.asarray(operation(*values, **named)).view(Array)
@@ -135,7 +151,7 @@ def run_in_numpy(function: Any) -> Any:
     names = SimpleNamespace(
         arange=numpy_operation(lambda first, end, layout: np.arange(first, end, dtype=np.int32)),
         full=numpy_operation(lambda shape, value, dtype, layout: np.full(shape, value, dtype)),
-        load=numpy_operation(lambda pointer, mask, other: pointer.load(mask, other)),
+        load=numpy_operation(lambda pointer, **where: pointer.load(**where)),
         where=numpy_operation(np.where),
         minimum=numpy_operation(np.minimum),
         maximum=numpy_operation(np.maximum),
@@ -148,7 +164,7 @@ def run_in_numpy(function: Any) -> Any:
             **dict(zip(("index", "start", "stop", "ids"), values, strict=True))
         )
     }
-    return types.FunctionType(function.fn.__code__, {"gl": names, **aggregates})
+    return types.FunctionType(function.fn.__code__, {"gl": names, **aggregates, **functions})
 
 
 def kernel_masks(
@@ -157,14 +173,17 @@ def kernel_masks(
     """For each batch, all pairs of blocks as the kernels mask them: of queries forward, of keys backward."""
     with _jax_triton.import_lock():
         from ejkernel_triton.flash_attention_sm90 import _shared
-    own_tokens, is_visible = run_in_numpy(_shared.own_tokens), run_in_numpy(_shared.is_visible)
+    key_count = run_in_numpy(_shared.key_count)
+    key_places = run_in_numpy(_shared.key_places, key_count=key_count)
+    cache = {"key_count": key_count, "key_places": key_places}
+    own_tokens, is_visible = (run_in_numpy(f, **cache) for f in (_shared.own_tokens, _shared.is_visible))
     before, after = sides(call)
     names = [("query", "q_segment_ids"), ("key", "kv_segment_ids")]
     (own, own_ids), (other, other_ids) = names if of_queries else names[::-1]
     length, other_length = call[own].shape[1], call[other].shape[1]
     packed, segments = call["cum_seqlens_q"] is not None, call["q_segment_ids"] is not None
-    intervals = packed_key_intervals if of_queries else packed_query_intervals
-    limits = intervals(call) if packed else (np.zeros(1, np.int32),) * 2
+    arrays = (row_arrays if of_queries else column_arrays)(call)
+    limits = [np.zeros(1, np.int32) if x is None else np.asarray(x) for x in arrays]
     for batch in range(call[own].shape[0]):
         call_fields = SimpleNamespace(
             own_length=length,
@@ -173,9 +192,13 @@ def kernel_masks(
             SEGMENTS=segments,
             LEFT=before if of_queries else after,
             RIGHT=after if of_queries else before,
-            COMPARE_STOP=ends,
-            starts=Pointer(np.asarray(limits[0])),
-            stops=Pointer(np.asarray(limits[1])),
+            START=call["q_start"] is not None,
+            LENGTHS=call["kv_lengths"] is not None,
+            SLOTS=call["kv_positions"] is not None,
+            OWN_QUERIES=of_queries,
+            COMPARE_STOP=ends or call["q_start"] is not None,
+            starts=Pointer(limits[0]),
+            stops=Pointer(limits[1]),
             own_ids=Pointer(np.asarray(call[own_ids])),
             other_ids=Pointer(np.asarray(call[other_ids])),
         )
@@ -194,7 +217,7 @@ def kernel_masks(
     [(True, True), (False, False), (False, True)],
     ids=["queries", "keys", "keys with a soft cap"],
 )
-@pytest.mark.parametrize("kind", ["band", "packed", "segments"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_masks_show_the_pairs_that_see_each_other(kind: str, of_queries: bool, ends: bool) -> None:
     for seed in range(8):
         call = random_call(np.random.default_rng(seed), kind)
@@ -202,6 +225,8 @@ def test_masks_show_the_pairs_that_see_each_other(kind: str, of_queries: bool, e
             pairs = visible_pairs(call)[batch]
             expected = np.zeros_like(mask)
             expected[: pairs.shape[not of_queries], : pairs.shape[of_queries]] = pairs if of_queries else pairs.T
+            if kind == "ring" and of_queries:  # padding has no results
+                mask[pairs.shape[0] :] = False
             np.testing.assert_array_equal(mask, expected)
 
 
@@ -405,6 +430,15 @@ def invocation(dim: int = 128, value_dim: int | None = None, dtype: str = "bfloa
     query, value = (jax.ShapeDtypeStruct((2, 512, 4, d), dtype) for d in (dim, value_dim or dim))
     inv = ejkernel_core.invocation(FORWARD, query, query, value, **values)
     return attrs.evolve(inv, platform="gpu", device_kind=H200, compute_capability=capability)
+
+
+def test_the_portable_kernels_come_first_where_these_were_not_measured() -> None:
+    few = jax.ShapeDtypeStruct((2, 16, 4, 128), "bfloat16")
+    cache = {"kv_lengths": jax.ShapeDtypeStruct((2,), "int32")}
+    assert flash_attention.rank(invocation()) == 60
+    assert flash_attention.rank(attrs.evolve(invocation(), arguments={**invocation().arguments, "query": few})) == 45
+    assert flash_attention.rank(invocation(**cache)) == 45
+    assert [flash_attention_bwd.rank(inv) for inv in (invocation(), invocation(**cache))] == [60, 45]
 
 
 REFUSALS = {

@@ -53,7 +53,6 @@ class TestGluon(KernelProofs):
             "other value_dim",
             "negative scale",
             "head_dim=2",
-            "positions",
         }
     )
     unproved = frozenset(

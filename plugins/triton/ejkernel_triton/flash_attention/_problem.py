@@ -47,6 +47,7 @@ def sides(a: Arguments) -> tuple[int, int]:
     if has_positions(a):
         # No two positions are so far apart, and sums of two with a narrower window are int32.
         left = None if left is not None and left >= 2 * MAX_POSITION - 2 else left
+        right = None if right is not None and right >= 2 * MAX_POSITION - 2 else right
     elif a["cum_seqlens_q"] is None:
         left = None if left is not None and left >= k_length - 1 else left
         right = None if right is not None and right >= q_length - 1 else right

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from attrs.validators import in_
 
 from ejkernel_core import Invocation, Unsupported, hookimpl
+from ejkernel_ops.flash_attention.positions import has_positions
 from ejkernel_triton.flash_attention import _problem
 from ejkernel_triton.flash_attention_sm90._launch import constants, tiled, width
 from ejkernel_triton.flash_attention_sm90._refusals import check
@@ -21,8 +22,8 @@ FEW_QUERIES = 16
 
 
 def rank(inv: Invocation) -> int:
-    """Before the portable kernel, unless there are few queries."""
-    return 60 if inv["query"].shape[1] > FEW_QUERIES else 45
+    """Before the portable kernel, unless there are few queries. With positions it was not measured yet."""
+    return 60 if inv["query"].shape[1] > FEW_QUERIES and not has_positions(inv) else 45
 
 
 #: Where it runs, and how strongly it is preferred there.
@@ -83,7 +84,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array | No
         tiled(query, 64, width(dim)),
         *(tiled(x, cfg.k_block, width(dim)) for x in (key, inv["value"])),
         *(jnp.asarray(tiles), ranges),
-        *_problem.packed_key_intervals(inv),
+        *_problem.row_arrays(inv),
         *(inv["q_segment_ids"], inv["kv_segment_ids"], sinks),
     )
     left, right = _problem.sides(inv)

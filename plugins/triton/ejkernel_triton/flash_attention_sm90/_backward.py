@@ -22,6 +22,7 @@ from ejkernel_triton.flash_attention_sm90._shared import (
     Call,
     allocate_ring,
     apply_soft_cap,
+    clear_empty_slots,
     is_visible,
     own_tokens,
     store_rows,
@@ -183,6 +184,7 @@ def sum_over_queries(
     d_key, d_value,
     HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, SCALE: gl.constexpr,
     CAP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, SEGMENTS: gl.constexpr,
+    START: gl.constexpr, LENGTHS: gl.constexpr, SLOTS: gl.constexpr,
     Q_BLOCK: gl.constexpr, STAGES: gl.constexpr, D_QUERY: gl.constexpr, EARLY_LOGITS: gl.constexpr,
 ):  # fmt: skip
     """``d_query`` is (batch * heads * blocks * Q_BLOCK * WIDTH / 32, 32) in float32: for each batch, head, block and
@@ -199,7 +201,7 @@ def sum_over_queries(
         # Triton makes a constant of what is 1.
         gl.to_tensor(k_length), gl.to_tensor(q_length), schedule, gl.to_tensor(schedule_width),
         ranges, gl.to_tensor(ranges_stride), starts, stops, k_ids, q_ids, KV_HEADS, SCALE, CAP, LEFT, RIGHT, PACKED,
-        SEGMENTS, CAP > 0, WIDTH, 128, Q_BLOCK,
+        SEGMENTS, START, LENGTHS, SLOTS, False, CAP > 0 or START, WIDTH, 128, Q_BLOCK,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     sources = Sources(query, d_out, lse, delta, HEADS)
@@ -358,6 +360,11 @@ def _sum(
         mbarrier.wait(shared.keys_full_0.index(0), t & 1)
         mbarrier.wait(shared.keys_full_1.index(0), t & 1)
         values.wait(t)
+        if (call.LENGTHS or call.SLOTS) and first < end:
+            keys_row = block * call.OWN_BLOCK
+            clear_empty_slots(call, batch, row, call.own_length, v)
+            clear_empty_slots(call, batch, keys_row, call.own_length, shared.keys_0.reshape([64, WIDTH]))
+            clear_empty_slots(call, batch, keys_row + 64, call.own_length, shared.keys_1.reshape([64, WIDTH]))
         n_end = n + (end - first) * GROUP
         if EARLY_LOGITS:
             product = warpgroup_mma_wait(0, [_start_logits(queries, n, n < n_end, k, zero_logits)])

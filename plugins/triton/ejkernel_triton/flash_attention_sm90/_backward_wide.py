@@ -30,6 +30,7 @@ from ejkernel_triton.flash_attention_sm90._shared import (
     Call,
     allocate_ring,
     apply_soft_cap,
+    clear_empty_slots,
     own_tokens,
     store_rows,
 )
@@ -61,6 +62,7 @@ def sum_over_queries_of_wide_heads(
     d_key, d_value,
     HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, SCALE: gl.constexpr,
     CAP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, SEGMENTS: gl.constexpr,
+    START: gl.constexpr, LENGTHS: gl.constexpr, SLOTS: gl.constexpr,
     Q_BLOCK: gl.constexpr, STAGES: gl.constexpr, D_QUERY: gl.constexpr,
 ):  # fmt: skip
     """Like `_backward.sum_over_queries`."""
@@ -71,7 +73,7 @@ def sum_over_queries_of_wide_heads(
         # Triton makes a constant of what is 1.
         gl.to_tensor(k_length), gl.to_tensor(q_length), schedule, gl.to_tensor(schedule_width),
         ranges, gl.to_tensor(ranges_stride), starts, stops, k_ids, q_ids, KV_HEADS, SCALE, CAP, LEFT, RIGHT, PACKED,
-        SEGMENTS, CAP > 0, WIDTH, 64, Q_BLOCK,
+        SEGMENTS, START, LENGTHS, SLOTS, False, CAP > 0 or START, WIDTH, 64, Q_BLOCK,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     sources = Sources(query, d_out, lse, delta, HEADS)
@@ -146,6 +148,10 @@ def _sum(
         dv = gl.zeros([64, HALF], gl.float32, D)
         keys.wait(t)
         values.wait(t)
+        # Both groups clear all of it. Without a step, one could write its gradients meanwhile.
+        if (call.LENGTHS or call.SLOTS) and first < end:
+            clear_empty_slots(call, batch, row, call.own_length, v)
+            clear_empty_slots(call, batch, row, call.own_length, k)
         for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
             i = first_block(call, block, first, end)
             for _ in range(first, end):

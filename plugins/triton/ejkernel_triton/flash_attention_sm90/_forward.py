@@ -22,6 +22,7 @@ from ejkernel_triton.flash_attention_sm90._shared import (
     OwnTokens,
     allocate_ring,
     apply_soft_cap,
+    clear_empty_slots,
     is_visible,
     own_tokens,
     soft_cap_weights,
@@ -166,15 +167,15 @@ def attend(
     out, lse,
     HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, SCALE: gl.constexpr,
     CAP: gl.constexpr, LSE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
-    SEGMENTS: gl.constexpr, SINKS: gl.constexpr, SINK_WIDTH: gl.constexpr, K_BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    TILES: gl.constexpr,
+    SEGMENTS: gl.constexpr, START: gl.constexpr, LENGTHS: gl.constexpr, SLOTS: gl.constexpr, SINKS: gl.constexpr,
+    SINK_WIDTH: gl.constexpr, K_BLOCK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """(batch, length, heads, dim) in and out; the log-sum-exp is (batch, heads, length)."""
     call = Call(
         # Triton makes a constant of what is 1.
         gl.to_tensor(q_length), gl.to_tensor(k_length), schedule, gl.to_tensor(schedule_width),
         ranges, gl.to_tensor(ranges_stride), starts, stops, q_ids, k_ids, HEADS, SCALE, CAP, LEFT, RIGHT, PACKED,
-        SEGMENTS, True, WIDTH, Q_BLOCK, K_BLOCK,
+        SEGMENTS, START, LENGTHS, SLOTS, True, True, WIDTH, Q_BLOCK, K_BLOCK,
     )  # fmt: skip
     # Sinks have no bound.
     HAS_SMALL_CAP: gl.constexpr = CAP > 0 and CAP * LOG2E <= MOST_EXPONENT
@@ -285,6 +286,7 @@ def _attend(WARP_GROUP: gl.constexpr, call, queries, blocks, results):
         for step in range(first_step, last_step):
             state = _step(call, queries, t, blocks, results, state, step, tile, j)
             j -= 1
+        _clear_values(call, blocks, last_step, tile, tile.first)
         # The first logits of the next tile, at the same time as the last sums of this one.
         next_tile = _tile(call, gl.minimum(t + 1, count - 1), WARP_GROUP, ROWS)
         row_max, row_sum = state.row_max, state.row_sum
@@ -348,6 +350,7 @@ def _step(call, queries, t, blocks, results, state, step, tile, j):
     """The logits of one block, at the same time as the sums of the block before it."""
     S: gl.constexpr = tile.own.index.type.layout.parent
     OUT: gl.constexpr = state.sums.type.layout
+    _clear_values(call, blocks, step, tile, j + 1)
     product = _start_logits(queries, t, blocks, step, S)
     sums_product = _start_sums(state, blocks, step)
     logits = warpgroup_mma_wait(1, [product])
@@ -391,6 +394,21 @@ def _start_logits(queries, t, blocks, step, S: gl.constexpr):
 def _start_sums(state, blocks, step):
     blocks.wait_for_values(step)
     return warpgroup_mma(state.weights, blocks.values_of(step), state.sums, is_async=True)
+
+
+@gluon.jit
+def _clear_values(call, blocks, step, tile, j):
+    """Clear the values of empty slots in block ``j``, with which a step begins. Only a range's last block may reach
+    beyond the number of keys.
+    """
+    if call.LENGTHS or call.SLOTS:
+        has_empty = (j < tile.full) | (j >= tile.full_end)
+        if call.LENGTHS:
+            has_empty = has_empty & (j == tile.end - 1)
+        if has_empty:
+            blocks.wait_for_values(step)
+            values = blocks.values_of(step)
+            clear_empty_slots(call, tile.batch, j * call.OTHER_BLOCK, call.other_length, values)
 
 
 @gluon.jit

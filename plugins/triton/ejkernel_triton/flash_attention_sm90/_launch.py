@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from ejkernel_ops.flash_attention.positions import has_positions
 from ejkernel_triton.flash_attention._problem import Arguments
 from ejkernel_triton.launch import _jax_triton
 
@@ -46,4 +47,7 @@ def constants(a: Arguments) -> dict[str, Any]:
         "CAP": float(a["logits_soft_cap"] or 0.0),
         "PACKED": a["cum_seqlens_q"] is not None,
         "SEGMENTS": a["q_segment_ids"] is not None,
+        "START": has_positions(a),
+        "LENGTHS": a["kv_lengths"] is not None,
+        "SLOTS": a["kv_positions"] is not None,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ejkernel_core import Invocation, Unsupported
-from ejkernel_ops.flash_attention.positions import refuse_positions
 from ejkernel_triton.flash_attention import _refusals
 from ejkernel_triton.hopper.requirements import DTYPES, ELEMENTS, require_hopper
 
@@ -14,7 +13,6 @@ LEAST_CAP = 1e-9
 
 def check(inv: Invocation) -> None:
     """Raise `Unsupported` for a card, versions or arguments that the kernels do not support."""
-    refuse_positions(inv, "the Gluon kernels")
     _refusals.check(inv)
     require_hopper(inv)
     query, key, value = inv["query"], inv["key"], inv["value"]

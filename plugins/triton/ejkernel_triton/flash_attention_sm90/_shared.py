@@ -6,7 +6,7 @@ queries in the forward pass, and keys in the backward.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from ejkernel_triton.hopper import tma
@@ -26,9 +26,11 @@ class Call:
     #: From the host: the range of blocks that each tile sees, (batch or 1, tiles, 4), and the stride of the batch.
     ranges: gl.tensor
     ranges_stride: gl.tensor
-    #: The interval of other tokens that each own token sees, if sequences are packed; ids, if there are segments.
+    #: If sequences are packed, the interval of other tokens that each own token sees. With ``START``, the position of
+    #: the first query of each batch entry; and either its number of keys, or the position of the key in each slot.
     starts: gl.tensor
     stops: gl.tensor
+    #: The ids of segments.
     own_ids: gl.tensor
     other_ids: gl.tensor
     #: The heads of own tokens.
@@ -40,6 +42,12 @@ class Call:
     RIGHT: gl.constexpr
     PACKED: gl.constexpr
     SEGMENTS: gl.constexpr
+    #: Whether queries are at positions of a cache, which holds ``LENGTHS`` keys or has keys in some ``SLOTS``.
+    START: gl.constexpr
+    LENGTHS: gl.constexpr
+    SLOTS: gl.constexpr
+    #: Whether own tokens are queries.
+    OWN_QUERIES: gl.constexpr
     #: Whether masks compare with the end of the interval of each token. If not, and unless both sides are limited, they
     #: compare with both lengths: in measurements the backward was faster so, except with a soft cap.
     COMPARE_STOP: gl.constexpr
@@ -50,7 +58,8 @@ class Call:
     @gluon.constexpr_function
     def __init__(
         self, own_length, other_length, schedule, schedule_width, ranges, ranges_stride, starts, stops, own_ids,
-        other_ids, HEADS, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS, COMPARE_STOP, WIDTH, OWN_BLOCK, OTHER_BLOCK,
+        other_ids, HEADS, SCALE, CAP, LEFT, RIGHT, PACKED, SEGMENTS, START, LENGTHS, SLOTS, OWN_QUERIES, COMPARE_STOP,
+        WIDTH, OWN_BLOCK, OTHER_BLOCK,
     ):  # fmt: skip
         self.own_length = own_length
         self.other_length = other_length
@@ -69,6 +78,10 @@ class Call:
         self.RIGHT = gl.constexpr(RIGHT)
         self.PACKED = gl.constexpr(PACKED)
         self.SEGMENTS = gl.constexpr(SEGMENTS)
+        self.START = gl.constexpr(START)
+        self.LENGTHS = gl.constexpr(LENGTHS)
+        self.SLOTS = gl.constexpr(SLOTS)
+        self.OWN_QUERIES = gl.constexpr(OWN_QUERIES)
         self.COMPARE_STOP = gl.constexpr(COMPARE_STOP)
         self.WIDTH = gl.constexpr(WIDTH)
         self.OWN_BLOCK = gl.constexpr(OWN_BLOCK)
@@ -122,6 +135,22 @@ def own_tokens(call, batch, first, COUNT: gl.constexpr, layout: gl.constexpr):
     if call.PACKED:
         start = gl.load(call.starts + index, mask=is_token, other=0)
         stop = gl.load(call.stops + index, mask=is_token, other=0)
+    elif call.START:
+        query_start = gl.load(call.starts + batch)
+        if call.OWN_QUERIES:
+            # Positions of keys; without ``SLOTS`` these are their numbers.
+            middle = index + query_start
+            stop = middle * 0 + key_count(call, batch, call.other_length)
+        else:
+            # Numbers of queries.
+            place, is_token = key_places(call, batch, index, call.own_length)
+            middle = place - query_start
+            stop = middle * 0 + call.other_length
+        start = middle - call.LEFT
+        if call.RIGHT >= 0:
+            end = middle + (call.RIGHT + 1)
+            stop = end if call.SLOTS and call.OWN_QUERIES else gl.minimum(stop, end)
+        stop = gl.where(is_token, stop, 0)
     else:
         # The last query is aligned with the last key.
         offset = call.other_length - call.own_length
@@ -137,11 +166,55 @@ def own_tokens(call, batch, first, COUNT: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def key_count(call, batch, length):
+    """The number of slots up to the last one that may hold a key."""
+    if call.LENGTHS:
+        length = gl.minimum(gl.load(call.stops + batch), length)
+    return length
+
+
+@gluon.jit
+def key_places(call, batch, slots, length):
+    """The position of the key in each slot, and whether there is one."""
+    place = slots
+    is_key = slots < key_count(call, batch, length)
+    if call.SLOTS:
+        place = gl.load(call.stops + batch * length + slots, mask=is_key, other=-1)
+        is_key = place >= 0
+    return place, is_key
+
+
+@gluon.jit
+def clear_empty_slots(call, batch, first, length, tile):
+    """Set keys or values of slots without a key to 0, which may be NaN: their weights are 0, but not the products.
+
+    Two groups of warps may do this to the same tile, and one may read it meanwhile: each has written what the other
+    writes.
+    """
+    WIDTH: gl.constexpr = tile.shape[1]
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    for row in gl.static_range(0, tile.shape[0], 16):  # few, for their registers
+        rows = tile.slice(row, 16, dim=0)
+        slots = first + row + gl.arange(0, 16, gl.SliceLayout(1, ROWS))
+        _, is_key = key_places(call, batch, slots, length)
+        numbers = rows.load(ROWS)
+        rows.store(gl.where(is_key[:, None], numbers, gl.zeros_like(numbers)))
+    fence_async_shared()
+
+
+@gluon.jit
 def is_visible(call, own, batch, first, COUNT: gl.constexpr, layout: gl.constexpr):
     """Whether each own token sees each of ``COUNT`` other tokens: (own, others)."""
     others = first + gl.arange(0, COUNT, gl.SliceLayout(0, layout))
     visible = gl.full([own.index.shape[0], COUNT], True, gl.int1, layout)
-    if call.PACKED or (call.LEFT >= 0 and (call.RIGHT >= 0 or call.COMPARE_STOP)):
+    if call.SLOTS and call.OWN_QUERIES:
+        place, is_key = key_places(call, batch, others, call.other_length)
+        visible = visible & is_key[None, :]
+        if call.LEFT >= 0:
+            visible = visible & (place[None, :] >= own.start[:, None])
+        if call.RIGHT >= 0:
+            visible = visible & (place[None, :] < own.stop[:, None])
+    elif call.PACKED or (call.LEFT >= 0 and (call.RIGHT >= 0 or call.COMPARE_STOP)):
         # One comparison: the difference is a large unsigned number for tokens before the start.
         count = gl.maximum(own.stop - own.start, 0)
         visible = (others[None, :] - own.start[:, None]).to(gl.uint32) < count[:, None].to(gl.uint32)
@@ -150,7 +223,7 @@ def is_visible(call, own, batch, first, COUNT: gl.constexpr, layout: gl.constexp
             visible = (own.index < call.own_length)[:, None] & (others < call.other_length)[None, :]
         if call.LEFT >= 0:
             visible = visible & (others[None, :] >= own.start[:, None])
-        if call.RIGHT >= 0 or (call.COMPARE_STOP and not call.SEGMENTS):
+        if call.RIGHT >= 0 or (call.COMPARE_STOP and (call.START or not call.SEGMENTS)):
             visible = visible & (others[None, :] < own.stop[:, None])
     if call.SEGMENTS:
         # No own token has the id 0, which padding gets.

@@ -12,6 +12,7 @@ from attrs.validators import in_
 
 from ejkernel_core import Invocation, Unsupported, hookimpl
 from ejkernel_ops.flash_attention.geometry import block_count
+from ejkernel_ops.flash_attention.positions import has_positions
 from ejkernel_ops.flash_attention.statistics import LOG2E, BackwardRows, sinks_gradient
 from ejkernel_triton.flash_attention import _problem
 from ejkernel_triton.flash_attention_sm90._launch import constants, numbered, rows_of_threads, tiled, width
@@ -21,7 +22,14 @@ from ejkernel_triton.launch._cards import capability
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
-PLATFORMS = {"gpu": 60}
+
+
+def rank(inv: Invocation) -> int:
+    """Before the portable kernel. With positions it was not measured yet."""
+    return 45 if has_positions(inv) else 60
+
+
+PLATFORMS = {"gpu": rank}
 #: XLA sees a custom call, which it cannot partition.
 OPAQUE = ("gpu",)
 COMPILERS = ("triton", "jax-triton")
@@ -126,7 +134,7 @@ def _over_queries(inv: Invocation, rows: BackwardRows, cfg: Config) -> tuple[jax
         per_query(rows.delta, 0.0),
         rows_of_threads(jnp.zeros(d_query_shape, jnp.float32)) if has_d_query else lse,
         *(jnp.asarray(tiles), ranges),
-        *_problem.packed_query_intervals(inv),
+        *_problem.column_arrays(inv),
         *(inv["kv_segment_ids"], inv["q_segment_ids"]),
     )
     left, right = _problem.sides(inv)
