@@ -11,7 +11,7 @@ from triton.language.core import _aggregate as aggregate
 
 from ejkernel_triton.hopper import tma
 from ejkernel_triton.hopper.constants import LOG2E
-from ejkernel_triton.hopper.shared_memory import barriers
+from ejkernel_triton.hopper.shared_memory import barriers, wait_for_group
 
 
 @aggregate
@@ -191,15 +191,18 @@ def clear_empty_slots(call, batch, first, length, tile):
     Two groups of warps may do this to the same tile, and one may read it meanwhile: each has written what the other
     writes.
     """
+    COUNT: gl.constexpr = tile.shape[0]
     WIDTH: gl.constexpr = tile.shape[1]
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    for row in gl.static_range(0, tile.shape[0], 16):  # few, for their registers
+    for row in gl.static_range(0, COUNT, 16):  # few, for their registers
         rows = tile.slice(row, 16, dim=0)
         slots = first + row + gl.arange(0, 16, gl.SliceLayout(1, ROWS))
         _, is_key = key_places(call, batch, slots, length)
         numbers = rows.load(ROWS)
         rows.store(gl.where(is_key[:, None], numbers, gl.zeros_like(numbers)))
     fence_async_shared()
+    # The compiler does not see that a product reads this tile, which may have two names.
+    wait_for_group()
 
 
 @gluon.jit

@@ -72,7 +72,8 @@ def config_space(inv: Invocation) -> list[Config]:
         )
     if inv["d_out"] is None:
         raise Unsupported("the Gluon kernels take a gradient of the output, not of the log-sum-exp alone")
-    features = [inv[name] for name in ("sliding_window", "logits_soft_cap", "cum_seqlens_q", "q_segment_ids")]
+    limited = ("sliding_window", "logits_soft_cap", "cum_seqlens_q", "q_segment_ids", "q_start")
+    features = [inv[name] for name in limited]
     sizes = Q_BLOCKS[width(inv["query"].shape[3])]
     has_features = any(feature is not None for feature in features)
     return [Config(q_block) for q_block in (sizes[-1:] if has_features else sizes)]

@@ -17,6 +17,12 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @builtin
+def wait_for_group(_semantic=None):
+    """All threads of a group of warps wait for each other. Gluon has no name for it that all versions of Triton know."""
+    return _semantic.debug_barrier()
+
+
+@builtin
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
     """The same bytes of shared memory as another type. Triton 3.9 has a new name for this."""
     shape = [unwrapped(size) for size in unwrapped(shape)]
