@@ -106,7 +106,7 @@ def dot_product_attention(
       scale: By default ``H ** -0.5``. An array, which may be traced and has a gradient, is multiplied into the query.
       is_causal: Query ``i`` sees no key after key ``i``, also where T and S differ.
       query_seq_lengths: (B,) integers: the output is 0 from there on.
-      key_value_seq_lengths: (B,) integers: keys from there on are not seen.
+      key_value_seq_lengths: (B,) integers: keys from there on are not seen, and neither they nor their values are used.
       local_window_size: (left, right): query ``i`` sees the keys from ``i - left`` to ``i + right``; an int is both.
       implementation: The backend "xla" or "cudnn" of this project, or None for the best one.
       return_residual: Also return the log-sum-exp of each row, (B, T, N) or (T, N), in the key's dtype, without a
@@ -114,8 +114,8 @@ def dot_product_attention(
 
     Returns:
       The output in the query's shape and dtype. A row that sees no key is the mean of all S values, as in
-      ``jax.nn``; where S is 0, it is 0. Such a row has the log-sum-exp -inf on the way, so outside of ``jit`` it ends a
-      program under ``jax_debug_infs``.
+      ``jax.nn``; where S is 0, and in a call with ``key_value_seq_lengths``, it is 0. Such a row has the log-sum-exp
+      -inf on the way, so outside of ``jit`` it ends a program under ``jax_debug_infs``.
     """
     shape = jnp.shape(query)
     q, k, v = (_with_batch(name, array) for name, array in (("query", query), ("key", key), ("value", value)))
@@ -127,8 +127,8 @@ def dot_product_attention(
         _bias(bias, scores),
         _mask(mask, scores),
         sides(is_causal, local_window_size),
-        _prefix("query_seq_lengths", query_seq_lengths, scores[0], scores[2]),
-        _prefix("key_value_seq_lengths", key_value_seq_lengths, scores[0], scores[3]),
+        _lengths("query_seq_lengths", query_seq_lengths, scores[0]),
+        _lengths("key_value_seq_lengths", key_value_seq_lengths, scores[0]),
         softmax_scale=softmax_scale,
         backend=_backend(implementation),
     )
@@ -142,32 +142,37 @@ def attend(
     bias: jax.Array | None,
     mask: jax.Array | None,
     limits: tuple[int | None, int | None],
-    in_query: jax.Array | None = None,
-    in_keys: jax.Array | None = None,
+    q_lengths: jax.Array | None = None,
+    kv_lengths: jax.Array | None = None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """The output and the log-sum-exp, (B, T, N), of query, key and value with all four axes.
 
-    A bias and a mask have four axes too. ``limits`` are those of `placed`. ``in_query``, (B, T), and ``in_keys``,
-    (B, S), are False after the end of a sequence. ``options`` are the operation's; None means no option.
+    A bias and a mask have four axes too. ``limits`` are those of `placed`. ``q_lengths`` and ``kv_lengths``,
+    (B,), say how many queries and keys a sequence has. ``options`` are the operation's; None means no option.
     """
     q, k, v = arrays
-    batch, length, kv_length = q.shape[0], q.shape[1], k.shape[1]
+    length, kv_length = q.shape[1], k.shape[1]
     rows, keys, window = placed(length, kv_length, *limits)
     has_empty_rows = rows < length or (limits[1] is not None and limits[1] < 0)  # known before anything runs
+    # Not with lengths: the mean would read the whole of a cache, and what its empty slots hold.
+    has_mean = kv_length > 0 and kv_lengths is None and (mask is not None or has_empty_rows)
     options |= window
     options |= {"bias": _visible_part(bias, rows, keys), "attention_mask": _visible_part(mask, rows, keys)}
-    if in_query is not None or in_keys is not None:
-        options |= {"q_segment_ids": _ids(in_query, batch, rows), "kv_segment_ids": _ids(in_keys, batch, keys)}
+    if kv_lengths is not None:  # by position the same as ``window``, whose last query stands at the last key
+        options |= {"q_start": keys - rows, "kv_lengths": _clipped(kv_lengths, keys)}
 
     present = {name: option for name, option in options.items() if option is not None}
     out, lse = ejkernel_core.call("flash_attention", q[:, :rows], k[:, :keys], v[:, :keys], **present, return_lse=True)
 
     out = _lengthened(out, length, 0)
     lse = _lengthened(jax.lax.stop_gradient(lse).mT, length, -jnp.inf)
-    if kv_length and (mask is not None or in_keys is not None or has_empty_rows):
-        out = _with_mean_of_values(out, lse == -jnp.inf, in_query, v)
-    return out, lse
+    if has_mean:
+        out = _with_mean_of_values(out, lse == -jnp.inf, v)
+    if q_lengths is None:
+        return out, lse
+    in_query = (jnp.arange(length)[None] < q_lengths[:, None])[..., None]
+    return jnp.where(in_query[..., None], out, 0), jnp.where(in_query, lse, -jnp.inf)
 
 
 def placed(length: int, kv_length: int, left: int | None, right: int | None) -> tuple[int, int, dict[str, Any]]:
@@ -283,19 +288,18 @@ def _visible_part(array: jax.Array | None, rows: int, keys: int) -> jax.Array | 
     return array[:, :, : max(rows, 1) if array.shape[2] == 1 else rows, : max(keys, 1) if array.shape[3] == 1 else keys]
 
 
-def _prefix(name: str, lengths: ArrayLike | None, batch: int, length: int) -> jax.Array | None:
-    """Which tokens, (batch, length), are before the end of their sequence; None where all are."""
+def _lengths(name: str, lengths: ArrayLike | None, batch: int) -> jax.Array | None:
     if lengths is None:
         return None
     array = jnp.asarray(lengths)
     if array.shape != (batch,) or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name}: takes integers ({batch},); got {array.dtype} {array.shape}")
-    return jnp.arange(length)[None] < array[:, None]
+    return array
 
 
-def _ids(prefix: jax.Array | None, batch: int, length: int) -> jax.Array:
-    """Segment ids: 1 in the sequence, 0 after it."""
-    return jnp.ones((batch, length), jnp.int32) if prefix is None else prefix[:, :length].astype(jnp.int32)
+def _clipped(lengths: jax.Array, most: int) -> jax.Array:
+    """From 0 to ``most``, by a bound that fits into the dtype, which may be int8."""
+    return jnp.clip(lengths, 0, min(most, jnp.iinfo(lengths.dtype).max)).astype(jnp.int32)
 
 
 def _lengthened(array: jax.Array, length: int, fill: float) -> jax.Array:
@@ -305,9 +309,7 @@ def _lengthened(array: jax.Array, length: int, fill: float) -> jax.Array:
     return jnp.pad(array, padding, constant_values=fill) if missing else array
 
 
-def _with_mean_of_values(
-    out: jax.Array, is_empty: jax.Array, in_query: jax.Array | None, value: jax.Array
-) -> jax.Array:
+def _with_mean_of_values(out: jax.Array, is_empty: jax.Array, value: jax.Array) -> jax.Array:
     """The output with the mean of all values in rows that see no key: there ``jax.nn`` gives all keys equal weights."""
     dtype = jnp.promote_types(value.dtype, jnp.float32)
     mean = value.astype(dtype).mean(1, keepdims=True).astype(value.dtype)  # (B, 1, K, E)
@@ -315,8 +317,7 @@ def _with_mean_of_values(
     if group > 1:  # not by ``jnp.repeat``, which would need a sharding where mesh axes are explicit
         batch, _, heads, dim = mean.shape
         mean = jnp.broadcast_to(mean[:, :, :, None], (batch, 1, heads, group, dim)).reshape(batch, 1, -1, dim)
-    is_mean = is_empty if in_query is None else is_empty & in_query[:, :, None]
-    return jnp.where(is_mean[..., None], mean, out)
+    return jnp.where(is_empty[..., None], mean, out)
 
 
 __test__ = {"dot_product_attention": dot_product_attention}  # doctest passes over decorated functions

@@ -49,10 +49,25 @@ def results(function: Any, arrays: Any, bias: Any, options: dict[str, Any]) -> A
     return jax.jit(jax.grad(loss, (0, 1) if bias is not None else (0,), has_aux=True))(arrays, bias)
 
 
+def with_zeros(query: Any, key: Any, value: Any, bias: Any = None, **options: Any) -> Any:
+    """``jax.nn``'s, but 0 in the rows of a call with lengths of keys that see none: there it has the mean of all."""
+    returned = jax.nn.dot_product_attention(query, key, value, bias, **options)
+    ends = options.get("key_value_seq_lengths")
+    if ends is None:
+        return returned
+    own, place = jnp.arange(query.shape[1])[:, None], jnp.arange(key.shape[1])
+    window = options.get("local_window_size", 99)
+    left, right = (window, window) if isinstance(window, int) else window
+    right = min(right, 0) if options.get("is_causal") else right
+    seen = (own - left <= place) & (place <= own + right) & (place < ends[:, None, None])
+    seen = (seen[:, None] & options.get("mask", True)).any(-1).mT[..., None]  # (B, T, 1 or N, 1)
+    out, *rest = returned if isinstance(returned, tuple) else (returned,)
+    out = jnp.where(seen, out, 0)
+    return (out, *rest) if rest else out
+
+
 def assert_same(arrays: Any, bias: Any = None, dtype: str = "float32", **options: Any) -> None:
-    actual, expected = (
-        results(f, arrays, bias, options) for f in (dot_product_attention, jax.nn.dot_product_attention)
-    )
+    actual, expected = (results(f, arrays, bias, options) for f in (dot_product_attention, with_zeros))
     atol, rtol = TOLERANCE[dtype]
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
@@ -104,8 +119,74 @@ def test_causality_and_windows_start_at_the_first_token(sizes: Any, name: str) -
 @pytest.mark.parametrize("name", lengths_cases())
 @pytest.mark.parametrize("sizes", LENGTHS, ids=str)
 def test_lengths(sizes: Any, name: str) -> None:
-    """A row without keys is the mean of all values, and a row after the query's length is 0."""
+    """A row without keys is 0, and so is a row after the query's length."""
     assert_same(inputs(*sizes), return_residual=True, **lengths_cases()[name](*sizes))
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_lengths_and_windows(side: str) -> None:
+    """With and without a mask, and rows that see a key of the window, but not before its end."""
+    ends = {"key_value_seq_lengths": lengths(3, 6)}
+    assert_same(inputs(9, 7), return_residual=True, **ends, **SIDES[side])
+    assert_same(inputs(5, 7), mask=booleans(2, 4, 5, 7), return_residual=True, **ends, **SIDES[side])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32"])
+def test_lengths_of_any_integers(dtype: str) -> None:
+    """More keys than the dtype can count, and ends far behind the last key or before the first."""
+    arrays = inputs(3, 300, batch=3)
+    ends = np.array([100, 7, 0], dtype)
+    options = {"key_value_seq_lengths": ends, "query_seq_lengths": np.array([3, 1, 2], dtype)}
+    wide = {name: array.astype(np.int32) for name, array in options.items()}
+    np.testing.assert_allclose(dot_product_attention(*arrays, **options), with_zeros(*arrays, **wide), atol=2e-5)
+    beyond = np.array([np.iinfo(dtype).max, 7, max(np.iinfo(dtype).min, -99)], dtype)
+    expected = with_zeros(*arrays, key_value_seq_lengths=np.clip(beyond.astype(np.int64), 0, 300).astype(np.int32))
+    np.testing.assert_allclose(dot_product_attention(*arrays, key_value_seq_lengths=beyond), expected, atol=2e-5)
+
+
+def test_lengths_reach_the_kernel_as_those_of_a_cache() -> None:
+    """Nothing over all values or of size T x S is computed beside it, so its time can follow the lengths."""
+    arrays = inputs(1, 64)
+    step = lambda *arrays: dot_product_attention(*arrays[:3], key_value_seq_lengths=arrays[3])
+    program = jax.make_jaxpr(step)(*arrays, lengths(9, 20))
+    over_keys = [
+        equation for equation in equations_of(program.jaxpr) if any(64 in np.shape(x.aval) for x in equation.invars)
+    ]
+    assert [equation.primitive.name for equation in over_keys] == ["ejkernel_call"]
+    assert "bool[" not in str(program).replace("bool[2,1,4]", "")  # which rows are empty
+
+
+def equations_of(jaxpr: Any) -> Any:
+    """Those of nested programs too, but for what a call of a kernel may have in it."""
+    for equation in jaxpr.eqns:
+        inner = [value for value in equation.params.values() if hasattr(value, "jaxpr")]
+        if "ejkernel" in equation.primitive.name or not inner:
+            yield equation
+        else:
+            for one in inner:
+                yield from equations_of(one.jaxpr)
+
+
+def test_keys_behind_their_length_are_never_used() -> None:
+    """One query against a cache that is filled to a length; the rest is NaN."""
+    query, key, value = inputs(1, 9)
+    empty = np.arange(9)[None, :, None, None] >= np.array([4, 7])[:, None, None, None]
+    dirty = [jnp.where(empty, jnp.nan, array) for array in (key, value)]
+    weights = jax.random.normal(jax.random.key(8), query.shape)
+
+    def gradients(query: Any, key: Any, value: Any, **options: Any) -> Any:
+        loss = lambda *arrays: (dot_product_attention(*arrays, **options) * weights).sum()
+        return jax.grad(loss, (0, 1, 2))(query, key, value)
+
+    ends = {"key_value_seq_lengths": lengths(4, 7)}
+    out = dot_product_attention(query, *dirty, **ends)
+    for row, length in enumerate((4, 7)):
+        one = slice(row, row + 1)
+        expected = jax.nn.dot_product_attention(query[one], key[one, :length], value[one, :length])
+        np.testing.assert_allclose(out[one], expected, atol=2e-5)
+    for actual, right in zip(gradients(query, *dirty, **ends), gradients(query, key, value, **ends), strict=True):
+        np.testing.assert_allclose(actual, right, atol=2e-5)
+    np.testing.assert_array_equal(dot_product_attention(query, *dirty, key_value_seq_lengths=lengths(0, 0)), 0.0)
 
 
 @pytest.mark.parametrize("side", ["nothing", "causal", "window"])
@@ -201,7 +282,7 @@ def test_vmap_and_scan() -> None:
         return jax.lax.scan(step, jnp.zeros_like(query[0]), (query, key, value, ends))[1]
 
     for transform in (mapped, scanned):
-        actual, expected = map(transform, (dot_product_attention, jax.nn.dot_product_attention))
+        actual, expected = map(transform, (dot_product_attention, with_zeros))
         np.testing.assert_allclose(actual, expected, atol=5e-5, rtol=1e-4)
 
 
@@ -235,12 +316,12 @@ def test_sharded_arrays_keep_their_explicit_axes() -> None:
     mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     spec = jax.P("batch", None, "heads", None)
     arrays, ends = inputs(6, 6), jnp.array([0, 4])
-    expected = jax.nn.dot_product_attention(*arrays, is_causal=True, key_value_seq_lengths=ends)
+    expected = with_zeros(*arrays, is_causal=True, query_seq_lengths=ends, key_value_seq_lengths=ends)
     with jax.set_mesh(mesh):
         sharded = [jax.device_put(array, jax.NamedSharding(mesh, spec)) for array in arrays]
         ends = jax.device_put(ends, jax.NamedSharding(mesh, jax.P("batch")))
         out = jax.jit(dot_product_attention, static_argnames="is_causal")(
-            *sharded, is_causal=True, key_value_seq_lengths=ends
+            *sharded, is_causal=True, query_seq_lengths=ends, key_value_seq_lengths=ends
         )
     assert jax.typeof(out).sharding.spec == spec
     np.testing.assert_allclose(out, expected, atol=2e-5)
