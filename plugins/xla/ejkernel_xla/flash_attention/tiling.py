@@ -108,20 +108,27 @@ class Tiling:
         """A function of ``j`` and of whether the tile is masked: the block of keys or values, (batch, kv heads, block,
         features). In masked tiles, it has zeros in the place of what empty slots of a cache hold.
         """
-        is_whole = self.kv_count * self.kv_block == x.shape[1]
         # Read once at most, another layout would be a copy of the whole cache for the few keys that it holds.
-        is_sliced = has_positions(self.arguments) and self.q_count == 1 and is_whole
+        is_sliced = has_positions(self.arguments) and self.q_count == 1 and x.shape[1] >= self.kv_block
         blocks = None if is_sliced else self.split_keys(x)
         filled = None if self.filled is None else self.filled[:, :, None, :, None]
 
         def block(j: Any, is_masked: bool) -> jax.Array:
-            if blocks is None:
-                values = lax.dynamic_slice_in_dim(x, j * self.kv_block, self.kv_block, 1).swapaxes(1, 2)
-            else:
-                values = blocks[j]
+            values = self._slice_of_keys(x, j) if blocks is None else blocks[j]
             return jnp.where(_block(j, filled), values, 0) if is_masked and filled is not None else values
 
         return block
+
+    def _slice_of_keys(self, x: jax.Array, j: Any) -> jax.Array:
+        """Block ``j`` of ``split_keys(x)``, without its copy of ``x``."""
+        length, start = x.shape[1], j * self.kv_block
+        keys = lax.dynamic_slice_in_dim(x, start, self.kv_block, 1)
+        if self.kv_count * self.kv_block > length:
+            # A slice does not go past the end. The last block has earlier keys too, which are those of another block.
+            earlier = jnp.maximum(start + self.kv_block - length, 0)
+            is_own = jnp.arange(self.kv_block) < self.kv_block - earlier
+            keys = jnp.where(is_own[None, :, None, None], jnp.roll(keys, -earlier, 1), 0)
+        return keys.swapaxes(1, 2)
 
     def shape_of_blocks(self, x: jax.Array) -> tuple[int, ...]:
         """The shape of ``split_keys(x)``."""
