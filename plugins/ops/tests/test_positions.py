@@ -14,8 +14,8 @@ import pytest
 import ejkernel_core
 from ejkernel_core import registry
 from ejkernel_ops import flash_attention
+from ejkernel_ops.flash_attention.positions import ring_positions
 from ejkernel_ops.flash_attention.random_calls import check
-from ejkernel_ops.flash_attention.samples import ring_positions
 from ejkernel_xla.flash_attention import Config
 
 RNG = np.random.default_rng(0)

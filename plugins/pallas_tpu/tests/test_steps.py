@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_ops.flash_attention.samples import ring_positions
+from ejkernel_ops.flash_attention.positions import ring_positions
 from ejkernel_ops.flash_attention.tokens import band, tokens, visible
 from ejkernel_pallas_tpu.flash_attention._problem import problem
 from ejkernel_pallas_tpu.flash_attention._steps import (

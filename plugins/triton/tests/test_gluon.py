@@ -15,7 +15,7 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core import Invocation, Registry, Unsupported
-from ejkernel_ops.flash_attention.cached import ring_positions
+from ejkernel_ops.flash_attention.positions import ring_positions
 from ejkernel_ops.flash_attention.tokens import band, tokens, visible
 from ejkernel_triton import flash_attention_sm90 as flash_attention
 from ejkernel_triton.flash_attention._problem import column_arrays, row_arrays, sides
@@ -65,8 +65,7 @@ def random_call(rng: np.random.Generator, kind: str) -> dict[str, Any]:
     if kind == "lengths":
         call["kv_lengths"] = jnp.asarray(rng.integers(0, k_length + 1, batch), jnp.int32)
     if kind == "ring":
-        ends = [int(end) for end in rng.integers(0, 3 * k_length, batch)]
-        call["kv_positions"] = jnp.asarray(ring_positions(ends, k_length))
+        call["kv_positions"] = jnp.asarray(ring_positions(rng.integers(0, 3 * k_length, batch), k_length))
     return call
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ejkernel_ops.flash_attention.cached import ring_positions
+from ejkernel_ops.flash_attention.positions import ring_positions
 from ejkernel_ops.flash_attention.random_calls import SAME_SHAPE, check, expected, filled
 from ejkernel_triton import flash_attention_sm90 as flash_attention
 from ejkernel_triton.flash_attention_sm90 import _schedule
@@ -60,12 +60,12 @@ CALLS: dict[str, dict[str, Any]] = {
     "a-cap-and-sinks": {"kv_lengths": of_rows(200, 128), "causal": True, "logits_soft_cap": 2.0, "softmax_aux": None},
     "segments": {"kv_lengths": of_rows(100, 256), "q_segment_ids": None},
     "ring-in-two-runs": {
-        "kv_positions": ring_positions([430, 200], SLOTS),
+        "kv_positions": ring_positions(of_rows(430, 200), SLOTS),
         "q_start": of_rows(280, 60),
         "causal": True,
     },
     "window-over-a-ring": {
-        "kv_positions": ring_positions([430, 2**29], SLOTS),
+        "kv_positions": ring_positions(of_rows(430, 2**29), SLOTS),
         "q_start": of_rows(290, 2**29 - 160),
         "sliding_window": (60, 2**31),
     },

@@ -14,6 +14,8 @@ import numpy as np
 from ejkernel_core import Example
 from ejkernel_testing import TRANSFORMS
 
+from .positions import ring_positions
+
 Arguments = dict[str, Any]
 LSE = {"return_lse": True}
 
@@ -95,7 +97,7 @@ def subjects() -> Iterator[Example]:
         "a-q_start-for-each-row": {"q_start": np.array([20, 7], np.int32)},
         "kv_lengths": {"kv_lengths": 15},
         "kv_lengths-for-each-row": {"kv_lengths": np.array([21, 15], np.int32)},
-        "kv_positions": {"kv_positions": ring_positions([40, 31], 30)},
+        "kv_positions": {"kv_positions": ring_positions(np.array([40, 31], np.int32), 30)},
     }
     yield example(
         "cache-one-at-a-time",
@@ -118,7 +120,7 @@ def with_lengths(arguments: Arguments, lengths: Any) -> Arguments:
 
 def with_ring(arguments: Arguments, ends: list[int]) -> Arguments:
     """The call on a ring that holds the keys of the positions before these, of which the queries have the last."""
-    positions = ring_positions(ends, arguments["key"].shape[1])
+    positions = ring_positions(np.asarray(ends, np.int32), arguments["key"].shape[1])
     starts = np.asarray(ends, np.int32) - np.int32(arguments["query"].shape[1])
     return without_keys(arguments, positions < 0) | {"kv_positions": positions, "q_start": starts}
 
@@ -136,10 +138,3 @@ def without_keys(arguments: Arguments, unfilled: Any) -> Arguments:
     """The call with NaN in these slots, (batch, slots)."""
     nan = {name: np.where(unfilled[:, :, None, None], np.nan, arguments[name]) for name in ("key", "value")}
     return arguments | nan
-
-
-def ring_positions(ends: list[int], slots: int) -> Any:
-    """The positions in a ring in which the key of position p is in slot ``p % slots``, -1 where there is none yet."""
-    last = np.asarray(ends)[:, None] - 1
-    positions = last - (last - np.arange(slots)) % slots
-    return np.where(positions < 0, -1, positions).astype(np.int32)

@@ -70,6 +70,19 @@ def _one_for_each_row(name: str, array: Any, query: Any) -> jax.Array:
     return jnp.broadcast_to(array.astype(jnp.int32), batch)
 
 
+def ring_positions(ends: Any, slots: int) -> Any:
+    """The position of each slot's key, (batch, slots), in rings that hold the keys before ``ends``, (batch,): the key
+    of position p is in slot ``p % slots``, and an empty slot has -1. NumPy arrays give NumPy arrays.
+
+    >>> ring_positions(np.array([6, 3]), 4).tolist()
+    [[4, 5, 2, 3], [0, 1, 2, -1]]
+    """
+    xp = np if isinstance(ends, np.ndarray) else jnp
+    last = ends[:, None] - 1
+    positions = last - (last - np.arange(slots, dtype=np.int32)[None]) % max(slots, 1)
+    return xp.where(positions >= 0, positions, -1).astype(np.int32)
+
+
 def is_filled(arguments: Mapping[str, Any]) -> jax.Array | None:
     """Which slots of the cache hold a key, (batch, keys); None if all of them do.
 

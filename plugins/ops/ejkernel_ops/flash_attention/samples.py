@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .axes import AXES
+from .positions import ring_positions
 
 Arguments = dict[str, Any]
 
@@ -61,14 +62,3 @@ def _with_positions(concrete: Arguments, arguments: Mapping[str, Any], key: Any)
 def _lengths(like: jax.ShapeDtypeStruct, slots: int, key: Any) -> jax.Array:
     """Lengths from half of the slots to all of them."""
     return jax.random.randint(key, like.shape, slots - slots // 2, slots + 1, jnp.int32)
-
-
-def ring_positions(end: jax.Array, slots: int) -> jax.Array:
-    """The positions in a ring in which the key of position p is in slot ``p % slots``, up to ``end``, (batch,).
-
-    >>> ring_positions(jnp.array([6, 3]), 4).tolist()
-    [[4, 5, 2, 3], [0, 1, 2, -1]]
-    """
-    last = end[:, None] - 1
-    positions = last - (last - jnp.arange(slots, dtype=jnp.int32)[None]) % max(slots, 1)
-    return jnp.where(positions >= 0, positions, -1)

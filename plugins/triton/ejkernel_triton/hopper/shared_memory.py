@@ -18,7 +18,7 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @builtin
 def wait_for_group(_semantic=None):
-    """All threads of a group of warps wait for each other. Gluon has no name for it that all versions of Triton know."""
+    """All threads of a group of warps wait for each other. The versions of Triton have different names for this."""
     return _semantic.debug_barrier()
 
 
