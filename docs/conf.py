@@ -30,6 +30,7 @@ SECTIONS = {
         "writing-an-operation",
         "tutorials/publishing-records",
         "tutorials/several-devices",
+        "tutorials/decoding-a-model",
     ),
     "Guides": (
         "tuning",

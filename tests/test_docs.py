@@ -30,6 +30,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plug
 #: Pages whose examples another test runs, or that have none that could run alone.
 NOT_RUN_HERE = {
     "docs/pallas-tpu.md": "plugins/pallas_tpu/tests/test_pallas_tpu_page.py",
+    "docs/tutorials/decoding-a-model.md": "tests/test_models_from_elsewhere.py",
     "docs/triton.md": "plugins/triton/tests/test_triton_page.py",
     "docs/writing-an-operation.md": "tests/test_operation_tutorial.py",
     "plugins/testing/README.md": "tests/test_tutorial.py",  # the test module of the plugin that is built there
