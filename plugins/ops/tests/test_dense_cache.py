@@ -29,10 +29,10 @@ def names_of_page() -> dict[str, Any]:
     attention = lambda *arrays, **options: flash_attention(*arrays, **options, backend="xla")
     names: dict[str, Any] = {"jax": jax, "jnp": jnp, "flash_attention": attention}
     names |= {"BATCH": BATCH, "RING": RING, "LEFT": LEFT}
-    functions = r"^def (?:write|attend|positions_of|attend_in_ring)\(.*?(?=\n\n\n|\Z)"
+    definitions = r"^from ejkernel_ops\S* import ring_\w+|^def (?:write|attend|attend_in_ring)\(.*?(?=\n\n\n|\Z)"
     for block in blocks(PAGE):
         if block.language == "python":
-            for code in re.findall(functions, block.content, re.M | re.S):
+            for code in re.findall(definitions, block.content, re.M | re.S):
                 exec(code, names)
     return names
 
