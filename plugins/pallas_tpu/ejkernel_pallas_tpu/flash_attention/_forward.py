@@ -13,6 +13,7 @@ from ejkernel_ops.flash_attention.statistics import LOG2E
 from ejkernel_pallas_tpu.flash_attention._operands import operands, output_by_queries, sinks
 from ejkernel_pallas_tpu.flash_attention._problem import LANES, LEAST, LOWEST, Problem
 from ejkernel_pallas_tpu.flash_attention._scalars import read_entry
+from ejkernel_pallas_tpu.flash_attention._softmax import divisors, natural_lse, weigh
 from ejkernel_pallas_tpu.flash_attention._steps import FIRST, LAST, Steps, inner_block, is_set, outer_block, run_step
 from ejkernel_pallas_tpu.flash_attention._tile import keep_mask, logits, matmul, row, widen, without_unfilled
 from ejkernel_pallas_tpu.launch import Launch, Output, Scratch, grid_indices
@@ -67,12 +68,7 @@ def _attend(p: Problem, steps: Steps, table: Any, numbers: Any, refs: Any, has_l
 
     def tile(j: Any, is_masked: bool) -> None:
         x, _ = logits(p, refs, entry, i, j, is_masked)
-        old_max = refs.row_max[...]
-        new_max = jnp.maximum(old_max, jnp.max(x, axis=1, keepdims=True))
-        correction = jnp.exp2(old_max - new_max)
-        weights = jnp.exp2(x - widen(new_max, p.k_block))
-        refs.row_sum[...] = refs.row_sum[...] * correction + jnp.sum(weights, axis=1, keepdims=True)
-        refs.row_max[...] = new_max
+        weights, correction = weigh(x, refs.row_max, refs.row_sum)
         if p.dropout:
             weights = jnp.where(keep_mask(p, entry.seed, b * p.heads + h, i, j), weights, 0.0)
         kept = refs.sums[...] * widen(correction, p.v_dim)
@@ -83,14 +79,12 @@ def _attend(p: Problem, steps: Steps, table: Any, numbers: Any, refs: Any, has_l
     @pl.when(is_set(word, LAST))
     def _() -> None:
         # A row that sees nothing has a sum of 0: its output is 0, and its lse -inf.
-        row_sum = refs.row_sum[...]
-        has_keys = row_sum > 0.0
-        divisor = jnp.where(has_keys, row_sum, 1.0)
+        has_keys, divisor = divisors(refs.row_sum)
         factor = jnp.where(has_keys, 1.0 / ((1.0 - p.dropout) * divisor), 0.0)
         refs.out[...] = (refs.sums[...] * widen(factor, p.v_dim)).astype(refs.out.dtype)
         if not has_lse:
             return
-        lse = (refs.row_max[...] + jnp.log2(divisor)) * (1.0 / LOG2E)
+        lse = natural_lse(refs.row_max, divisor)
         if p.bias:  # a bias below LEAST was read as LEAST: it was the lowest number
             lse = jnp.where(refs.row_max[...] <= LEAST * LOG2E, LOWEST, lse)
         refs.lse[...] = row(jnp.where(has_keys, lse, -jnp.inf))

@@ -71,12 +71,7 @@ def logits(
     """The logits in base 2, -inf where they are masked, and the derivative of the soft cap, or None without one."""
     q, k = refs.query[...], without_unfilled(refs.key[...], p, refs, entry, j, is_masked)
     x = matmul_transposed(k, q) if is_transposed else matmul_transposed(q, k)
-    derivative = None
-    if p.cap:
-        tanh = jnp.tanh(x * (p.scale / p.cap))
-        x, derivative = tanh * (p.cap * LOG2E), 1.0 - tanh * tanh
-    else:
-        x = x * (p.scale * LOG2E)
+    x, derivative = in_base_2(p, x)
     if p.bias:
         x = x + _align(refs.bias[...].astype(jnp.float32), p, p.bias, is_transposed) * LOG2E
     if is_masked:
@@ -85,12 +80,23 @@ def logits(
     return x, derivative
 
 
+def in_base_2(p: Problem, products: Any) -> tuple[Any, Any]:
+    """The logits of products of queries and keys, before a bias, and the derivative of the soft cap or None."""
+    if p.cap:
+        tanh = jnp.tanh(products * (p.scale / p.cap))
+        return tanh * (p.cap * LOG2E), 1.0 - tanh * tanh
+    return products * (p.scale * LOG2E), None
+
+
 def without_unfilled(x: Any, p: Problem, refs: Any, entry: Entry, j: Any, is_masked: bool) -> Any:
     """A block of keys or values, with 0 in empty slots: their weight is 0, but 0 times NaN would be NaN. A tile that is
     not masked has none.
     """
-    if not is_masked or p.empty is None:
-        return x
+    return zero_unfilled(x, p, refs, entry, j) if is_masked and p.empty is not None else x
+
+
+def zero_unfilled(x: Any, p: Problem, refs: Any, entry: Entry, j: Any) -> Any:
+    """The same for a block that may have empty slots, or slots behind the end of the keys."""
     if p.empty == "positions":
         is_filled = widen(column(refs.k_positions[...]), x.shape[1]) >= 0
     else:
@@ -116,30 +122,13 @@ def _visible(p: Problem, refs: Any, entry: Entry, i: Any, j: Any, is_transposed:
         nonlocal mask
         mask = condition if mask is None else mask & condition
 
-    key = lax.broadcasted_iota(jnp.int32, tile_shape(p, is_transposed), 0 if is_transposed else 1)
-    if p.empty == "positions":
-        position = align_keys(refs.k_positions[...], p, is_transposed)
-        require(position >= 0)
-        query = lax.broadcasted_iota(jnp.int32, tile_shape(p, is_transposed), 1 if is_transposed else 0)
-        distance, start = position - query, i * p.q_block + entry.q_start
-        if p.left is not None:
-            require(distance >= start - p.left)
-        if p.right is not None:
-            require(distance <= start + p.right)
-    elif p.packed:
+    if p.packed:
+        key = lax.broadcasted_iota(jnp.int32, tile_shape(p, is_transposed), 0 if is_transposed else 1)
         index = key + j * p.k_block
         require(index >= align_queries(refs.start[...], p, is_transposed))
         require(index < align_queries(refs.end[...], p, is_transposed))
     else:
-        # Only the index of the key less that of the query differs within a tile: the rest are scalars.
-        distance = key - lax.broadcasted_iota(jnp.int32, tile_shape(p, is_transposed), 1 if is_transposed else 0)
-        diagonal = i * p.q_block + entry.q_start - j * p.k_block
-        if p.left is not None:
-            require(distance >= diagonal - p.left)
-        if p.right is not None:
-            require(distance <= diagonal + p.right)
-        if p.empty or p.k_length < p.k_count * p.k_block:
-            require(key < entry.length - j * p.k_block)
+        mask = position_mask(p, refs, entry, i, j, is_transposed)
     if p.segments:
         q_ids, k_ids = refs.q_ids[...], refs.k_ids[...]
         # Padding gets ids that differ on the two sides, so that one comparison for each pair is enough.
@@ -148,6 +137,46 @@ def _visible(p: Problem, refs: Any, entry: Entry, i: Any, j: Any, is_transposed:
         require(align_queries(q_ids, p, is_transposed) == align_keys(k_ids, p, is_transposed))
     if p.mask:
         require(_align(refs.mask[...].astype(jnp.int32), p, p.mask, is_transposed) != 0)
+    return mask
+
+
+def position_mask(
+    p: Problem, refs: Any, entry: Entry, i: Any, j: Any, is_transposed: bool = False, query: Any = None
+) -> Any:
+    """Which keys of a tile are there, and seen by causality and window; None if all of them are.
+
+    ``query`` has for each row the number of its query in the block; by default, each row is the next query.
+    """
+    mask = None
+
+    def require(condition: Any) -> None:
+        nonlocal mask
+        mask = condition if mask is None else mask & condition
+
+    def query_index() -> Any:
+        if query is not None:
+            return query
+        return lax.broadcasted_iota(jnp.int32, tile_shape(p, is_transposed), 1 if is_transposed else 0)
+
+    key = lax.broadcasted_iota(jnp.int32, tile_shape(p, is_transposed), 0 if is_transposed else 1)
+    if p.empty == "positions":
+        position = align_keys(refs.k_positions[...], p, is_transposed)
+        require(position >= 0)
+        distance, start = position - query_index(), i * p.q_block + entry.q_start
+        if p.left is not None:
+            require(distance >= start - p.left)
+        if p.right is not None:
+            require(distance <= start + p.right)
+        return mask
+    # Only the index of the key less that of the query differs within a tile: the rest are scalars.
+    distance = key - query_index()
+    diagonal = i * p.q_block + entry.q_start - j * p.k_block
+    if p.left is not None:
+        require(distance >= diagonal - p.left)
+    if p.right is not None:
+        require(distance <= diagonal + p.right)
+    if p.empty or p.k_length < p.k_count * p.k_block:
+        require(key < entry.length - j * p.k_block)
     return mask
 
 
