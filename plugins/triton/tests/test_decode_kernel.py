@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from ejkernel_core import Example
+from ejkernel_ops.flash_attention.few_queries import few_queries
 from ejkernel_testing import KernelProofs
 from ejkernel_triton import flash_attention_decode
+from ejkernel_triton.flash_attention_decode._refusals import MOST_QUERIES
 from ejkernel_triton.interpreter import interpreted, interpreted_registry
 from ejkernel_triton.launch import _jax_triton
-from plugins.triton.tests.decode_examples import decode_examples
 
 if _jax_triton.unavailable_reason():
     pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
@@ -29,4 +30,4 @@ class TestDecode(KernelProofs):
     roundings = 1.5
 
     def examples(self) -> Sequence[Example]:
-        return tuple(decode_examples(super().examples()))
+        return tuple(few_queries(super().examples(), MOST_QUERIES))

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from ejkernel_core import Example, call, invocation
+from ejkernel_ops.flash_attention.few_queries import few_queries
 from ejkernel_testing import KernelProofs, kernel_proofs
 from ejkernel_triton import flash_attention_sm90 as flash_attention
+from ejkernel_triton.flash_attention_decode._refusals import MOST_QUERIES
 from ejkernel_triton.flash_attention_sm90 import _schedule
 from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
-from plugins.triton.tests.decode_examples import decode_examples
 from plugins.triton.tests.hopper_examples import attention_examples, grouped_examples
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +38,7 @@ class TestDecode(KernelProofs):
     roundings = 1.5
 
     def examples(self) -> Sequence[Example]:
-        return tuple(decode_examples(super().examples()))
+        return tuple(few_queries(super().examples(), MOST_QUERIES))
 
 
 class TestGluon(KernelProofs):
