@@ -9,10 +9,10 @@ import attrs
 import jax
 import jax.numpy as jnp
 
-from ejkernel_core import Example, Registry
+from ejkernel_core import Example, Registry, Unsupported
 
 from ._compiler import Compiler, Program, base_name, in_main_memory
-from ._kernels import Kernel
+from ._kernels import Call, Kernel
 from ._peers import Peer
 from ._prefetch import Words, prefetched_scalars
 from ._registry import interpreted_registry
@@ -60,8 +60,17 @@ def comparisons(compiler: Compiler, generation: str, kernels: Iterable[Kernel], 
     kernels = tuple(kernels)
     for kernel in kernels:
         for example in kernel.examples("estimate"):
-            if text in example.name:
+            if text in example.name and not _is_refused(kernel, example, compiler.device_kind(generation)):
                 yield from _Estimator(compiler, generation, kernels, kernel, example).comparisons()
+
+
+def _is_refused(kernel: Kernel, example: Example, device_kind: str) -> bool:
+    inv = kernel.invocation(Call(example.name, kernel.op, example.abstract()), device_kind)
+    try:
+        kernel.module.heuristic_cfg(inv)
+    except Unsupported:
+        return True
+    return False
 
 
 @attrs.frozen(eq=False)
