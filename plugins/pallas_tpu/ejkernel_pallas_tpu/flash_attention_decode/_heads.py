@@ -1,0 +1,84 @@
+"""The keys of one head, out of a block with those of all heads.
+
+A cache is (batch, slots, heads, dim), and the heads of a slot are the sublanes of one register: no copy can fetch one
+of them alone. So a block has all heads, as it lies in memory, and is read once. Vector memory is read by words of 32
+bits at a stride, and a word of 16-bit numbers has two heads of a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel_pallas_tpu.flash_attention._problem import LANES
+from ejkernel_pallas_tpu.launch import Scratch
+
+#: Heads whose code is written out. More of them are a loop over as many.
+UNROLLED = 8
+
+
+def has_pairs(dtype: Any, heads: int) -> bool:
+    """Whether a word has two heads of a slot."""
+    return jnp.dtype(dtype).itemsize == 2 and heads % 2 == 0
+
+
+def words(dtype: Any, heads: int, slots: int, dim: int) -> Scratch:
+    """Memory for a block in words: (columns, words, lanes). A stride needs rows of exactly as many lanes as a register.
+
+    With one head, the block is read where it is. An odd number of heads of 16 bits is converted to float32.
+    """
+    if heads == 1:
+        return Scratch((1, 8, LANES))
+    if has_pairs(dtype, heads):
+        return Scratch((-(-dim // LANES), slots * heads // 2, LANES), "uint32")
+    return Scratch((-(-dim // LANES), slots * heads, LANES))
+
+
+def put(block: Any, words: Any, heads: int) -> None:
+    """Write a block, (slots * heads, dim), into its memory for words."""
+    if heads == 1:
+        return
+    dim, is_paired = block.shape[1], has_pairs(block.dtype, heads)
+    for column, start in enumerate(range(0, dim, LANES)):
+        width = min(LANES, dim - start)
+        x = block[:, pl.ds(start, width)]
+        words[column, :, pl.ds(0, width)] = pltpu.bitcast(x, jnp.uint32) if is_paired else x.astype(jnp.float32)
+
+
+def take(block: Any, words: Any, heads: int, head: Any, parity: int) -> Any:
+    """(slots, dim) of a head, of which ``parity`` says whether it is odd."""
+    if heads == 1:
+        return block[...]
+    dim, is_paired = block.shape[1], has_pairs(block.dtype, heads)
+    slots, stride = block.shape[0] // heads, heads // 2 if is_paired else heads
+    rows = pl.ds(head // 2 if is_paired else head, slots, stride=stride)
+    columns = [words.at[column][rows, :] for column in range(words.shape[0])]
+    x = jnp.concatenate(columns, axis=1) if len(columns) > 1 else columns[0]
+    if is_paired:
+        # The upper half of a float32 is the bfloat16 that it would be rounded to.
+        x = x & jnp.uint32(0xFFFF0000) if parity else x << jnp.uint32(16)
+        x = pltpu.bitcast(x, jnp.float32)
+    x = x if x.shape[1] == dim else x[:, :dim]
+    return x.astype(block.dtype)
+
+
+def for_each_head(heads: int, body: Callable[[Any, int], None]) -> None:
+    """Run ``body(head, parity)`` for each head."""
+    if heads <= UNROLLED:
+        for head in range(heads):
+            body(head, head % 2)
+        return
+    steps = [n for n in range(1, UNROLLED + 1) if heads % n == 0 and (n % 2 == 0 or heads % 2)]
+    step = max(steps)
+
+    def group(number: Any, _: Any) -> Any:
+        for head in range(step):
+            body(number * step + head, head % 2)
+        return _
+
+    lax.fori_loop(0, heads // step, group, 0)
