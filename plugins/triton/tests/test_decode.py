@@ -14,18 +14,20 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import ejkernel_core
 from ejkernel_core import Unsupported
-from ejkernel_ops.flash_attention.random_calls import check, expected, random_call
+from ejkernel_ops.flash_attention.random_calls import check, random_call
 from ejkernel_triton import flash_attention_decode
 from ejkernel_triton.flash_attention_decode import Config, _tiling
 from ejkernel_triton.interpreter import interpreted, interpreted_registry
 from ejkernel_triton.launch import _jax_triton
-from ejkernel_triton.launch._cards import capability_by_name
 from ejkernel_tuning import find_labels_in_lowered
+from plugins.triton.tests.decode_calls import Kernel, cache, call, normal
 
 if _jax_triton.unavailable_reason():
     pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
 
 REGISTRY = interpreted_registry({"flash_attention.triton_decode": flash_attention_decode})
+KERNEL = Kernel(REGISTRY, "triton_decode")
+compare, on_card = KERNEL.compare, KERNEL.on_card
 REFUSED = frozenset({"attention_mask", "bias", "q_segment_ids", "kv_segment_ids"})
 #: One split; fewer than there are blocks; more.
 CONFIGS = (Config(1, 32, 4, 2), Config(2, 16, 4, 2), Config(8, 32, 4, 2), Config(32, 16, 2, 1))
@@ -35,32 +37,6 @@ CONFIGS = (Config(1, 32, 4, 2), Config(2, 16, 4, 2), Config(8, 32, 4, 2), Config
 def on_the_cpu() -> Iterator[None]:
     with interpreted():
         yield
-
-
-def normal(seed: int, *shape: int) -> Any:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def call(batch: int = 2, queries: int = 1, slots: int = 70, group: int = 2, **options: Any) -> dict[str, Any]:
-    """Two key heads, whose values have another head dim."""
-    query, key = normal(0, batch, queries, 2 * group, 24), normal(1, batch, slots, 2, 24)
-    absent = dict.fromkeys(("causal", "sliding_window", "logits_soft_cap"))
-    arrays = {"query": query, "key": key, "value": normal(2, batch, slots, 2, 40)}
-    return {**arrays, **absent, "causal": False, **options}
-
-
-def compute(given: dict[str, Any], cfg: Config) -> tuple[Any, Any]:
-    """The output and the lse."""
-    results = REGISTRY.call("flash_attention", **given, return_lse=True, backend="triton_decode", cfg=cfg)
-    return np.asarray(results[0]), np.asarray(results[1])
-
-
-def compare(given: dict[str, Any], cfg: Config, tolerance: float = 2e-6) -> None:
-    """The results with those of NumPy, which sees only the slots that hold a key."""
-    out, lse = compute(given, cfg)
-    right = expected(given, np.zeros(out.shape), None)
-    np.testing.assert_allclose(out, right["out"], rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(lse, right["lse"], rtol=tolerance, atol=tolerance)
 
 
 def has_few_queries(seed: int) -> bool:
@@ -134,7 +110,7 @@ def test_a_key_of_nan_that_is_seen_reaches_the_result() -> None:
     for cfg in CONFIGS:
         given = call(1)
         given["key"][0, 69, 1] = np.nan
-        out, _ = compute(given, cfg)
+        out, _ = KERNEL.compute(given, cfg)
         assert np.isnan(out[..., 2:, :]).all()
         assert np.isfinite(out[..., :2, :]).all()
 
@@ -156,11 +132,6 @@ def test_logits_of_any_size() -> None:
 # -- configurations --------------------------------------------------------------------------------------------------
 
 
-def on_card(given: dict[str, Any], card: str = "NVIDIA H200") -> Any:
-    inv = REGISTRY.invocation("flash_attention", **given)
-    return attrs.evolve(inv, platform="gpu", device_kind=card, compute_capability=capability_by_name(card))
-
-
 @pytest.mark.parametrize("options", [{}, {"causal": True, "sliding_window": (30, 0)}], ids=["plain", "window"])
 def test_every_configuration_has_the_same_results(options: dict[str, Any]) -> None:
     given = call(1, 3, 600, **options)
@@ -168,11 +139,6 @@ def test_every_configuration_has_the_same_results(options: dict[str, Any]) -> No
     assert len({*space}) == len(space) > 4
     for cfg in space:
         compare(given, cfg)
-
-
-def cache(batch: int, slots: int, heads: int, kv_heads: int, queries: int = 1, dim: int = 128) -> dict[str, Any]:
-    shapes = {"query": (batch, queries, heads, dim), **dict.fromkeys(("key", "value"), (batch, slots, kv_heads, dim))}
-    return {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize(

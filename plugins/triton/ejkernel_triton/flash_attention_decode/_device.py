@@ -28,11 +28,7 @@ def attend(
     splits).
     """
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    # Heads are next to each other in memory. Programs that run at the same time read the same pages of it.
-    tile, number = tl.program_id(0) % TILES, tl.program_id(0) // TILES
-    kv_head, number = number % KV_HEADS, number // KV_HEADS
-    split, batch = number % SPLITS, (number // SPLITS).to(tl.int64)
-
+    tile, kv_head, split, batch = place_of(tl.program_id(0), KV_HEADS, TILES, SPLITS)
     row = tile * ROWS + tl.arange(0, ROWS)
     is_row = row < QUERIES * GROUP
     head = kv_head * GROUP + row % GROUP
@@ -44,9 +40,7 @@ def attend(
     q_start, first, end = seen_keys(q_starts, kv_lengths, k_length, batch, QUERIES, LEFT, RIGHT, STARTS, LENGTHS,
                                     POSITIONS)  # fmt: skip
     q_position = q_start + row // GROUP
-    blocks = tl.cdiv(end - first, BLOCK)
-    block = split * (blocks // SPLITS) + tl.minimum(split, blocks % SPLITS)
-    stop = block + blocks // SPLITS + (split < blocks % SPLITS).to(tl.int32)
+    block, stop = blocks_of_split(first, end, split, SPLITS, BLOCK)
 
     key += batch * k_length * (KV_HEADS * DIM) + kv_head * DIM
     value += batch * k_length * (KV_HEADS * V_DIM) + kv_head * V_DIM
@@ -134,6 +128,23 @@ def combine(
         row_lse = tl.where(total != 0, (row_max + tl.log2(total)) * LN2, -float("inf"))
         batch, i = row // (QUERIES * HEADS), row // HEADS % QUERIES
         tl.store(lse + (batch * HEADS + head) * QUERIES + i, row_lse, mask=chunk == 0)
+
+
+@triton.jit
+def place_of(number, KV_HEADS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr):
+    """The tile, the key head, the split and the row of the batch of the part with this number."""
+    # Heads are next to each other in memory. Parts that are read at the same time are of the same pages of it.
+    tile, number = number % TILES, number // TILES
+    kv_head, number = number % KV_HEADS, number // KV_HEADS
+    return tile, kv_head, number % SPLITS, (number // SPLITS).to(tl.int64)
+
+
+@triton.jit
+def blocks_of_split(first, end, split, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """The first of the blocks of keys that a split has, and the one behind the last."""
+    blocks = tl.cdiv(end - first, BLOCK)
+    block = split * (blocks // SPLITS) + tl.minimum(split, blocks % SPLITS)
+    return block, block + blocks // SPLITS + (split < blocks % SPLITS).to(tl.int32)
 
 
 @triton.jit

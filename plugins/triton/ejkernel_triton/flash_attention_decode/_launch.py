@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,17 +30,11 @@ def attention(inv: Invocation, splits: int, block: int, num_warps: int, num_stag
     rows, tiles = _tiling.rows(inv)
     left, right = _tiling.sides(inv)
     positions = [inv[name] for name in NAMES]
-    results = (
-        jax.ShapeDtypeStruct((batch, queries, heads, v_dim), value.dtype),
-        jax.ShapeDtypeStruct((batch, heads, queries) if inv.needs("lse") else (1,), jnp.float32),
-    )
-    parts = [jax.ShapeDtypeStruct((batch, queries, heads, splits, *dims), jnp.float32) for dims in ((v_dim,), (), ())]
-    unused = jax.ShapeDtypeStruct((1,), jnp.float32)
     shared = {"QUERIES": queries, "HEADS": heads, "V_DIM": v_dim, "LSE": inv.needs("lse"), "SPLITS": splits}
     sums = _jax_triton.call(
         f"{MODULE}:attend",
         operands(inv, (query, inv["key"], value, *positions, sinks)),
-        (*results, unused) if splits == 1 else parts,
+        outputs(inv, splits),
         scalars=(inv["key"].shape[1],),
         grid=(batch * splits * kv_heads * tiles,),
         constants={
@@ -64,18 +59,45 @@ def attention(inv: Invocation, splits: int, block: int, num_warps: int, num_stag
         compute_capability=capability(inv),
         name="flash_attention_decode",
     )
-    out, lse = sums[:2] if splits == 1 else _combined(inv, sums, results, shared)
+    return combined(inv, sums, shared)
+
+
+def outputs(inv: Invocation, splits: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What the first launch writes: the results and an array that is not used, or the sums of each split."""
+    batch, queries, heads, _ = inv["query"].shape
+    v_dim = inv["value"].shape[3]
+    if splits == 1:
+        return *_results(inv), jax.ShapeDtypeStruct((1,), jnp.float32)
+    shape = (batch, queries, heads, splits)
+    return tuple(jax.ShapeDtypeStruct((*shape, *dims), jnp.float32) for dims in ((v_dim,), (), ()))
+
+
+def _results(inv: Invocation) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    query, value = inv["query"], inv["value"]
+    batch, queries, heads, _ = query.shape
+    return (
+        jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), value.dtype),
+        jax.ShapeDtypeStruct((batch, heads, queries) if inv.needs("lse") else (1,), jnp.float32),
+    )
+
+
+def combined(inv: Invocation, sums: Sequence[jax.Array], shared: dict[str, Any]) -> tuple[Any, Any]:
+    """The output, and the lse if it is needed, from what the first launch has written.
+
+    ``shared`` are the constants that both launches have.
+    """
+    out, lse = sums[:2] if shared["SPLITS"] == 1 else _combined(inv, sums, shared)
     return out, lse if inv.needs("lse") else None
 
 
-def _combined(inv: Invocation, sums: Any, results: Any, shared: dict[str, Any]) -> tuple[jax.Array, ...]:
+def _combined(inv: Invocation, sums: Sequence[jax.Array], shared: dict[str, Any]) -> tuple[jax.Array, ...]:
     splits, v_width = shared["SPLITS"], width(shared["V_DIM"])
     columns = min(v_width, max(LEAST_COLUMNS, COMBINED // splits))
     chunks = -(-shared["V_DIM"] // columns)
     return _jax_triton.call(
         f"{MODULE}:combine",
         operands(inv, (*sums, inv["softmax_aux"])),
-        results,
+        _results(inv),
         grid=(sums[1].size // splits * chunks,),
         constants={**shared, **sink_constants(inv), "COLUMNS": columns, "CHUNKS": chunks},
         num_warps=max(1, min(4, splits * columns // (WARP * WARP))),

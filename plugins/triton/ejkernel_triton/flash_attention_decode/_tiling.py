@@ -54,7 +54,7 @@ def rows(inv: Invocation) -> tuple[int, int]:
 def shapes(inv: Invocation) -> list[Shape]:
     """The shapes that fit the card, the best first."""
     block = _block(inv)
-    splits = _splits(inv, block)
+    splits = split_count(inv, block)
     programs = _programs(inv, block, splits)
     others = (2 * splits, splits // 2, 4 * splits)
     candidates = [(splits, *program) for program in programs] + [(count, *programs[0]) for count in others]
@@ -67,7 +67,7 @@ def _programs(inv: Invocation, block: int, splits: int) -> list[tuple[int, int, 
     if inv["query"].dtype.itemsize == 4:  # fewer warps have too few registers
         return [(block, 8, 3), (block, 8, 2), (block, 8, 4)]
     short, others = (block // 2, 4, 4), [(block, 4, 3), (block, 4, 2), (2 * block, 8, 2), (block, 8, 3), (block, 4, 4)]
-    is_long = _seen(inv) >= LONG_SPLIT * splits and rows(inv)[0] <= LOW_TILE
+    is_long = most_seen(inv) >= LONG_SPLIT * splits and rows(inv)[0] <= LOW_TILE
     return [short, *others] if is_long else [*others[:3], short, *others[3:]]
 
 
@@ -118,19 +118,19 @@ def _block(inv: Invocation) -> int:
     """The keys of a step."""
     most = STEP_BYTES // _key_bytes(inv)
     block = min(128, max(16, 1 << (most.bit_length() - 1)))
-    return min(block, max(16, 1 << (_seen(inv) - 1).bit_length()))
+    return min(block, max(16, 1 << (most_seen(inv) - 1).bit_length()))
 
 
-def _splits(inv: Invocation, block: int) -> int:
-    """As many as give each multiprocessor its programs, if the keys that a query sees are so many."""
+def split_count(inv: Invocation, block: int) -> int:
+    """The splits: as many as give each multiprocessor its programs, if the keys that a query sees are so many."""
     batch, _, kv_heads, _ = inv["key"].shape
     programs = batch * kv_heads * rows(inv)[1]
-    most = max(1, _seen(inv) // (LEAST_BLOCKS * block))
+    most = max(1, most_seen(inv) // (LEAST_BLOCKS * block))
     enough = PROGRAMS * multiprocessors(inv)
     return max(count for count in SPLITS if count == 1 or (count <= most and programs * count // 2 < enough))
 
 
-def _seen(inv: Invocation) -> int:
+def most_seen(inv: Invocation) -> int:
     """The most keys that the queries of a row of the batch see."""
     left, right = sides(inv)
     length = int(inv["key"].shape[1])
