@@ -71,7 +71,7 @@ NO_KERNEL = "it has no kernel for them"
 #: How many calls are made for each word in each dtype.
 SEVERAL = 4
 #: Backends that are for up to so many queries.
-FEW_QUERIES = {"triton_decode": 16, "pallas_tpu_decode": 16}
+FEW_QUERIES = {"triton_decode": 16, "gluon_decode_sm90": 16, "pallas_tpu_decode": 16}
 
 
 # -- what each backend takes -------------------------------------------------------------------------------------------

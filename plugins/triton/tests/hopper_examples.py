@@ -11,7 +11,9 @@ import numpy as np
 
 from ejkernel_core import Example
 from ejkernel_ops.flash_attention import examples as flash_attention
+from ejkernel_ops.flash_attention.few_queries import few_queries
 from ejkernel_ops.grouped_matmul import examples as grouped_matmul
+from ejkernel_triton.flash_attention_decode._refusals import MOST_QUERIES
 
 DTYPES = ("bfloat16", "float16")
 #: What the sizes of matrices are multiples of: 16 bytes in memory, also for one half of the columns.
@@ -52,6 +54,26 @@ def _narrow_attention(wide: Example, dtype: str) -> Example:
     narrowed = flash_attention.example(wide.name, arguments, wide.checks, dtype=dtype, **shared)
     varied = [one for one in wide.variations if not (REFUSED_ARGUMENTS & {*one.arguments(0)} or one.features & REFUSED)]
     return attrs.evolve(narrowed, variations=tuple(_narrow_attention(one, dtype) for one in varied))
+
+
+def few_queries_on_hopper(examples: Sequence[Example], dtypes: tuple[str, str]) -> Iterator[Example]:
+    """The examples as the decode kernel takes them: in 16 bits, in place of float32 in a dtype by the example's name."""
+    for one in few_queries(examples, MOST_QUERIES):
+        if _is_for_decoding(one):
+            dtype = dtypes[zlib.crc32(one.name.encode()) % 2] if one.dtype == "float32" else one.dtype
+            yield _in_dtype(one, "bfloat16" if one.name in OVERFLOWING else dtype)
+
+
+def _is_for_decoding(one: Example) -> bool:
+    made = one.abstract()
+    return "kv_positions" not in one.features and not any(made[name].shape[-1] % 8 for name in ("query", "value"))
+
+
+def _in_dtype(one: Example, dtype: str) -> Example:
+    shared = {"long": one.long, "batched": one.batched, "wrt_sets": one.wrt_sets}
+    narrow = flash_attention.example(one.name, one.arguments, one.checks, dtype=dtype, **shared)
+    varied = tuple(_in_dtype(other, dtype) for other in one.variations if _is_for_decoding(other))
+    return attrs.evolve(narrow, wrt=one.wrt, variations=varied)
 
 
 # -- grouped products -----------------------------------------------------------------------------------------------

@@ -26,6 +26,6 @@ CLASSES = kernel_proofs(
         "disabled-in-groups",
     },
     # In test_gluon.py, on a card in test_kernels_gpu.py, and in test_decode_kernel.py.
-    elsewhere={"gluon_sm90", "triton_decode"},
+    elsewhere={"gluon_sm90", "gluon_decode_sm90", "triton_decode"},
 )
 globals().update(CLASSES)

@@ -17,7 +17,7 @@ from ejkernel_triton import flash_attention_sm90 as flash_attention
 from ejkernel_triton.flash_attention_decode._refusals import MOST_QUERIES
 from ejkernel_triton.flash_attention_sm90 import _schedule
 from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
-from plugins.triton.tests.hopper_examples import attention_examples, grouped_examples
+from plugins.triton.tests.hopper_examples import attention_examples, few_queries_on_hopper, grouped_examples
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +27,7 @@ PORTABLE = kernel_proofs(
     platform="gpu",
     refuses=frozenset({"float64"}),
     roundings=1.5,
-    elsewhere={"gluon_sm90", "triton_decode"},
+    elsewhere={"gluon_sm90", "gluon_decode_sm90", "triton_decode"},
 )
 globals().update(PORTABLE)
 
@@ -39,6 +39,13 @@ class TestDecode(KernelProofs):
 
     def examples(self) -> Sequence[Example]:
         return tuple(few_queries(super().examples(), MOST_QUERIES))
+
+
+class TestGluonDecode(TestDecode):
+    kernel = "flash_attention.gluon_decode_sm90"
+
+    def examples(self) -> Sequence[Example]:
+        return tuple(few_queries_on_hopper(KernelProofs.examples(self), ("bfloat16", "float16")))
 
 
 class TestGluon(KernelProofs):

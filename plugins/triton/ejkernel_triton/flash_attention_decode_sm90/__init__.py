@@ -1,0 +1,76 @@
+"""``flash_attention`` of few queries on Hopper, in Gluon: decoding, with keys that the copy engine fetches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+import jax
+from attrs.validators import in_
+
+from ejkernel_core import Invocation, hookimpl
+from ejkernel_triton.flash_attention_decode import MANY_KEYS
+from ejkernel_triton.flash_attention_decode._tiling import SPLITS
+from ejkernel_triton.flash_attention_decode_sm90 import _launch, _tiling
+from ejkernel_triton.flash_attention_decode_sm90._refusals import check
+
+#: The version of the kernel and its Config. Calls with a record of another version are measured again.
+VERSION = 1
+
+
+def rank(inv: Invocation) -> int:
+    """Right after the portable decode kernel: this one has met no card yet. ``backend=`` or a tuner chooses it."""
+    return 64 if inv["key"].shape[1] >= MANY_KEYS else 47
+
+
+#: Where it runs, and how strongly it is preferred there.
+PLATFORMS = {"gpu": rank}
+#: XLA sees a custom call, which it cannot partition.
+OPAQUE = ("gpu",)
+COMPILERS = ("triton", "jax-triton")
+
+
+@attrs.frozen
+class Config:
+    """Into how many parts the keys are split, the keys of a step, and the stages and warps of a program."""
+
+    #: The parts of the keys that a row of the batch sees, for each key head.
+    splits: int = attrs.field(default=1, validator=in_(SPLITS))
+    #: The keys of a step.
+    block: int = attrs.field(default=64, validator=in_(_tiling.BLOCKS))
+    #: Steps whose keys and values are on their way or in use at a time.
+    stages: int = attrs.field(default=4, validator=in_(_tiling.STAGES))
+    #: The warps that compute.
+    num_warps: int = attrs.field(default=4, validator=in_(_tiling.WARPS))
+
+
+@hookimpl
+def heuristic_cfg(inv: Invocation) -> Config:
+    """So many splits that every multiprocessor has several parts, and all shared memory for keys on their way."""
+    check(inv)
+    return Config(*_tiling.shapes(inv)[0])
+
+
+@hookimpl
+def config_space(inv: Invocation) -> Iterable[Config]:
+    """Fewer stages; larger blocks with more warps; more and fewer splits."""
+    check(inv)
+    return [Config(*shape) for shape in _tiling.shapes(inv)]
+
+
+@hookimpl
+def check_cfg(inv: Invocation, cfg: Config) -> None:
+    """Raise for a call or a configuration that does not fit."""
+    check(inv)
+    _tiling.check_fits(inv, attrs.astuple(cfg))
+
+
+def shared_memory(inv: Invocation, cfg: Config) -> dict[str, int]:
+    """At most how many bytes of shared memory a program takes."""
+    return {"attend": _tiling.shared_memory(inv, attrs.astuple(cfg))}
+
+
+@hookimpl
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array | None]:
+    """The output and, if it is needed, the lse of every row."""
+    return _launch.attention(inv, *attrs.astuple(cfg))
