@@ -32,7 +32,7 @@ KERNEL = Kernel(REGISTRY, "gluon_decode_sm90", "float16", 2e-3)
 compare, on_card = KERNEL.compare, KERNEL.on_card
 REFUSED = frozenset({"attention_mask", "bias", "q_segment_ids", "kv_segment_ids", "kv_positions"})
 #: One split; fewer than there are blocks; more.
-CONFIGS = (Config(1, 64, 2, 4), Config(2, 64, 3, 4), Config(4, 128, 2, 4), Config(16, 64, 1, 4))
+CONFIGS = (Config(1, 64, 2, 4), Config(2, 64, 3, 8), Config(4, 128, 2, 4), Config(16, 64, 1, 4))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -113,12 +113,6 @@ def test_a_cache_of_few_slots(slots: int) -> None:
         compare(call(2, 2, slots, causal=True), cfg)
 
 
-def test_eight_warps() -> None:
-    """They take 128 keys, and 128 columns of the values."""
-    given = call(1, 3, 300, causal=True, sliding_window=(200, 0)) | {"value": normal(2, 1, 300, 2, 72)}
-    compare(given, Config(2, 128, 2, 8))
-
-
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-31])
 def test_a_scale_of_any_sign(scale: float) -> None:
     given = call(1, 2, 100, causal=True)
@@ -147,7 +141,7 @@ def test_every_configuration_has_the_same_results() -> None:
     [
         (cache(64, 8192, 32, 8), (1, 64, 6, 4)),
         (cache(16, 32768, 32, 8), (4, 64, 6, 4)),
-        (cache(256, 2048, 64, 8, queries=16), (1, 64, 6, 4)),
+        (cache(256, 2048, 64, 8, queries=16), (1, 64, 6, 8)),
         (cache(1, 131072, 32, 8), (64, 64, 6, 4)),
         (cache(1, 1024, 32, 8), (8, 64, 6, 4)),
         (cache(64, 4096, 64, 8, dim=64), (1, 128, 6, 4)),
@@ -171,7 +165,6 @@ def test_the_ring_is_nearly_all_of_the_shared_memory(
     ("queries", "cfg", "reason"),
     [
         (1, Config(1, 128, 8, 4), r"\(1, 128, 8, 4\) need \d+ bytes of shared memory, and there are 232448"),
-        (1, Config(1, 64, 2, 8), "each warp multiplies 16 keys of a step, and 16 of 128 columns"),
         (16, Config(1, 128, 2, 4), "logits and sums of 64 rows are too many for the registers of 4 warps"),
     ],
 )

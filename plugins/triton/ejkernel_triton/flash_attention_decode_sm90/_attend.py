@@ -212,8 +212,8 @@ def _fetch(call, steps, key, value):
 
 @gluon.jit
 def _attend(call, steps, query, results, DIM: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr):
-    """The work of the group of warps that computes. Each has 16 keys of 64, or of 128 if they are eight, and then 16
-    columns of the values.
+    """The work of the warps that compute. Of four, each has 16 keys of 64, and then 16 columns of the values; eight
+    are two such groups, each for half of the rows.
     """
     WIDTH: gl.constexpr = steps.keys.shape[4]
     V_WIDTH: gl.constexpr = steps.values.shape[4]
@@ -221,7 +221,7 @@ def _attend(call, steps, query, results, DIM: gl.constexpr, SCALE: gl.constexpr,
     BLOCK: gl.constexpr = call.BLOCK
     dtype: gl.constexpr = steps.keys.dtype
     # Of both products: they have the same columns.
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [call.WARPS, 1], [16, ROWS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, call.WARPS // 4], [16, ROWS * 4 // call.WARPS, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, ACC)
     # Without a soft cap, one instruction scales the logits and subtracts the maximum.
     UNIT: gl.constexpr = SCALE * LOG2E if CAP == 0 and SCALE > 1e-30 else 1.0
@@ -248,7 +248,7 @@ def _attend(call, steps, query, results, DIM: gl.constexpr, SCALE: gl.constexpr,
         if call.QUERIES > 1 and call.RIGHT >= 0:
             full_end = gl.minimum(end, q_start + (call.RIGHT + 1))
         row_max = gl.full([ROWS], LOWEST, gl.float32, OF_ROWS)
-        row_sum = _partial_sums(gl.zeros([BLOCK, ROWS], gl.float32, ACC), call.WARPS)
+        row_sum = _partial_sums(gl.zeros([BLOCK, ROWS], gl.float32, ACC))
         sums = gl.zeros([V_WIDTH, ROWS], gl.float32, ACC)
         for j in range(block, stop):
             slot = first + j * BLOCK
@@ -265,7 +265,7 @@ def _attend(call, steps, query, results, DIM: gl.constexpr, SCALE: gl.constexpr,
             new_max = gl.maximum(row_max, gl.max(logits, 0) * UNIT)
             rescale = gl.exp2(row_max - new_max)
             weights = gl.exp2(logits * UNIT - new_max[None, :])
-            row_sum = _rescaled(row_sum, rescale) + _partial_sums(weights, call.WARPS)
+            row_sum = _rescaled(row_sum, rescale) + _partial_sums(weights)
             row_max = new_max
             weighing.permute((1, 0)).store(weights.to(dtype))
             v = steps.wait_for_values(step)
@@ -331,11 +331,11 @@ def _clear(tile, count, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _partial_sums(weights, WARPS: gl.constexpr):
-    """(warps, 8, rows): for each row the sums of the weights of each thread. They are added up once a part."""
+def _partial_sums(weights):
+    """(4, 8, rows): for each row the sums of the weights of each thread. They are added up once a part."""
     BLOCK: gl.constexpr = weights.shape[0]
     ROWS: gl.constexpr = weights.shape[1]
-    return gl.sum(gl.sum(weights.reshape([BLOCK // (16 * WARPS), WARPS, 2, 8, ROWS]), 2), 0)
+    return gl.sum(gl.sum(weights.reshape([BLOCK // 64, 4, 2, 8, ROWS]), 2), 0)
 
 
 @gluon.jit

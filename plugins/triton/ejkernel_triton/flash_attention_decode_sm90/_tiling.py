@@ -15,10 +15,12 @@ from ejkernel_triton.launch._multiprocessors import multiprocessors
 
 Shape = tuple[int, int, int, int]
 
-#: The keys of a step, which are rows of the first product: four warps multiply 64 rows at a time.
+#: The keys of a step, which are rows of the first product: the hardware multiplies 64 at a time.
 BLOCKS = (64, 128)
 STAGES = (1, 2, 3, 4, 5, 6, 8, 12)
 WARPS = (4, 8)
+#: So many rows are shared by eight warps: four would take nearly as long for them as the memory takes for the keys.
+MANY_ROWS = 64
 #: Of a step, keys and values, by default.
 STEP_BYTES = 32 << 10
 #: Of all stages: so much is on its way to a multiprocessor at a time.
@@ -36,11 +38,13 @@ def shapes(inv: Invocation) -> list[Shape]:
     """The shapes that fit the card, the best first."""
     block = next((size for size in BLOCKS[::-1] if size * _key_bytes(inv) <= STEP_BYTES), BLOCKS[0])
     splits = _splits(inv, block)
-    most = _most_stages(inv, block, 4)
+    warps = WARPS[rows(inv)[0] >= MANY_ROWS]
+    most = _most_stages(inv, block, warps)
     candidates = [
-        *((splits, block, stages, 4) for stages in (most, 4, 2)),
-        *((splits, 128, _most_stages(inv, 128, warps), warps) for warps in WARPS),
-        *((count, block, most, 4) for count in (2 * splits, splits // 2, splits // 4, 4 * splits)),
+        *((splits, block, stages, warps) for stages in (most, 4, 2)),
+        *((splits, block, most, count) for count in WARPS),
+        *((splits, 128, _most_stages(inv, 128, count), count) for count in WARPS),
+        *((count, block, most, warps) for count in (2 * splits, splits // 2, splits // 4, 4 * splits)),
     ]
     fits = [shape for shape in dict.fromkeys(candidates) if shape[2] > 1 and _reason(inv, shape) is None]
     return fits or [_smallest(inv, splits)]
@@ -72,8 +76,6 @@ def _reason(inv: Invocation, shape: Shape) -> str | None:
     splits, block, _, warps = shape
     if splits not in SPLITS:
         return f"do not fit: the splits are {', '.join(map(str, SPLITS))}"
-    if 16 * warps > min(block, width(inv["value"].shape[3])):
-        return f"do not fit: each warp multiplies 16 keys of a step, and 16 of {width(inv['value'].shape[3])} columns"
     if (block + width(inv["value"].shape[3])) * rows(inv)[0] > WARP_NUMBERS * warps:
         return f"do not fit: logits and sums of {rows(inv)[0]} rows are too many for the registers of {warps} warps"
     if (size := shared_memory(inv, shape)) > (limit := get_shared_memory_limit(compute_capability=capability(inv))):
@@ -83,12 +85,12 @@ def _reason(inv: Invocation, shape: Shape) -> str | None:
 
 def shared_memory(inv: Invocation, shape: Shape) -> int:
     """An upper bound of the bytes of a program: keys and values of each stage, queries and weights of a tile, and what
-    warps exchange, eight numbers of each warp for each row.
+    warps exchange, eight numbers of each of four warps for each row.
     """
-    _, block, stages, warps = shape
+    _, block, stages, _ = shape
     tile, _ = rows(inv)
     operands = tile * (width(inv["query"].shape[3]) + block) * int(inv["query"].dtype.itemsize)
-    return stages * block * _key_bytes(inv) + operands + tile * warps * 8 * 4 + OTHER_BYTES
+    return stages * block * _key_bytes(inv) + operands + tile * 4 * 8 * 4 + OTHER_BYTES
 
 
 def _most_stages(inv: Invocation, block: int, warps: int) -> int:
