@@ -397,7 +397,7 @@ def completions(run, line: str) -> list[str]:
 def test_subcommands_options_and_operations_are_completed(run):
     assert completions(run, "ejkernel exp") == ["explain"]
     assert completions(run, "ejkernel explain flash") == ["flash_attention", "flash_attention_bwd"]
-    assert completions(run, "ejkernel explain flash_attention --backend gl") == ["gluon_sm90"]
+    assert completions(run, "ejkernel explain flash_attention --backend gl") == ["gluon_decode_sm90", "gluon_sm90"]
     assert completions(run, "ejkernel list --h") == ["--here", "--help"]
     assert completions(run, "ejkernel zzz fl") == []
 

@@ -13,6 +13,7 @@ import pytest
 from ejkernel_core import Example, call, invocation
 from ejkernel_ops.flash_attention.few_queries import few_queries
 from ejkernel_testing import KernelProofs, kernel_proofs
+from ejkernel_triton import flash_attention_decode_sm90 as decode
 from ejkernel_triton import flash_attention_sm90 as flash_attention
 from ejkernel_triton.flash_attention_decode._refusals import MOST_QUERIES
 from ejkernel_triton.flash_attention_sm90 import _schedule
@@ -201,6 +202,22 @@ def test_every_configuration_has_the_same_results(dim: int, options: dict[str, A
         found = call("flash_attention_bwd", **given, wrt=wrt, backend="gluon_sm90", cfg=cfg)
         for name, gradient in zip(wrt, found, strict=True):
             close(gradient, gradients[name])
+
+
+@pytest.mark.parametrize("queries", [1, 4, 16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_every_configuration_of_decoding_has_the_same_results(dim: int, queries: int) -> None:
+    """Programs have several parts each, of which some have no keys."""
+    shapes = (40, queries, 32, dim), (40, 1500, 8, dim), (40, 1500, 8, dim)
+    keys = jax.random.split(jax.random.key(dim), 3)
+    arrays = [jax.random.normal(key, shape, "bfloat16") for key, shape in zip(keys, shapes, strict=True)]
+    lengths = jnp.resize(jnp.array([0, 1, 64, 700, 1500], jnp.int32), 40)
+    options = {"kv_lengths": lengths, "causal": True, "return_lse": True}
+    right, right_lse = call("flash_attention", *wide(*arrays), **options, backend="xla")
+    for cfg in decode.config_space(invocation("flash_attention", *arrays, kv_lengths=lengths, causal=True)):
+        out, lse = call("flash_attention", *arrays, **options, backend="gluon_decode_sm90", cfg=cfg)
+        close(out, right)
+        np.testing.assert_allclose(lse, right_lse, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("sinks", [None, 0.0, -150.0, -1e30], ids="sinks {}".format)

@@ -38,7 +38,7 @@ def shapes(inv: Invocation) -> list[Shape]:
     """The shapes that fit the card, the best first."""
     block = next((size for size in BLOCKS[::-1] if size * _key_bytes(inv) <= STEP_BYTES), BLOCKS[0])
     splits = _splits(inv, block)
-    warps = WARPS[rows(inv)[0] >= MANY_ROWS]
+    warps = 8 if rows(inv)[0] >= MANY_ROWS else 4
     most = _most_stages(inv, block, warps)
     candidates = [
         *((splits, block, stages, warps) for stages in (most, 4, 2)),
