@@ -68,8 +68,8 @@ def check(figures: Figures, inv: Invocation, cfg: decode.Config) -> None:
     assert not figures.scratch
     # Boxes of 64 columns, of keys and of values.
     assert figures.words["cp.async.bulk.tensor"] == 2 * width(inv["query"].shape[3]) // 64
-    # At the end of a part, with 64 rows and one split: with Triton 3.6 14.
-    assert max(figures.spilled) <= 16
+    # Outside of the loop, with 64 rows, four warps and Triton 3.6: up to 20.
+    assert max(figures.spilled) <= 20
     (loop,) = figures.loops
     assert (loop.loads, loop.stores) == (0, 0)
     # One for each product.
