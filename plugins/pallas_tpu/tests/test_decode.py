@@ -260,13 +260,14 @@ def on_tpu(given: dict[str, Any], device_kind: str = "TPU v5e") -> Any:
     [
         (cache(64, 8192, 32, 8), "TPU v5e", Config(512, 1)),
         (cache(64, 8192, 32, 8), "TPU v5p", Config(512, 2)),
+        (cache(64, 8192, 32, 8), "TPU7x", Config(1024, 1)),
         (cache(64, 8192, 32, 1), "TPU v5e", Config(2048, 1)),
         (cache(64, 8192, 32, 32), "TPU v5e", Config(128, 1)),
         (cache(64, 200, 32, 8), "TPU v5e", Config(128, 1)),
         (cache(64, 8192, 32, 8) | {"causal": True, "sliding_window": (511, 0)}, "TPU v5e", Config(256, 1)),
     ],
 )
-def test_a_block_has_two_mebibytes(given: dict[str, Any], device: str, cfg: Config) -> None:
+def test_a_block_has_two_or_four_mebibytes(given: dict[str, Any], device: str, cfg: Config) -> None:
     assert flash_attention_decode.heuristic_cfg(on_tpu(given, device)) == cfg
 
 

@@ -35,7 +35,7 @@ class Config:
 
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> Config:
-    """Blocks of about 2 MiB, and as many splits as a chip has cores."""
+    """Blocks of about 2 MiB, or 4 on v7x, and as many splits as cores share a kernel."""
     check(inv)
     return Config(*_tuning.shapes(inv)[0])
 

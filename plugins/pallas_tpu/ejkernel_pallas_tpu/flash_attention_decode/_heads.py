@@ -16,15 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel_pallas_tpu.flash_attention._problem import LANES
+from ejkernel_pallas_tpu.flash_attention_decode._tuning import has_pairs
 from ejkernel_pallas_tpu.launch import Scratch
 
 #: Heads whose code is written out. More of them are a loop over as many.
 UNROLLED = 8
-
-
-def has_pairs(dtype: Any, heads: int) -> bool:
-    """Whether a word has two heads of a slot."""
-    return jnp.dtype(dtype).itemsize == 2 and heads % 2 == 0
 
 
 def words(dtype: Any, heads: int, slots: int, dim: int) -> Scratch:
@@ -73,12 +69,13 @@ def for_each_head(heads: int, body: Callable[[Any, int], None]) -> None:
         for head in range(heads):
             body(head, head % 2)
         return
-    steps = [n for n in range(1, UNROLLED + 1) if heads % n == 0 and (n % 2 == 0 or heads % 2)]
-    step = max(steps)
+    # Where a word has two heads, each turn begins with an even one.
+    counts = [count for count in range(1, UNROLLED + 1) if heads % count == 0 and (count % 2 == 0 or heads % 2)]
+    count = max(counts)
 
-    def group(number: Any, _: Any) -> Any:
-        for head in range(step):
-            body(number * step + head, head % 2)
-        return _
+    def turn(number: Any, carry: Any) -> Any:
+        for head in range(count):
+            body(number * count + head, head % 2)
+        return carry
 
-    lax.fori_loop(0, heads // step, group, 0)
+    lax.fori_loop(0, heads // count, turn, 0)

@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax.numpy as jnp
+
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_ops.flash_attention.geometry import block_count
 from ejkernel_ops.flash_attention.tokens import band
 from ejkernel_pallas_tpu.flash_attention._problem import LANES, whole_lanes
-from ejkernel_pallas_tpu.flash_attention_decode import _heads
-from ejkernel_pallas_tpu.flash_attention_decode._visits import word_bits
 from ejkernel_pallas_tpu.launch._generations import generation
 
 #: (slots, splits).
 Shape = tuple[int, int]
 
+#: The lowest bits of a word are the flags of a step, as in the general kernel. Above them is the block, and above that
+#: the batch entry.
+FLAG_BITS = 4
 BLOCKS = (128, 256, 512, 1024, 2048)
 SPLITS = (1, 2)
-#: Keys and values of a block: a step takes far longer than its start, and vector memory holds two of them.
-STEP_BYTES = 2 << 20
+#: Keys and values of a block: a step takes far longer than its start, and vector memory holds two of them. On v7x, the
+#: core is slower than its memory, and 4 MiB take a tenth less time.
+STEP_BYTES, STEP_BYTES_OF = 2 << 20, {"v7x": 4 << 20}
 #: The most visits of a split. Each has two words in scalar memory, of which there is 1 MiB.
 MAX_VISITS = 2**15
 #: The float32 arrays of a tile's shape that are alive at a time, for each head, and the heads that the compiler has
 #: alive at a time.
 TILE_ARRAYS, LIVE_HEADS = 3, 2
+
+
+def block_bits(blocks: int) -> int:
+    """The bits of the number of a block."""
+    return (blocks - 1).bit_length()
+
+
+def word_bits(batch: int, blocks: int) -> int:
+    """The bits that the words of a call have."""
+    return FLAG_BITS + block_bits(blocks) + (batch - 1).bit_length()
+
+
+def has_pairs(dtype: Any, heads: int) -> bool:
+    """Whether a word has two heads of a slot."""
+    return jnp.dtype(dtype).itemsize == 2 and heads % 2 == 0
 
 
 def rows(inv: Invocation) -> int:
@@ -42,17 +63,18 @@ def shapes(inv: Invocation) -> list[Shape]:
             f"the decode kernel needs {vmem_bytes(inv, LANES) / 2**20:.1f} MiB of vector memory for a block of "
             f"{LANES} slots of all heads, of which there are {chip.budget / 2**20:.0f}, or too many visits"
         )
-    best = max((block for block in fits if block <= _preferred(inv)), default=fits[0])
+    preferred = _preferred(inv, STEP_BYTES_OF.get(chip.name, STEP_BYTES))
+    best = max((block for block in fits if block <= preferred), default=fits[0])
     splits = min(chip.cores, SPLITS[-1])
     others = [block for block in (best // 2, best * 2) if block in fits]
     counts = [splits, *(count for count in SPLITS if count < splits)]
     return [(best, count) for count in counts] + [(block, splits) for block in others]
 
 
-def _preferred(inv: Invocation) -> int:
+def _preferred(inv: Invocation, step_bytes: int) -> int:
     """The slots of a step, and less for a window: of its first and its last block, half is masked on average."""
     before, after = band(inv["causal"], inv["sliding_window"])
-    most = max(LANES, STEP_BYTES // _slot_bytes(inv))
+    most = max(LANES, step_bytes // _slot_bytes(inv))
     if before is None or after is None:
         return most
     return min(most, max(LANES, (before + after + 1) // 2))
@@ -86,7 +108,7 @@ def vmem_bytes(inv: Invocation, block: int) -> int:
         moving += 4 * 8 * block
     if inv["softmax_aux"] is not None:
         moving += 4 * heads * 2 * tile * LANES
-    width = 0 if heads == 1 else 2 if _heads.has_pairs(inv["query"].dtype, heads) else 4
+    width = 0 if heads == 1 else 2 if has_pairs(inv["query"].dtype, heads) else 4
     scratch = width * block * heads * (dim + v_dim) + 4 * heads * tile * (v_dim + 2 * LANES)
     # Of a head: its keys and values in float32, and in three parts of bfloat16 for a product in float32.
     head = block * (dim + v_dim) * (4 + size + (6 if size == 4 else 0)) + 4 * TILE_ARRAYS * tile * block

@@ -18,10 +18,8 @@ from ejkernel_core import Invocation
 from ejkernel_ops.flash_attention.geometry import interval_map
 from ejkernel_pallas_tpu.flash_attention._problem import Problem
 from ejkernel_pallas_tpu.flash_attention._steps import FIRST, FULL, LAST, VISIBLE
+from ejkernel_pallas_tpu.flash_attention_decode._tuning import FLAG_BITS, block_bits
 
-#: The lowest bits of a word are the flags of a step, as in the general kernel. Above them is the block, and above that
-#: the batch entry.
-FLAG_BITS = 4
 #: Behind every word.
 NO_VISIT = np.int32(2**31 - 1)
 
@@ -55,11 +53,6 @@ def _shift(word: Any, bits: int) -> Any:
     return jax.lax.shift_right_logical(word, jnp.int32(bits))
 
 
-def word_bits(batch: int, blocks: int) -> int:
-    """The bits that the words of a call have."""
-    return FLAG_BITS + (blocks - 1).bit_length() + (batch - 1).bit_length()
-
-
 def visits(inv: Invocation, p: Problem, splits: int) -> Visits:
     """Each block that a query of a batch entry sees, once. An entry without one has a visit that sees nothing."""
     blocks = interval_map(inv, p.q_block, p.k_block)
@@ -71,13 +64,9 @@ def visits(inv: Invocation, p: Problem, splits: int) -> Visits:
         fetched=jnp.concatenate([_fetched(words) for words in table.reshape(splits, -1)]),
         capacity=p.batch * p.k_count,
         count=_static_count(blocks.visible, p.batch, splits) or jnp.max(jnp.stack(counts)),
-        block_bits=_block_bits(p.k_count),
+        block_bits=block_bits(p.k_count),
         masked=_masked(blocks),
     )
-
-
-def _block_bits(count: int) -> int:
-    return (count - 1).bit_length()
 
 
 def _static_count(visible: Any, batch: int, splits: int) -> int | None:
@@ -104,7 +93,7 @@ def _split(visible: jax.Array, full: jax.Array, split: int, splits: int) -> tupl
     is_idle = (first >= end) & (block == 0)
     flags = jnp.where(is_own, VISIBLE + FULL * full, 0)
     flags = flags + FIRST * (is_idle | (rank == first)) + LAST * (is_idle | (rank == end - 1))
-    place = (np.arange(batch, dtype=np.int32)[:, None] << _block_bits(blocks)) + block
+    place = (np.arange(batch, dtype=np.int32)[:, None] << block_bits(blocks)) + block
     words = (place << FLAG_BITS) + flags.astype(jnp.int32)
     is_visit = is_own | is_idle
     return jnp.sort(jnp.where(is_visit, words, NO_VISIT), axis=None), is_visit.sum()
