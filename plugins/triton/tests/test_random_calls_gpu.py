@@ -9,14 +9,18 @@ import os
 
 import pytest
 
+import ejkernel_core
 from ejkernel_ops.flash_attention.random_calls import check, random_call
+from plugins.triton.tests.hopper_cache_calls import CALLS
+from plugins.triton.tests.hopper_cache_calls import check as check_several_blocks
 
 pytestmark = pytest.mark.gpu
 
 COUNT = int(os.environ.get("EJKERNEL_RANDOM_CALLS", "20"))
 DTYPES = ("float32", "bfloat16", "float16")
-#: What the decode kernel for Hopper does not take.
-REFUSED = frozenset({"attention_mask", "bias", "q_segment_ids", "kv_segment_ids", "kv_positions"})
+#: What the kernels for Hopper do not take.
+REFUSED_BY_GLUON = frozenset({"attention_mask", "bias", "other value_dim"})
+REFUSED_BY_GLUON_DECODE = frozenset({"attention_mask", "bias", "q_segment_ids", "kv_segment_ids", "kv_positions"})
 
 
 @pytest.mark.parametrize("seed", range(COUNT))
@@ -27,5 +31,16 @@ def test_random_calls(seed: int) -> None:
 @pytest.mark.parametrize("seed", [seed for seed in range(COUNT) if random_call(seed)["query"].shape[1] <= 16])
 def test_random_calls_of_few_queries_on_hopper(seed: int) -> None:
     """With NaN in unused slots, and the same bits twice."""
-    options = {"backend": "gluon_decode_sm90", "without": REFUSED, "gradients": False}
+    options = {"backend": "gluon_decode_sm90", "without": REFUSED_BY_GLUON_DECODE, "gradients": False}
     check(seed, dtype=DTYPES[1 + seed % 2], **options)
+
+
+@pytest.mark.parametrize("seed", range(COUNT))
+def test_random_calls_on_hopper(seed: int) -> None:
+    check(seed, backend="gluon_sm90", dtype=DTYPES[1 + seed % 2], without=REFUSED_BY_GLUON)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("name", CALLS)
+def test_several_blocks_on_hopper(name: str, dim: int) -> None:
+    check_several_blocks(name, dim, ejkernel_core.registry)
