@@ -274,7 +274,7 @@ def test_a_complete_lock_file_has_no_rows_of_removed_cases(tmp_path: Path) -> No
     ("options", "code", "message"),
     [
         (["--card", "NVIDIA K80"], 2, "--card: there is no 'NVIDIA K80'; there are NVIDIA H200, "),
-        (["--kernel", "flash"], 2, "--kernel: there is no 'flash'; there are flash_attention.gluon_sm90, "),
+        (["--kernel", "flash"], 2, "--kernel: there is no 'flash'; there are flash_attention.gluon_decode_sm90, "),
         (["--write"], 2, "--write needs --lock"),
         (["--lock", "FILE"], 1, "cannot be read: Expecting value"),
     ],
