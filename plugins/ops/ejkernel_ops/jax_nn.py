@@ -293,7 +293,9 @@ def _lengths(name: str, lengths: ArrayLike | None, batch: int) -> jax.Array | No
         return None
     array = jnp.asarray(lengths)
     if array.shape != (batch,) or not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"{name}: takes integers ({batch},); got {array.dtype} {array.shape}")
+        raise ValueError(
+            f"{name}: takes integers ({batch},), one for each batch entry; got {array.dtype} {array.shape}"
+        )
     return array
 
 

@@ -365,12 +365,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "lengths": (
         {"query_seq_lengths": lengths(1)},
         ValueError,
-        "query_seq_lengths: takes integers (2,); got int32 (1,)",
+        "query_seq_lengths: takes integers (2,), one for each batch entry; got int32 (1,)",
     ),
     "float lengths": (
         {"key_value_seq_lengths": np.ones(2, np.float32)},
         ValueError,
-        "key_value_seq_lengths: takes integers (2,); got float32",
+        "key_value_seq_lengths: takes integers (2,), one for each batch entry; got float32",
     ),
     "window": ({"local_window_size": (1, 2, 3)}, TypeError, "local_window_size: takes an int, a pair"),
     "traced causality": ({"is_causal": np.ones(2, bool)}, TypeError, "is_causal: takes True or False"),

@@ -20,6 +20,8 @@ OPTIONS: dict[str, Any] = {
     "causal": {"causal": True},
     "window": {"sliding_window": (2, 10**9)},
     "dropout": {"dropout_prob": 0.3, "dropout_seed": 1},
+    "lengths": {"kv_lengths": 4, "causal": True},
+    "starts": {"q_start": -2, "kv_lengths": 5, "sliding_window": (3, 1)},
 }
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from ejkernel_core import Unsupported
 from ejkernel_ops.arrays import check_integers
+from ejkernel_ops.symbolic import is_symbolic
 
 Arguments = dict[str, Any]
 
@@ -122,4 +123,5 @@ def key_positions(arguments: Mapping[str, Any]) -> Any:
     """The position of each slot, (batch, keys), or (1, keys) where it is the slot's number."""
     if arguments["kv_positions"] is not None:
         return arguments["kv_positions"]
-    return np.arange(arguments["key"].shape[1], dtype=np.int32)[None]
+    slots = arguments["key"].shape[1]
+    return (jnp if is_symbolic(slots) else np).arange(slots, dtype=np.int32)[None]
