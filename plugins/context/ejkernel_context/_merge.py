@@ -9,8 +9,8 @@ import jax.numpy as jnp
 def merge(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The out and the lse over all keys, from those of each part, as ``flash_attention(..., return_lse=True)`` returns.
 
-    Inside ``shard_map``, ``merge(*jax.lax.all_gather((out, lse), axis))`` merges those of all devices. Sinks belong to
-    one part alone.
+    Inside ``shard_map``, ``merge(*jax.lax.all_gather((out, lse), axis, to="invarying"))`` merges those of all devices.
+    Sinks belong to one part alone.
 
     >>> from ejkernel_ops import flash_attention
     >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 6, 2, 8))
@@ -27,6 +27,11 @@ def merge(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
       (batch, length, heads, head_dim), in the dtype of ``outs``, and (batch, heads, length). A row that sees no key of
       any part gives 0 and -inf. Both have gradients.
     """
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if isinstance(parts, (list, tuple)):
+            raise TypeError(
+                f"{name}: takes one array with the parts in front, such as jnp.stack({name}); got a sequence"
+            )
     if outs.ndim != 5 or lses.shape != (*outs.shape[:2], outs.shape[3], outs.shape[2]):
         raise ValueError(
             "lses: takes (parts, batch, heads, length) for outs, (parts, batch, length, heads, head_dim); got "

@@ -78,22 +78,22 @@ def test_a_cache_that_is_cut_over_devices() -> None:
     query, key, value = arrays()
     mesh = jax.make_mesh((4,), ("cache",), (AxisType.Auto,), devices=jax.devices()[:4])
     key, value = (jnp.pad(array, [(0, 0), (0, 3), (0, 0), (0, 0)], constant_values=jnp.nan) for array in (key, value))
-    lengths = jnp.array([13, 6])
+    lengths, sinks = jnp.array([13, 6]), jax.random.normal(jax.random.key(9), query.shape[2:3])
 
     def attend(query: Any, key: Any, value: Any) -> Any:
         first = jax.lax.axis_index("cache") * key.shape[1]
         positions = {"q_start": lengths - 1 - first, "kv_lengths": jnp.clip(lengths - first, 0, key.shape[1])}
+        positions["softmax_aux"] = jnp.where(first == 0, sinks, -jnp.inf)
         results = flash_attention(query[:, :1], key, value, **positions, causal=True, return_lse=True)
-        return merge(*jax.lax.all_gather(results, "cache"))
+        return merge(*jax.lax.all_gather(results, "cache", to="invarying"))
 
     spec, whole = jax.P(None, "cache"), jax.P()
-    on_devices = jax.shard_map(
-        attend, mesh=mesh, in_specs=(whole, spec, spec), out_specs=(whole, whole), check_vma=False
-    )
+    on_devices = jax.shard_map(attend, mesh=mesh, in_specs=(whole, spec, spec), out_specs=(whole, whole))
     out, lse = jax.jit(on_devices)(query, key, value)
     for row, length in enumerate([13, 6]):
         one = slice(row, row + 1)
-        expected = flash_attention(query[one, :1], key[one, :length], value[one, :length], return_lse=True)
+        parts = query[one, :1], key[one, :length], value[one, :length]
+        expected = flash_attention(*parts, softmax_aux=sinks, return_lse=True)
         np.testing.assert_allclose(out[one], expected[0], atol=1e-5)
         np.testing.assert_allclose(lse[one], expected[1], atol=1e-5)
 
@@ -104,3 +104,5 @@ def test_wrong_shapes_are_refused() -> None:
         merge(outs, jnp.zeros((2, 1, 5, 4)))
     with pytest.raises(ValueError, match=r"got \(1, 4, 5\) and \(1, 5, 4, 8\)"):
         merge(outs[0], jnp.zeros((1, 4, 5)))
+    with pytest.raises(TypeError, match=r"outs: takes one array with the parts in front, such as jnp.stack\(outs\)"):
+        merge([*outs], jnp.zeros((2, 1, 4, 5)))  # type: ignore[arg-type]

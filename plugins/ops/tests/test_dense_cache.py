@@ -28,7 +28,7 @@ def names_of_page() -> dict[str, Any]:
     """The functions of the page, for caches of these sizes."""
     attention = lambda *arrays, **options: flash_attention(*arrays, **options, backend="xla")
     names: dict[str, Any] = {"jax": jax, "jnp": jnp, "flash_attention": attention}
-    names |= {"BATCH": BATCH, "RING": RING, "LEFT": LEFT}
+    names |= {"BATCH": BATCH, "RING": RING, "LEFT": LEFT, "QUERIES": RING - LEFT}
     definitions = r"^from ejkernel_ops\S* import ring_\w+|^def (?:write|attend|attend_in_ring)\(.*?(?=\n\n\n|\Z)"
     for block in blocks(PAGE):
         if block.language == "python":

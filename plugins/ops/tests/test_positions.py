@@ -91,6 +91,16 @@ def test_a_ring_is_a_cache_of_the_last_keys() -> None:
     np.testing.assert_allclose(jnp.swapaxes(out, 0, 1), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("ends", [5, jnp.int32(5), [5.0, 6.0], np.zeros((2, 1), int)])
+def test_the_ends_of_rings_are_integers_of_each_batch_entry(ends: Any) -> None:
+    with pytest.raises(ValueError, match="ends: takes integers, one for each batch entry; got"):
+        ring_positions(ends, 4)
+
+
+def test_the_ends_of_rings_may_be_a_list() -> None:
+    assert ring_positions([6, 3], 4).tolist() == [[4, 5, 2, 3], [0, 1, 2, -1]]
+
+
 def test_only_slots_without_a_key_may_hold_anything() -> None:
     """A key that is masked by its position alone is multiplied by a weight of 0, as without positions."""
     value = jnp.asarray(V).at[0, 8].set(jnp.nan)

@@ -13,7 +13,7 @@ BY_NAME = {
     "cum_seqlens_q": "cu_seqlens_q cu_seqlens q_seqlens",
     "cum_seqlens_k": "cu_seqlens_k cu_seqlens_kv cum_seqlens_kv kv_seqlens",
     "q_start": "q_offset q_offsets query_offset query_offsets query_start start_pos cache_index cache_position",
-    "kv_lengths": "kv_lens kv_len kv_seq_lens seqused_k cache_seqlens cache_lengths context_lens "
+    "kv_lengths": "kv_lens kv_len kv_seq_lens seqused_k cache_seqlens cache_lengths context_lens seq_lens "
     "seq_lens_k actual_seq_lengths_kv key_value_seq_lengths",
     "kv_positions": "k_positions key_positions cache_positions k_indices",
     "softmax_aux": "sinks s_aux attention_sinks sink_logits",

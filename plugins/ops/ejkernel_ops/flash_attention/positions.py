@@ -79,6 +79,9 @@ def ring_positions(ends: Any, slots: int) -> Any:
     [[4, 5, 2, 3], [0, 1, 2, -1]]
     """
     xp = np if isinstance(ends, np.ndarray) else jnp
+    ends = xp.asarray(ends)
+    if ends.ndim != 1 or not jnp.issubdtype(ends.dtype, jnp.integer):
+        raise ValueError(f"ends: takes integers, one for each batch entry; got {ends.dtype} {ends.shape}")
     last = ends[:, None] - 1
     positions = last - (last - np.arange(slots, dtype=np.int32)[None]) % max(slots, 1)
     return xp.where(positions >= 0, positions, -1).astype(np.int32)
