@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_core import Unsupported
 from ejkernel_ops.arrays import check_integers
 from ejkernel_ops.symbolic import is_symbolic
 
@@ -28,13 +27,6 @@ MAX_POSITION = 2**29
 def has_positions(arguments: Mapping[str, Any]) -> bool:
     """Whether a canonical call says where its queries stand."""
     return arguments["q_start"] is not None
-
-
-def refuse_positions(arguments: Mapping[str, Any], kernels: str) -> None:
-    """Raise `Unsupported` for a call with positions: for kernels whose queries end at the last key."""
-    for name in reversed(NAMES):  # q_start is there with each of the others
-        if arguments[name] is not None:
-            raise Unsupported(f"{kernels} take no {name}")
 
 
 def prepare_positions(arguments: Mapping[str, Any]) -> Arguments:

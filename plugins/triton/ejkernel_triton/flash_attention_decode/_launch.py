@@ -24,34 +24,20 @@ WARP = 32
 
 def attention(inv: Invocation, splits: int, block: int, num_warps: int, num_stages: int) -> tuple[Any, Any]:
     """The output, and the lse if it is needed."""
-    query, value, sinks = inv["query"], inv["value"], inv["softmax_aux"]
-    batch, queries, heads, dim = query.shape
-    kv_heads, v_dim = value.shape[2:]
-    rows, tiles = _tiling.rows(inv)
-    left, right = _tiling.sides(inv)
     positions = [inv[name] for name in NAMES]
-    shared = {"QUERIES": queries, "HEADS": heads, "V_DIM": v_dim, "LSE": inv.needs("lse"), "SPLITS": splits}
     sums = _jax_triton.call(
         f"{MODULE}:attend",
-        operands(inv, (query, inv["key"], value, *positions, sinks)),
+        operands(inv, (inv["query"], inv["key"], inv["value"], *positions, inv["softmax_aux"])),
         outputs(inv, splits),
         scalars=(inv["key"].shape[1],),
-        grid=(batch * splits * kv_heads * tiles,),
+        grid=(part_count(inv, splits),),
         constants={
-            **shared,
+            **constants(inv, splits),
             **sink_constants(inv),
-            "GROUP": heads // kv_heads,
-            "DIM": dim,
-            "WIDTH": width(dim),
-            "V_WIDTH": width(v_dim),
-            "SCALE": float(inv["softmax_scale"]),
-            "CAP": float(inv["logits_soft_cap"] or 0.0),
-            "LEFT": left,
-            "RIGHT": right,
-            **{name: x is not None for name, x in zip(("STARTS", "LENGTHS", "POSITIONS"), positions, strict=True)},
+            "WIDTH": width(inv["query"].shape[3]),
+            "V_WIDTH": width(inv["value"].shape[3]),
+            "POSITIONS": inv["kv_positions"] is not None,
             "PRECISION": precision(inv),
-            "ROWS": rows,
-            "TILES": tiles,
             "BLOCK": block,
         },
         num_warps=num_warps,
@@ -59,7 +45,39 @@ def attention(inv: Invocation, splits: int, block: int, num_warps: int, num_stag
         compute_capability=capability(inv),
         name="flash_attention_decode",
     )
-    return combined(inv, sums, shared)
+    return combined(inv, sums, splits)
+
+
+def part_count(inv: Invocation, splits: int) -> int:
+    """The parts of all rows of the batch, each with the keys of one key head for one tile of queries."""
+    batch, _, kv_heads, _ = inv["key"].shape
+    return int(batch * splits * kv_heads * _tiling.rows(inv)[1])
+
+
+def constants(inv: Invocation, splits: int) -> dict[str, Any]:
+    """The constants of a first launch that do not depend on how its kernel reads keys."""
+    dim, group = inv["query"].shape[3], inv["query"].shape[2] // inv["key"].shape[2]
+    rows, tiles = _tiling.rows(inv)
+    left, right = _tiling.sides(inv)
+    return {
+        **_of_both_launches(inv, splits),
+        "GROUP": group,
+        "DIM": dim,
+        "SCALE": float(inv["softmax_scale"]),
+        "CAP": float(inv["logits_soft_cap"] or 0.0),
+        "LEFT": left,
+        "RIGHT": right,
+        "STARTS": inv["q_start"] is not None,
+        "LENGTHS": inv["kv_lengths"] is not None,
+        "ROWS": rows,
+        "TILES": tiles,
+    }
+
+
+def _of_both_launches(inv: Invocation, splits: int) -> dict[str, Any]:
+    _, queries, heads, _ = inv["query"].shape
+    v_dim = inv["value"].shape[3]
+    return {"QUERIES": queries, "HEADS": heads, "V_DIM": v_dim, "LSE": inv.needs("lse"), "SPLITS": splits}
 
 
 def outputs(inv: Invocation, splits: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -81,25 +99,22 @@ def _results(inv: Invocation) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruc
     )
 
 
-def combined(inv: Invocation, sums: Sequence[jax.Array], shared: dict[str, Any]) -> tuple[Any, Any]:
-    """The output, and the lse if it is needed, from what the first launch has written.
-
-    ``shared`` are the constants that both launches have.
-    """
-    out, lse = sums[:2] if shared["SPLITS"] == 1 else _combined(inv, sums, shared)
+def combined(inv: Invocation, sums: Sequence[jax.Array], splits: int) -> tuple[Any, Any]:
+    """The output, and the lse if it is needed, from what the first launch has written."""
+    out, lse = sums[:2] if splits == 1 else _combined(inv, sums, splits)
     return out, lse if inv.needs("lse") else None
 
 
-def _combined(inv: Invocation, sums: Sequence[jax.Array], shared: dict[str, Any]) -> tuple[jax.Array, ...]:
-    splits, v_width = shared["SPLITS"], width(shared["V_DIM"])
-    columns = min(v_width, max(LEAST_COLUMNS, COMBINED // splits))
-    chunks = -(-shared["V_DIM"] // columns)
+def _combined(inv: Invocation, sums: Sequence[jax.Array], splits: int) -> tuple[jax.Array, ...]:
+    v_dim = inv["value"].shape[3]
+    columns = min(width(v_dim), max(LEAST_COLUMNS, COMBINED // splits))
+    chunks = -(-v_dim // columns)
     return _jax_triton.call(
         f"{MODULE}:combine",
         operands(inv, (*sums, inv["softmax_aux"])),
         _results(inv),
         grid=(sums[1].size // splits * chunks,),
-        constants={**shared, **sink_constants(inv), "COLUMNS": columns, "CHUNKS": chunks},
+        constants={**_of_both_launches(inv, splits), **sink_constants(inv), "COLUMNS": columns, "CHUNKS": chunks},
         num_warps=max(1, min(4, splits * columns // (WARP * WARP))),
         num_stages=1,
         compute_capability=capability(inv),

@@ -22,7 +22,7 @@ FEW_QUERIES = 16
 
 
 def rank(inv: Invocation) -> int:
-    """Before the portable kernel, unless there are few queries. With positions it was not measured yet."""
+    """Before the portable kernel, unless there are few queries. With positions it has not been measured."""
     return 60 if inv["query"].shape[1] > FEW_QUERIES and not has_positions(inv) else 45
 
 

@@ -25,7 +25,7 @@ VERSION = 1
 
 
 def rank(inv: Invocation) -> int:
-    """Before the portable kernel. With positions it was not measured yet."""
+    """Before the portable kernel. With positions it has not been measured."""
     return 45 if has_positions(inv) else 60
 
 
