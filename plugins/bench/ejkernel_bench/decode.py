@@ -19,6 +19,8 @@ from ._flash_attention_peers import peers as flash_attention_peers
 
 #: Batch, slots, heads and key heads.
 CACHES = ((64, 8192, 32, 8), (16, 32768, 32, 8), (256, 2048, 64, 8), (1, 131072, 32, 8), (128, 1024, 32, 4))
+#: With fewer keys, which most of the time is the start of a kernel.
+SHORT_CACHES = ((1, 16384, 32, 8), (8, 2048, 32, 8), (1, 1024, 32, 8))
 QUERIES = (1, 2, 4, 8, 16)
 VARIED: tuple[dict[str, Any], ...] = (
     {"kv_lengths": 819},
@@ -60,6 +62,7 @@ def arguments(
 
 def examples() -> Iterator[Example]:
     yield from (example(cache, queries) for cache in CACHES for queries in QUERIES)
+    yield from (example(cache, queries) for cache in SHORT_CACHES for queries in (1, 4))
     yield from (example(CACHES[0], queries, **options) for options in VARIED for queries in (1, 4))
 
 

@@ -21,10 +21,10 @@ def test_a_small_call_is_right_and_measured():
 
 def test_cudnn_takes_one_query_alone():
     calls = {example.name: decode.by_cudnn(describe(example)) for example in decode.examples()}
-    assert len(calls) == 33
+    assert len(calls) == 39
     taken = [name for name, function in calls.items() if function is not None]
     assert all("1 queries" in name for name in taken)
-    assert len(taken) == len(decode.CACHES) + 1
+    assert len(taken) == len(decode.CACHES) + len(decode.SHORT_CACHES) + 1
 
 
 def test_fa3_gets_the_lengths(monkeypatch):

@@ -72,6 +72,7 @@ class Launch:
     grid: tuple[int, ...]
     #: Of a step, each of which sums 16 numbers.
     products: int
+    max_registers: int | None = None
 
     @property
     def types(self) -> list[str]:
@@ -92,6 +93,7 @@ class Launch:
             self.constants,
             self.num_warps,
             self.products,
+            *([] if self.max_registers is None else [self.max_registers]),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -110,6 +112,8 @@ class Launch:
         source_type = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
         source = source_type(kernel, dict(zip(names, types, strict=True)), constants, even)
         options = {"num_warps": self.num_warps, "enable_fp_fusion": True, "ptx_version": 87}
+        if self.max_registers is not None:
+            options["maxnreg"] = self.max_registers
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         code = Code.of(compiled.asm["cubin"])
         return Figures(
@@ -230,7 +234,8 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     ) -> tuple[jax.Array, ...]:
         aliases = (rest.get("aliases") or {}).values()
         own = [x for i, x in enumerate(outputs) if i not in aliases]
-        launches.append(Launch(kernel, list(arrays), own, scalars, dict(constants), num_warps, rest["grid"], 0))
+        one = Launch(kernel, list(arrays), own, scalars, dict(constants), num_warps, rest["grid"], 0)
+        launches.append(attrs.evolve(one, max_registers=rest.get("max_registers")))
         return tuple(jnp.zeros(x.shape, x.dtype) for x in outputs)
 
     monkeypatch.setattr(_jax_triton, "call", call)

@@ -221,19 +221,28 @@ def test_packed_sequences_are_refused() -> None:
 # -- the choice ------------------------------------------------------------------------------------------------------
 
 
-def chosen(given: dict[str, Any], **options: Any) -> str:
-    """The kernel that computes a call on an H200."""
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+def chosen(given: dict[str, Any], card: str = "NVIDIA H200", **options: Any) -> str:
+    """The kernel that computes a call on a card."""
+    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(card, None, "gpu"))
     attend = jax.jit(lambda arrays: ejkernel_core.call("flash_attention", **arrays, **options))
     with use_abstract_mesh(mesh):
         (label,) = find_labels_in_lowered(attend.trace(given).lower(lowering_platforms=("cuda",)))
     return str(label.backend)
 
 
-def test_few_queries_and_many_keys_come_here() -> None:
+@pytest.mark.parametrize("slots", [100, 8192])
+def test_few_queries_come_here(slots: int) -> None:
+    a100 = "NVIDIA A100-SXM4-80GB"
     lengths = {"kv_lengths": jax.ShapeDtypeStruct((16,), jnp.int32)}
-    assert chosen(cache(16, 8192, 32, 8, queries=4), causal=True) == "triton_decode"
-    assert chosen(cache(16, 8192, 32, 8) | lengths) == "triton_decode"
-    assert chosen(cache(16, 8192, 32, 8), causal=True, sliding_window=(1023, 0)) == "triton_decode"
-    assert chosen(cache(16, 1024, 32, 8, queries=4), causal=True) == "triton"
-    assert chosen(cache(16, 8192, 32, 8, queries=17), causal=True) in ("triton", "gluon_sm90")
+    assert chosen(cache(16, slots, 32, 8, queries=4), a100, causal=True) == "triton_decode"
+    assert chosen(cache(16, slots, 32, 8) | lengths, a100) == "triton_decode"
+    assert chosen(cache(16, slots, 32, 8), a100, causal=True, sliding_window=(63, 0)) == "triton_decode"
+    assert chosen(cache(16, slots, 32, 8, queries=17), a100, causal=True) == "triton"
+
+
+def test_positions_of_a_ring_come_here_on_hopper() -> None:
+    ring = {
+        "kv_positions": jax.ShapeDtypeStruct((16, 1024), jnp.int32),
+        "q_start": jax.ShapeDtypeStruct((16,), jnp.int32),
+    }
+    assert chosen(cache(16, 1024, 32, 8) | ring, causal=True) == "triton_decode"

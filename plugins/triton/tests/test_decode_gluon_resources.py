@@ -17,6 +17,7 @@ import pytest
 import ejkernel_core
 from ejkernel_core import Invocation
 from ejkernel_triton import flash_attention_decode_sm90 as decode
+from ejkernel_triton.flash_attention_decode_sm90 import _tiling
 from ejkernel_triton.flash_attention_sm90._launch import width
 from ejkernel_triton.launch import _jax_triton
 from plugins.triton.tests.hopper_launches import Figures, Launch, Lock, record_launches
@@ -33,6 +34,7 @@ SINKS = {"softmax_aux": jax.ShapeDtypeStruct((HEADS, 2), "float32")}
 CALLS: tuple[tuple[int, int, dict[str, Any]], ...] = (
     *((queries, dim, {}) for dim in (64, 128, 256) for queries in (1, 16)),
     *((4, dim, FULL) for dim in (96, 128, 192)),
+    (16, 256, FULL),
     *((queries, 128, FULL | SINKS) for queries in (1, 8, 16)),
 )
 QUICK = ((1, 128, {}), (16, 128, {}))
@@ -55,25 +57,34 @@ def launched(launches: list[Launch], inv: Invocation, cfg: decode.Config) -> Lau
 
 
 def products_of_a_step(inv: Invocation, cfg: decode.Config) -> int:
-    """Each multiplies 16 of the columns of keys, or 16 keys. The assembler removes those of columns that are padding."""
+    """Each multiplies 16 of the columns of keys, or 16 keys. The assembler removes those of columns that are padding.
+    Of 64 rows, one has all keys, or all columns of the values.
+    """
     dim = inv["query"].shape[3]
+    if _tiling.rows(inv)[0] == _tiling.MANY_ROWS:
+        return width(dim) // 16 + cfg.block // 16
     return cfg.block // 64 * (width(dim) // 16) + -(-dim // 64) * (cfg.block // 16)
 
 
 def check(figures: Figures, inv: Invocation, cfg: decode.Config) -> None:
     # The warp that fetches has room for three more.
-    assert figures.num_warps == cfg.num_warps + 4
-    assert figures.shared_memory <= decode.shared_memory(inv, cfg)["attend"] <= 227 * 1024
+    assert figures.num_warps == cfg.num_warps * _tiling.tiles(inv, cfg.programs)[0] + 4
+    # So many programs have room.
+    assert figures.registers * figures.num_warps * 32 * cfg.programs <= 64 << 10
+    assert figures.shared_memory <= decode.shared_memory(inv, cfg)["attend"] <= 227 * 1024 // cfg.programs
     # XLA makes graphs of several launches, which must not allocate.
     assert not figures.scratch
     # Boxes of 64 columns, of keys and of values.
     assert figures.words["cp.async.bulk.tensor"] == 2 * width(inv["query"].shape[3]) // 64
-    # Outside of the loop, with 64 rows, four warps and Triton 3.6: up to 20.
-    assert max(figures.spilled) <= 20
-    (loop,) = figures.loops
-    assert (loop.loads, loop.stores) == (0, 0)
-    # One for each product.
-    assert loop.waits == (0, 0)
+    # Outside of the loops, with two tiles of head dim 256.
+    assert max(figures.spilled) <= 40
+    rows, _ = _tiling.rows(inv)
+    together, _ = _tiling.tiles(inv, cfg.programs)
+    assert len(figures.loops) == together
+    for loop in figures.loops:
+        assert (loop.loads, loop.stores) <= (together - 1, 0)
+        # One for each product; with 64 rows, while the first is waited for, the second may run.
+        assert loop.waits == ((1, 0) if rows == _tiling.MANY_ROWS else (0, 0))
 
 
 def name_of(call: tuple[int, int, dict[str, Any]]) -> str:

@@ -1,6 +1,7 @@
 """Random calls against a cache, compiled on a card, in values and gradients.
 
-``EJKERNEL_RANDOM_CALLS=1000 pytest -m gpu plugins/triton/tests/test_random_calls_gpu.py`` runs a thousand of them.
+``EJKERNEL_RANDOM_CALLS=1000 pytest -m gpu plugins/triton/tests/test_random_calls_gpu.py`` runs a thousand of them, and
+``1000-2000`` the next thousand.
 """
 
 from __future__ import annotations
@@ -16,26 +17,27 @@ from plugins.triton.tests.hopper_cache_calls import check as check_several_block
 
 pytestmark = pytest.mark.gpu
 
-COUNT = int(os.environ.get("EJKERNEL_RANDOM_CALLS", "20"))
+_FIRST, _, _END = os.environ.get("EJKERNEL_RANDOM_CALLS", "20").rpartition("-")
+SEEDS = range(int(_FIRST or 0), int(_END))
 DTYPES = ("float32", "bfloat16", "float16")
 #: What the kernels for Hopper do not take.
 REFUSED_BY_GLUON = frozenset({"attention_mask", "bias", "other value_dim"})
 REFUSED_BY_GLUON_DECODE = frozenset({"attention_mask", "bias", "q_segment_ids", "kv_segment_ids", "kv_positions"})
 
 
-@pytest.mark.parametrize("seed", range(COUNT))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_calls(seed: int) -> None:
     check(seed, backend="triton", dtype=DTYPES[seed % len(DTYPES)])
 
 
-@pytest.mark.parametrize("seed", [seed for seed in range(COUNT) if random_call(seed)["query"].shape[1] <= 16])
+@pytest.mark.parametrize("seed", [seed for seed in SEEDS if random_call(seed)["query"].shape[1] <= 16])
 def test_random_calls_of_few_queries_on_hopper(seed: int) -> None:
     """With NaN in unused slots, and the same bits twice."""
     options = {"backend": "gluon_decode_sm90", "without": REFUSED_BY_GLUON_DECODE, "gradients": False}
     check(seed, dtype=DTYPES[1 + seed % 2], **options)
 
 
-@pytest.mark.parametrize("seed", range(COUNT))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_calls_on_hopper(seed: int) -> None:
     check(seed, backend="gluon_sm90", dtype=DTYPES[1 + seed % 2], without=REFUSED_BY_GLUON)
 

@@ -14,17 +14,9 @@ from ejkernel_triton.flash_attention_decode._refusals import check
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
-#: From so many keys on it comes before the other kernels in Triton: they leave most of a card idle.
-MANY_KEYS = 2048
-
-
-def rank(inv: Invocation) -> int:
-    """After cuDNN, where that takes the call, and before the other kernels if there are many keys."""
-    return 65 if inv["key"].shape[1] >= MANY_KEYS else 48
-
-
-#: Where it runs, and how strongly it is preferred there.
-PLATFORMS = {"gpu": rank}
+#: Where it runs, and how strongly it is preferred there: after cuDNN, where that takes the call, and before the
+#: kernels for many queries.
+PLATFORMS = {"gpu": 65}
 #: XLA sees a custom call, which it cannot partition.
 OPAQUE = ("gpu",)
 COMPILERS = ("triton", "jax-triton")

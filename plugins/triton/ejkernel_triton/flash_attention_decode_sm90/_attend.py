@@ -1,10 +1,12 @@
-"""Attention of few queries on Hopper: one warp fetches keys and values, and four or eight warps compute.
+"""Attention of few queries on Hopper: one warp fetches keys and values, and others compute.
 
 A program takes one part of the keys of a row of the batch and a key head after another. The warp that fetches is ahead
-by all stages of the ring, across parts too: keys of the next part are on their way while this one ends.
+by all stages of the ring, across parts too: keys of the next part are on their way while this one ends. If the queries
+of a key head are several tiles, two groups of warps read each block that is fetched, each for a tile.
 
-Products are transposed: keys by queries, and columns of values by queries. The hardware multiplies 64 rows at a time,
-by 8 columns or more. Keys and columns of values are that many; queries need only be padded to 16.
+The hardware multiplies 64 rows at a time, by 8 columns or more. Of tiles with 64 queries these are the rows. With fewer
+both products are transposed: keys by queries, and columns of values by queries. Keys and columns of values are that
+many; queries need only be padded to 16.
 """
 
 from triton.experimental import gluon
@@ -17,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ejkernel_triton.flash_attention._tile import LN2, LOG2E, LOWEST, tanh
 from ejkernel_triton.flash_attention_decode_sm90._parts import Call, Results, allocate_steps
+from ejkernel_triton.hopper.shared_memory import wait_for_group
 
 
 @gluon.jit
@@ -27,24 +30,37 @@ def attend(
     PARTS: gl.constexpr, QUERIES: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
     V_DIM: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     STARTS: gl.constexpr, LENGTHS: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, ROWS: gl.constexpr,
-    TILES: gl.constexpr, SPLITS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    TOGETHER: gl.constexpr, TILES: gl.constexpr, SPLITS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """The results are those of the portable kernel's ``attend``."""
     # Triton makes a constant of what is 1.
     call = Call(
         q_starts, kv_lengths, gl.to_tensor(k_length), PARTS, QUERIES, HEADS, GROUP, LEFT, RIGHT, STARTS, LENGTHS, ROWS,
-        TILES, SPLITS, BLOCK, WARPS,
+        TOGETHER, TILES, SPLITS, BLOCK, WARPS,
     )  # fmt: skip
-    steps = allocate_steps(key, value, STAGES)
+    steps = allocate_steps(key, value, STAGES, TOGETHER)
+    results = Results(out, maxima, totals, sinks, LSE, SINKS, V_DIM)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_attend, (call, steps, query, Results(out, maxima, totals, sinks, LSE, SINKS, V_DIM), DIM, SCALE, CAP)),
-            (_fetch, (call, steps, key, value)),
-        ],
-        [1],
-        [24],
-    )
+    if TOGETHER == 2:
+        gl.warp_specialize(
+            [
+                (_attend_first, (call, steps, query, results, DIM, SCALE, CAP)),
+                (_attend_second, (call, steps, query, results, DIM, SCALE, CAP)),
+                (_fetch, (call, steps, key, value)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_first, (call, steps, query, results, DIM, SCALE, CAP)),
+                (_fetch, (call, steps, key, value)),
+            ],
+            [1],
+            [24],
+        )
 
 
 @gluon.jit
@@ -59,11 +75,37 @@ def _fetch(call, steps, key, value):
 
 
 @gluon.jit
-def _attend(call, steps, query, results, DIM: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr):
-    """The work of the warps that compute. Of four, each has 16 keys of 64, and then 16 columns of the values; eight
-    are two such groups, each for half of the rows.
+def _attend_first(call, steps, query, results, DIM: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr):
+    _attend(call, steps, query, results, 0, DIM, SCALE, CAP)
+
+
+@gluon.jit
+def _attend_second(call, steps, query, results, DIM: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr):
+    _attend(call, steps, query, results, 1, DIM, SCALE, CAP)
+
+
+@gluon.jit
+def _attend(call, steps, query, results, OWN: gl.constexpr, DIM: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr):
+    """The work of the warps that compute, for one of the tiles of each part."""
+    # Without a soft cap, one instruction scales the logits and subtracts the maximum.
+    UNIT: gl.constexpr = SCALE * LOG2E if CAP == 0 and SCALE > 1e-30 else 1.0
+    queries = gl.allocate_shared_memory(
+        steps.keys.dtype, [call.ROWS, steps.keys.shape[4]], gl.NVMMASharedLayout(128, 16, 2)
+    )
+    if call.ROWS == 64:
+        _attend_rows(call, steps, query, queries, results, OWN, DIM, SCALE, CAP, UNIT)
+    else:
+        _attend_columns(call, steps, query, queries, results, OWN, DIM, SCALE, CAP, UNIT)
+
+
+@gluon.jit
+def _attend_columns(
+    call, steps, query, queries, results, OWN: gl.constexpr, DIM: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
+    UNIT: gl.constexpr,
+):  # fmt: skip
+    """With queries as columns. Of four warps, each has 16 keys of 64, and then 16 columns of the values; eight are two
+    such groups, each for half of the queries.
     """
-    WIDTH: gl.constexpr = steps.keys.shape[4]
     V_WIDTH: gl.constexpr = steps.values.shape[4]
     ROWS: gl.constexpr = call.ROWS
     BLOCK: gl.constexpr = call.BLOCK
@@ -71,30 +113,16 @@ def _attend(call, steps, query, results, DIM: gl.constexpr, SCALE: gl.constexpr,
     # Of both products: they have the same columns.
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, call.WARPS // 4], [16, ROWS * 4 // call.WARPS, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, ACC)
-    # Without a soft cap, one instruction scales the logits and subtracts the maximum.
-    UNIT: gl.constexpr = SCALE * LOG2E if CAP == 0 and SCALE > 1e-30 else 1.0
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [call.WARPS, 1], [1, 0])
-    queries = gl.allocate_shared_memory(dtype, [ROWS, WIDTH], gl.NVMMASharedLayout(128, 16, 2))
     # The weights of a step, which the hardware reads from shared memory.
     weighing = gl.allocate_shared_memory(dtype, [ROWS, BLOCK], gl.NVMMASharedLayout(128, 16, 2))
     step = 0
     for number in range(gl.program_id(0), call.PARTS, gl.num_programs(0)):
         batch, kv_head, tile, split, q_start, first, end, block, stop = call.part(number)
-        _, _, place, is_row = call.rows(batch, kv_head, tile, gl.SliceLayout(1, LINES))
-        column = gl.arange(0, WIDTH, gl.SliceLayout(0, LINES))
-        q = gl.load(
-            query + place[:, None] * DIM + column[None, :], mask=is_row[:, None] & (column < DIM)[None, :], other=0.0
-        )
-        queries.store(q)
-        fence_async_shared()
+        tile += OWN
+        _load_queries(call, query, queries, batch, kv_head, tile, DIM)
         index, head, place, is_row = call.rows(batch, kv_head, tile, OF_ROWS)
         q_position = q_start + index
-        # The keys that all queries see.
-        full, full_end = first, end
-        if call.QUERIES > 1 and call.LEFT >= 0:
-            full = gl.maximum(first, q_start + (call.QUERIES - 1 - call.LEFT))
-        if call.QUERIES > 1 and call.RIGHT >= 0:
-            full_end = gl.minimum(end, q_start + (call.RIGHT + 1))
+        full, full_end = _seen_by_all(call, q_start, first, end)
         row_max = gl.full([ROWS], LOWEST, gl.float32, OF_ROWS)
         row_sum = _partial_sums(gl.zeros([BLOCK, ROWS], gl.float32, ACC))
         sums = gl.zeros([V_WIDTH, ROWS], gl.float32, ACC)
@@ -103,23 +131,19 @@ def _attend(call, steps, query, results, DIM: gl.constexpr, SCALE: gl.constexpr,
             k = steps.wait_for_keys(step)
             zeros = gl.zeros([BLOCK, ROWS], gl.float32, ACC)
             product = warpgroup_mma(k, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            logits = warpgroup_mma_wait(0, [product])
-            if CAP > 0:
-                logits = tanh(logits * (SCALE / CAP), CAP) * (CAP * LOG2E)
-            elif SCALE <= 1e-30:
-                logits = logits * (SCALE * LOG2E)
+            logits = _scaled(warpgroup_mma_wait(0, [product]), SCALE, CAP)
             if (slot < full) | (slot + BLOCK > full_end):
-                logits = gl.where(_is_visible(call, slot, end, q_position, ACC), logits, -float("inf"))
+                position = slot + gl.arange(0, BLOCK, gl.SliceLayout(1, ACC))
+                visible = gl.full([BLOCK, ROWS], True, gl.int1, ACC)
+                visible = _visible(call, visible, position[:, None], end, q_position[None, :])
+                logits = gl.where(visible, logits, -float("inf"))
             new_max = gl.maximum(row_max, gl.max(logits, 0) * UNIT)
             rescale = gl.exp2(row_max - new_max)
             weights = gl.exp2(logits * UNIT - new_max[None, :])
             row_sum = _rescaled(row_sum, rescale) + _partial_sums(weights)
             row_max = new_max
             weighing.permute((1, 0)).store(weights.to(dtype))
-            v = steps.wait_for_values(step)
-            if slot + BLOCK > end:
-                # What stands there may be NaN, for which a weight of 0 is not enough.
-                _clear(v, end - slot, call.WARPS)
+            v = _values(call, steps, step, end - slot)
             fence_async_shared()
             product = warpgroup_mma(v.permute((1, 0)), weighing.permute((1, 0)), sums * rescale[None, :], is_async=True)
             sums = warpgroup_mma_wait(0, [product])
@@ -127,6 +151,149 @@ def _attend(call, steps, query, results, DIM: gl.constexpr, SCALE: gl.constexpr,
             step += 1
         total = gl.convert_layout(gl.sum(gl.sum(row_sum, 0), 0), OF_ROWS)
         _store(call, results, index, head, place, is_row, split, block < stop, row_max, total, sums)
+
+
+@gluon.jit
+def _attend_rows(
+    call, steps, query, queries, results, OWN: gl.constexpr, DIM: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
+    UNIT: gl.constexpr,
+):  # fmt: skip
+    """With queries as rows, 16 for each of four warps. The weights stay in registers, and are multiplied with their
+    values at the same time as the next keys with the queries.
+    """
+    V_WIDTH: gl.constexpr = steps.values.shape[4]
+    ROWS: gl.constexpr = call.ROWS
+    dtype: gl.constexpr = steps.keys.dtype
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, call.BLOCK, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_WIDTH, 16])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    step = 0
+    for number in range(gl.program_id(0), call.PARTS, gl.num_programs(0)):
+        batch, kv_head, tile, split, q_start, first, end, block, stop = call.part(number)
+        tile += OWN
+        _load_queries(call, query, queries, batch, kv_head, tile, DIM)
+        index, _, _, _ = call.rows(batch, kv_head, tile, OF_ROWS)
+        q_position = q_start + index
+        full, full_end = _seen_by_all(call, q_start, first, end)
+        row_max = gl.full([ROWS], LOWEST, gl.float32, OF_ROWS)
+        row_sum = gl.zeros([ROWS], gl.float32, OF_ROWS)
+        sums = gl.zeros([ROWS, V_WIDTH], gl.float32, SUMS)
+        if block < stop:
+            product = _start_logits(call, steps, step, queries, LOGITS)
+            logits = _masked(
+                call, warpgroup_mma_wait(0, [product]), first, block, full, full_end, end, q_position, SCALE, CAP
+            )
+            row_max, row_sum, rescale, weights = _softmax_step(logits, row_max, row_sum, UNIT)
+            weights = gl.convert_layout(weights.to(dtype), WEIGHTS)
+            for j in range(block + 1, stop):
+                product = _start_logits(call, steps, step + 1, queries, LOGITS)
+                # Only the last block has slots without a value.
+                weighted = warpgroup_mma(weights, steps.wait_for_values(step), sums, is_async=True)
+                logits = warpgroup_mma_wait(1, [product])
+                logits = _masked(call, logits, first, j, full, full_end, end, q_position, SCALE, CAP)
+                row_max, row_sum, rescale, next_weights = _softmax_step(logits, row_max, row_sum, UNIT)
+                sums = warpgroup_mma_wait(0, [weighted])
+                steps.release(step)
+                sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
+                weights = gl.convert_layout(next_weights.to(dtype), WEIGHTS)
+                step += 1
+            v = _values(call, steps, step, end - (first + (stop - 1) * call.BLOCK))
+            sums = warpgroup_mma_wait(0, [warpgroup_mma(weights, v, sums, is_async=True)])
+            steps.release(step)
+            step += 1
+        sums = sums.permute((1, 0))
+        COLUMNS: gl.constexpr = sums.type.layout
+        row_max = gl.convert_layout(row_max, gl.SliceLayout(0, COLUMNS))
+        total = gl.convert_layout(row_sum, gl.SliceLayout(0, COLUMNS))
+        index, head, place, is_row = call.rows(batch, kv_head, tile, gl.SliceLayout(0, COLUMNS))
+        _store(call, results, index, head, place, is_row, split, block < stop, row_max, total, sums)
+
+
+@gluon.jit
+def _start_logits(call, steps, step, queries, LOGITS: gl.constexpr):
+    zeros = gl.zeros([call.ROWS, call.BLOCK], gl.float32, LOGITS)
+    k = steps.wait_for_keys(step)
+    return warpgroup_mma(queries, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _masked(call, logits, first, j, full, full_end, end, q_position, SCALE: gl.constexpr, CAP: gl.constexpr):
+    """The logits of block ``j``, scaled, as (queries, keys)."""
+    LOGITS: gl.constexpr = logits.type.layout
+    slot = first + j * call.BLOCK
+    logits = _scaled(logits, SCALE, CAP)
+    if (slot < full) | (slot + call.BLOCK > full_end):
+        position = slot + gl.arange(0, call.BLOCK, gl.SliceLayout(0, LOGITS))
+        visible = gl.full([call.ROWS, call.BLOCK], True, gl.int1, LOGITS)
+        visible = _visible(call, visible, position[None, :], end, q_position[:, None])
+        logits = gl.where(visible, logits, -float("inf"))
+    return logits
+
+
+@gluon.jit
+def _softmax_step(logits, row_max, row_sum, UNIT: gl.constexpr):
+    new_max = gl.maximum(row_max, gl.max(logits, 1) * UNIT)
+    rescale = gl.exp2(row_max - new_max)
+    weights = gl.exp2(logits * UNIT - new_max[:, None])
+    return new_max, row_sum * rescale + gl.sum(weights, 1), rescale, weights
+
+
+@gluon.jit
+def _load_queries(call, query, queries, batch, kv_head, tile, DIM: gl.constexpr):
+    """Copy the queries of a tile into shared memory."""
+    WIDTH: gl.constexpr = queries.shape[1]
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [call.WARPS, 1], [1, 0])
+    _, _, place, is_row = call.rows(batch, kv_head, tile, gl.SliceLayout(1, LINES))
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, LINES))
+    is_entry = is_row[:, None] & (column < DIM)[None, :]
+    queries.store(gl.load(query + place[:, None] * DIM + column[None, :], mask=is_entry, other=0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _seen_by_all(call, q_start, first, end):
+    """Where the keys that all queries see begin and end."""
+    full, full_end = first, end
+    if call.QUERIES > 1 and call.LEFT >= 0:
+        full = gl.maximum(first, q_start + (call.QUERIES - 1 - call.LEFT))
+    if call.QUERIES > 1 and call.RIGHT >= 0:
+        full_end = gl.minimum(end, q_start + (call.RIGHT + 1))
+    return full, full_end
+
+
+@gluon.jit
+def _scaled(logits, SCALE: gl.constexpr, CAP: gl.constexpr):
+    """The logits in units of log2, except for a scale that one instruction multiplies with later."""
+    if CAP > 0:
+        logits = tanh(logits * (SCALE / CAP), CAP) * (CAP * LOG2E)
+    elif SCALE <= 1e-30:
+        logits = logits * (SCALE * LOG2E)
+    return logits
+
+
+@gluon.jit
+def _visible(call, visible, position, end, q_position):
+    """Without the keys that a query does not see."""
+    visible = visible & (position < end)
+    if call.QUERIES > 1 and call.LEFT >= 0:
+        visible = visible & (position >= q_position - call.LEFT)
+    if call.QUERIES > 1 and call.RIGHT >= 0:
+        visible = visible & (position <= q_position + call.RIGHT)
+    return visible
+
+
+@gluon.jit
+def _values(call, steps, step, count):
+    """The values of a step, when they are there: those from ``count`` on are set to 0. What stands there may be NaN,
+    for which a weight of 0 is not enough.
+    """
+    v = steps.wait_for_values(step)
+    if count < call.BLOCK:
+        _clear(v, count, call.WARPS)
+        fence_async_shared()
+        wait_for_group()
+    return v
 
 
 @gluon.jit
@@ -154,18 +321,6 @@ def _store(call, results, query, head, place, is_row, split, has_keys, row_max, 
         gl.store(pointers, sums, mask=is_entry & has_keys)
         gl.store(results.maxima + part, row_max, mask=is_row)
         gl.store(results.totals + part, total, mask=is_row)
-
-
-@gluon.jit
-def _is_visible(call, slot, end, q_position, layout: gl.constexpr):
-    """Whether each query sees each of the keys from ``slot`` on: (keys, queries)."""
-    position = slot + gl.arange(0, call.BLOCK, gl.SliceLayout(1, layout))
-    visible = (position < end)[:, None] & gl.full([call.BLOCK, call.ROWS], True, gl.int1, layout)
-    if call.QUERIES > 1 and call.LEFT >= 0:
-        visible = visible & (position[:, None] >= (q_position - call.LEFT)[None, :])
-    if call.QUERIES > 1 and call.RIGHT >= 0:
-        visible = visible & (position[:, None] <= (q_position + call.RIGHT)[None, :])
-    return visible
 
 
 @gluon.jit

@@ -6,7 +6,8 @@ from typing import Any
 
 from ejkernel_core import Invocation
 from ejkernel_triton.flash_attention._problem import operands
-from ejkernel_triton.flash_attention_decode._launch import combined, constants, outputs, part_count
+from ejkernel_triton.flash_attention_decode._launch import combined, constants, outputs
+from ejkernel_triton.flash_attention_decode_sm90 import _tiling
 from ejkernel_triton.flash_attention_sm90._launch import tiled, width
 from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability
@@ -15,10 +16,11 @@ from ejkernel_triton.launch._multiprocessors import multiprocessors
 KERNEL = "ejkernel_triton.flash_attention_decode_sm90._attend:attend"
 
 
-def attention(inv: Invocation, splits: int, block: int, stages: int, num_warps: int) -> tuple[Any, Any]:
+def attention(inv: Invocation, splits: int, block: int, stages: int, num_warps: int, programs: int) -> tuple[Any, Any]:
     """The output, and the lse if it is needed."""
     key, value, sinks = inv["key"], inv["value"], inv["softmax_aux"]
-    parts = part_count(inv, splits)
+    parts = splits * _tiling.parts(inv, programs)
+    together, tiles = _tiling.tiles(inv, programs)
     arrays = (
         *(inv["query"], *(tiled(x, block, width(x.shape[3])) for x in (key, value))),
         *(inv["q_start"], inv["kv_lengths"], sinks),
@@ -28,9 +30,11 @@ def attention(inv: Invocation, splits: int, block: int, stages: int, num_warps: 
         operands(inv, arrays),
         outputs(inv, splits),
         scalars=(key.shape[1],),
-        grid=(min(parts, multiprocessors(inv)),),
+        grid=(min(parts, programs * multiprocessors(inv)),),
         constants={
             **constants(inv, splits),
+            "TOGETHER": together,
+            "TILES": tiles,
             "PARTS": parts,
             "SINKS": 0 if sinks is None else sinks.shape[1],
             "BLOCK": block,
@@ -41,5 +45,6 @@ def attention(inv: Invocation, splits: int, block: int, stages: int, num_warps: 
         num_stages=1,
         compute_capability=capability(inv),
         name="flash_attention_decode_gluon_sm90",
+        max_registers=_tiling.registers(num_warps, programs) if programs > 1 else None,
     )
     return combined(inv, sums, splits)

@@ -26,8 +26,10 @@ class Call:
     RIGHT: gl.constexpr
     STARTS: gl.constexpr
     LENGTHS: gl.constexpr
-    #: The rows of a tile, queries of all heads of a key head, and how many tiles a key head has.
+    #: The rows of a tile, queries of all heads of a key head; how many tiles read the same blocks of a ring; and how
+    #: many such sets of tiles a key head has.
     ROWS: gl.constexpr
+    TOGETHER: gl.constexpr
     TILES: gl.constexpr
     SPLITS: gl.constexpr
     BLOCK: gl.constexpr
@@ -35,8 +37,8 @@ class Call:
 
     @gluon.constexpr_function
     def __init__(
-        self, q_starts, kv_lengths, k_length, PARTS, QUERIES, HEADS, GROUP, LEFT, RIGHT, STARTS, LENGTHS, ROWS, TILES,
-        SPLITS, BLOCK, WARPS,
+        self, q_starts, kv_lengths, k_length, PARTS, QUERIES, HEADS, GROUP, LEFT, RIGHT, STARTS, LENGTHS, ROWS,
+        TOGETHER, TILES, SPLITS, BLOCK, WARPS,
     ):  # fmt: skip
         self.q_starts = q_starts
         self.kv_lengths = kv_lengths
@@ -50,6 +52,7 @@ class Call:
         self.STARTS = gl.constexpr(STARTS)
         self.LENGTHS = gl.constexpr(LENGTHS)
         self.ROWS = gl.constexpr(ROWS)
+        self.TOGETHER = gl.constexpr(TOGETHER)
         self.TILES = gl.constexpr(TILES)
         self.SPLITS = gl.constexpr(SPLITS)
         self.BLOCK = gl.constexpr(BLOCK)
@@ -57,8 +60,8 @@ class Call:
 
     @gluon.jit
     def part(self, number):
-        """The batch, the key head and the tile of a part, its number among those of its keys, and which keys these are:
-        the position of the first query, the first slot, and the slot behind the last one.
+        """The batch, the key head and the first tile of a part, its number among those of its keys, and which keys
+        these are: the position of the first query, the first slot, and the slot behind the last one.
         """
         tile, kv_head, split, batch = place_of(number, self.HEADS // self.GROUP, self.TILES, self.SPLITS)
         q_start, first, end = seen_keys(
@@ -66,7 +69,7 @@ class Call:
             self.LENGTHS, False,
         )  # fmt: skip
         block, stop = blocks_of_split(first, end, split, self.SPLITS, self.BLOCK)
-        return batch, kv_head, tile, split, q_start, first, end, block, stop
+        return batch, kv_head, tile * self.TOGETHER, split, q_start, first, end, block, stop
 
     @gluon.jit
     def rows(self, batch, kv_head, tile, layout: gl.constexpr):
@@ -79,7 +82,7 @@ class Call:
 
 @aggregate
 class Steps:
-    """A ring of blocks of keys and their values, which one warp fills and a group of warps reads."""
+    """A ring of blocks of keys and their values, which one warp fills and groups of warps read."""
 
     keys: gl.shared_memory_descriptor
     values: gl.shared_memory_descriptor
@@ -126,11 +129,11 @@ class Steps:
 
 
 @gluon.jit
-def allocate_steps(key, value, COUNT: gl.constexpr):
+def allocate_steps(key, value, COUNT: gl.constexpr, READERS: gl.constexpr):
     """An empty ring of ``COUNT`` steps."""
     keys = gl.allocate_shared_memory(key.dtype, [COUNT] + key.block_shape, key.layout)
     values = gl.allocate_shared_memory(value.dtype, [COUNT] + value.block_shape, value.layout)
-    return Steps(keys, values, barriers(COUNT, 1), barriers(COUNT, 1), barriers(COUNT, 1), COUNT)
+    return Steps(keys, values, barriers(COUNT, 1), barriers(COUNT, 1), barriers(COUNT, READERS), COUNT)
 
 
 @aggregate

@@ -135,6 +135,8 @@ class Launch:
     zeroed_outputs: tuple[int, ...]
     #: Pairs of the position of an array and that of an output.
     aliases: tuple[tuple[int, int], ...]
+    #: Of a thread, on average over all warps; None for as many as the card has.
+    max_registers: int | None = None
 
 
 def call(
@@ -151,6 +153,7 @@ def call(
     name: str = "",
     zeroed_outputs: Sequence[int] = (),
     aliases: Mapping[int, int] | None = None,
+    max_registers: int | None = None,
 ) -> tuple[jax.Array, ...]:
     """Launch a kernel whose parameters are the arrays, the scalars, the outputs, and then the constants by name.
 
@@ -158,6 +161,7 @@ def call(
     function. ``zeroed_outputs`` are the positions of the outputs that contain zeros when the kernel starts.
     ``aliases`` is from the position of an array to that of an output: the kernel updates the array in place, and has no
     parameter for the output; with jax-triton 0.3 it has one all the same. An array may be a result of ``describe``.
+    ``max_registers``, which Gluon kernels may have, leaves room for more programs on a multiprocessor.
     """
     launch = Launch(
         kernel,
@@ -173,6 +177,7 @@ def call(
         name,
         tuple(zeroed_outputs),
         tuple((aliases or {}).items()),
+        max_registers,
     )
     operands = [array.array if isinstance(array, DescribedArray) else array for array in arrays]
     updated = dict(launch.aliases)
@@ -208,6 +213,8 @@ def call_jax_triton(launch: Launch, arrays: Sequence[jax.Array]) -> tuple[jax.Ar
     options: Any = {"out_shape": outputs, "enable_fp_fusion": True}
     if version() >= (0, 4):
         options = {"out_type": outputs, "backend_options": {"enable_fp_fusion": True}}
+        if launch.max_registers is not None:
+            options["backend_options"]["maxnreg"] = launch.max_registers
     if launch.aliases:
         options["input_output_aliases"] = dict(launch.aliases)
     operands = [
