@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ejkernel_core import Example
 from ejkernel_core import registry as default_registry
-from ejkernel_ops.update_kv_pages.arguments import pages_of
+from ejkernel_ops.pages import pages_of
 
 from . import suite
 from ._calls import abstract_inputs, benchmark_examples, by_core, jitted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel_ops.arrays import DTYPES, check_integers
-from ejkernel_ops.options import brief, finite, number, type_and_value
+from ejkernel_ops.attention_options import flag, soft_cap, softmax_scale, window
+from ejkernel_ops.options import brief, number
 from ejkernel_ops.symbolic import is_symbolic
 
 from .axes import AXES
@@ -106,33 +106,14 @@ def _check_symbolic(a: Arguments) -> None:
 
 
 def _options(a: Arguments) -> Arguments:
-    for name in ("causal", "return_lse"):
-        if not isinstance(a[name], (bool, np.bool_)):
-            raise TypeError(f"{name}: takes True or False; got {type_and_value(a[name])}")
     return {
-        "causal": bool(a["causal"]),
-        "return_lse": bool(a["return_lse"]),
-        "softmax_scale": _scale(a["softmax_scale"], a["query"].dtype),
-        "logits_soft_cap": _soft_cap(a["logits_soft_cap"], a["query"].dtype),
-        "sliding_window": _window(a["sliding_window"]),
+        "causal": flag("causal", a["causal"]),
+        "return_lse": flag("return_lse", a["return_lse"]),
+        "softmax_scale": softmax_scale(a["softmax_scale"], a["query"].dtype),
+        "logits_soft_cap": soft_cap(a["logits_soft_cap"], a["query"].dtype),
+        "sliding_window": window(a["sliding_window"]),
         "dropout_prob": _probability(a["dropout_prob"]),
     }
-
-
-def _scale(value: Any, dtype: Any) -> float | None:
-    return None if value is None else finite("softmax_scale", value, dtype)
-
-
-def _soft_cap(value: Any, dtype: Any) -> float | None:
-    if value is None:
-        return None
-    cap = finite("logits_soft_cap", value, dtype)
-    if cap <= 0:
-        raise ValueError(f"logits_soft_cap: takes a number above 0, or None; got {brief(value)}")
-    limits = np.finfo(np.promote_types(dtype, np.float32))
-    if cap < float(limits.tiny):  # logits are divided by it, and it would be 0
-        raise ValueError(f"logits_soft_cap: takes a number that {limits.dtype} holds; got {brief(value)}")
-    return cap
 
 
 def _probability(value: Any) -> float:
@@ -140,25 +121,6 @@ def _probability(value: Any) -> float:
     if not 0 <= probability < 1:
         raise ValueError(f"dropout_prob: takes a probability in [0, 1); got {brief(value)}")
     return probability
-
-
-#: For users of libraries in which -1 or None is a side without a limit.
-_OPEN_SIDE = " (for a side without a limit, pass the length of the sequence)"
-
-
-def _window(value: Any) -> tuple[int, int] | None:
-    if value is None:
-        return None
-    sides = (value, value) if not isinstance(value, tuple) else value
-    if len(sides) != 2 or any(isinstance(s, (bool, np.bool_)) or not isinstance(s, numbers.Integral) for s in sides):
-        raise TypeError(
-            "sliding_window: takes an int, a pair (left, right) of ints, or None; got "
-            f"{type_and_value(value)}{_OPEN_SIDE}"
-        )
-    left, right = (int(side) for side in sides)
-    if left < 0 or right < 0:
-        raise ValueError(f"sliding_window: takes sizes of at least 0; got {brief(value)}{_OPEN_SIDE}")
-    return left, right
 
 
 def _bounded_window(a: Arguments) -> tuple[int, int] | None:

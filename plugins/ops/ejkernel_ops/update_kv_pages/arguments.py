@@ -9,32 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_ops.arrays import DTYPES, check_floats, check_integers
+from ejkernel_ops.arrays import check_floats, check_integers
+from ejkernel_ops.pages import check_pages, check_scales, int32, one_integer, pages_of, scale_of_heads
 
 Arguments = dict[str, Any]
 Restore = Callable[[tuple[Any, ...]], Any]
-
-#: Those of pages that have scales.
-EIGHT_BITS = tuple(jnp.dtype(name) for name in ("float8_e4m3fn", "int8"))
-_LEAST, _MOST = (int(limit) for limit in (np.iinfo(np.int32).min, np.iinfo(np.int32).max))
-
-
-def pages_of(arguments: Mapping[str, Any]) -> list[Any]:
-    """The pages of a call of either operation: one array, or those of keys and those of values."""
-    return [arguments[name] for name in ("kv_pages", "key_pages", "value_pages") if name in arguments]
 
 
 def prepare(arguments: Arguments) -> tuple[Arguments, Restore]:
     """Check the arguments. Kernels get a slot for each token, int32, and scales and ``first_page`` with an axis."""
     _check_tokens(arguments)
-    _check_pages(arguments)
+    check_pages(arguments)
     dtype = pages_of(arguments)[0].dtype
     canonical = {
         **arguments,
         "slot_mapping": slots(arguments),
-        "first_page": _integer("first_page", arguments["first_page"]),
+        "first_page": one_integer("first_page", arguments["first_page"]),
         "num_slices": None,
-        **{name: _scale(name, arguments[name], dtype) for name in ("k_scale", "v_scale")},
+        **{name: scale_of_heads(name, arguments[name], dtype) for name in ("k_scale", "v_scale")},
     }
     return canonical, lambda results: results[0] if len(results) == 1 else tuple(results)
 
@@ -49,32 +41,6 @@ def _check_tokens(arguments: Mapping[str, Any]) -> None:
         raise TypeError(f"value: takes the key's dtype, {key}; got {value}")
 
 
-def _check_pages(arguments: Mapping[str, Any]) -> None:
-    heads = "2 * kv heads" if "kv_pages" in arguments else "kv heads"
-    for name in ("kv_pages", "key_pages", "value_pages"):
-        pages = arguments.get(name)
-        if pages is None:
-            continue
-        if pages.dtype not in (*DTYPES, *EIGHT_BITS):
-            raise TypeError(f"{name}: takes {', '.join(map(str, (*DTYPES, *EIGHT_BITS)))}; got {pages.dtype}")
-        if pages.ndim != 4:
-            raise ValueError(f"{name}: takes (pages, page_size, {heads}, head_dim); got shape {pages.shape}")
-    first, *others = (pages.dtype for pages in pages_of(arguments))
-    if others and others[0] != first:
-        raise TypeError(f"value_pages: takes the dtype of key_pages, {first}; got {others[0]}")
-
-
-def _scale(name: str, scale: Any, dtype: Any) -> Any:
-    if scale is None:
-        return None
-    if dtype not in EIGHT_BITS:
-        raise ValueError(f"{name}: is for pages of 8 bits; these are {dtype}")
-    is_number = jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
-    if scale.ndim > 1 or not is_number:
-        raise ValueError(f"{name}: takes a number, or one for each head; got {scale.dtype} of shape {scale.shape}")
-    return scale.astype(jnp.float32).reshape(-1)
-
-
 def slots(arguments: Mapping[str, Any]) -> jax.Array:
     """The slot of each token, negative for none, as int32."""
     mapping, count = arguments["slot_mapping"], arguments["num_slices"]
@@ -82,10 +48,10 @@ def slots(arguments: Mapping[str, Any]) -> jax.Array:
     if mapping.ndim == 1:
         if count is not None:
             raise ValueError("num_slices: is for slices; slot_mapping has a slot for each token")
-        return _int32(mapping)
+        return int32(mapping)
     if mapping.ndim != 2 or mapping.shape[0] != 3:
         raise ValueError(f"slot_mapping: takes (tokens,) or (3, slices); got shape {mapping.shape}")
-    return _slots_of_slices(_int32(mapping), _integer("num_slices", count), arguments["key"].shape[0])
+    return _slots_of_slices(int32(mapping), one_integer("num_slices", count), arguments["key"].shape[0])
 
 
 def _slots_of_slices(slices: jax.Array, count: jax.Array | None, tokens: Any) -> jax.Array:
@@ -98,23 +64,6 @@ def _slots_of_slices(slices: jax.Array, count: jax.Array | None, tokens: Any) ->
     return jnp.max(jnp.where(is_in, first_slot + place, -1), axis=0, initial=-1)
 
 
-def _integer(name: str, value: Any) -> jax.Array | None:
-    """One integer, which may be traced, with an axis."""
-    if value is None:
-        return None
-    check_integers(name, value)
-    if value.shape not in ((), (1,)):
-        raise ValueError(f"{name}: takes one integer; got shape {value.shape}")
-    return _int32(value).reshape(1)
-
-
-def _int32(array: Any) -> jax.Array:
-    """The nearest int32: a slot that is behind all pages stays there."""
-    if array.dtype.itemsize > 4 or array.dtype == jnp.uint32:
-        array = jnp.clip(array, max(int(jnp.iinfo(array.dtype).min), _LEAST), _MOST)
-    return jnp.asarray(array, jnp.int32)
-
-
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
@@ -124,10 +73,7 @@ def validate(arguments: Mapping[str, Any]) -> None:
     if arrays["slot_mapping"].ndim == 2:
         _check_slices(arrays)
     _check_slots(arrays)
-    for name in ("k_scale", "v_scale"):
-        scale = arrays[name]
-        if scale is not None and not ((scale > 0) & (scale < np.inf)).all():
-            raise ValueError(f"{name}: takes finite numbers above 0; got {scale}")
+    check_scales(arrays, "k_scale", "v_scale")
 
 
 def _check_slices(arrays: Mapping[str, Any]) -> None:

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_core import Axes, Cost, Example, Operation
+from ejkernel_ops.pages import pages_of
 
-from .arguments import pages_of, prepare, validate
+from .arguments import prepare, validate
 
 Arguments = dict[str, Any]
 

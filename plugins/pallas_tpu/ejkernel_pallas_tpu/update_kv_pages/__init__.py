@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from ejkernel_core import Example, Invocation, hookimpl
-from ejkernel_ops.update_kv_pages.arguments import pages_of
+from ejkernel_ops.pages import pages_of
 from ejkernel_pallas_tpu.launch._generations import MIB
 from ejkernel_pallas_tpu.update_kv_pages import _tuning
 from ejkernel_pallas_tpu.update_kv_pages._tuning import Config

@@ -8,8 +8,8 @@ import attrs
 from attrs.validators import in_, instance_of
 
 from ejkernel_core import Invocation, Unsupported
+from ejkernel_ops.pages import EIGHT_BITS, pages_of
 from ejkernel_ops.symbolic import refuse_symbolic
-from ejkernel_ops.update_kv_pages.arguments import EIGHT_BITS, pages_of
 from ejkernel_pallas_tpu.launch._devices import check_device
 from ejkernel_pallas_tpu.launch._generations import MIB, generation
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from attrs.validators import in_
 
 from ejkernel_core import Invocation, Unsupported
-from ejkernel_ops.update_kv_pages.arguments import pages_of
+from ejkernel_ops.pages import pages_of
 from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability
 from ejkernel_triton.launch._multiprocessors import multiprocessors
