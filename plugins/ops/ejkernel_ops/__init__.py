@@ -15,6 +15,7 @@ from .moe_order import moe_order
 from .moe_permute import moe_permute
 from .moe_permute_matmul import moe_permute_matmul
 from .moe_route import moe_route
+from .ragged_paged_attention import paged_attention_metadata, ragged_paged_attention
 from .rms_norm import rms_norm
 from .update_kv_pages import update_kv_pages
 
@@ -29,6 +30,8 @@ __all__ = [
     "moe_permute",
     "moe_permute_matmul",
     "moe_route",
+    "paged_attention_metadata",
+    "ragged_paged_attention",
     "rms_norm",
     "update_kv_pages",
 ]
