@@ -17,7 +17,7 @@ from ejkernel_ops.ragged_paged_attention.examples import CHANGES, DECODE, MIXED,
 from ejkernel_ops.ragged_paged_attention.random_calls import as_dtype, check, expected
 from ejkernel_ops.ragged_paged_attention.tiles import TILE_SIZES, list_tiles, metadata_length, tile_bound
 
-BACKENDS = ("reference",)
+BACKENDS = ("reference", "xla")
 CALL = ejkernel_core.call
 OP = "ragged_paged_attention"
 

@@ -157,9 +157,9 @@ def ragged_paged_attention(
     pages: dict[str, Any] = {"kv_pages": kv_pages}
     if isinstance(kv_pages, (tuple, list)) and len(kv_pages) == 2:
         pages = dict(zip(("key_pages", "value_pages"), kv_pages, strict=True))
-    given = {name: array for name, array in arrays.items() if array is not None}
-    tables = {"kv_lens": kv_lens, "block_tables": block_tables, "query_start_loc": query_start_loc}
+    options |= {name: array for name, array in arrays.items() if array is not None}
+    options |= {"kv_lens": kv_lens, "block_tables": block_tables, "query_start_loc": query_start_loc}
     result: jax.Array | tuple[jax.Array, jax.Array] = ejkernel_core.call(
-        "ragged_paged_attention", query, **pages, **tables, **given, **options
+        "ragged_paged_attention", query, **pages, **options
     )
     return result

@@ -71,14 +71,14 @@ def is_visible(inv: Call, position: jax.Array, slot: jax.Array, length: jax.Arra
     return visible
 
 
-def pages_at(inv: Call, entries: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The keys and the values of pages, (..., page_size, kv heads, dim), whose entries of a table are these, as numbers
-    of `result_dtype`. Where an entry is not a page, they are of any page.
+def keys_and_values(inv: Call, tables: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The keys and the values in these slots of sequences, whose tables are (..., pages): (..., slots, kv heads, dim),
+    as numbers of `result_dtype`. Those of a slot whose entry is not a page are of any page.
     """
-    first_page = inv["first_page"]
-    page = entries if first_page is None else entries + first_page
-    page = jnp.where(entries < 0, 0, page)
-    found = [pages.at[page].get(mode="clip") for pages in pages_of(inv)]
+    first_page, size = inv["first_page"], page_size(inv)
+    entries = jnp.take(tables, slots // size, axis=-1, mode="clip")
+    page = jnp.maximum(entries, 0) if first_page is None else jnp.where(entries < 0, 0, entries + first_page)
+    found = [pages.at[page, slots % size].get(mode="clip") for pages in pages_of(inv)]
     key, value = found if len(found) == 2 else (found[0][..., ::2, :], found[0][..., 1::2, :])
     return _numbers(inv, key, inv["k_scale"]), _numbers(inv, value, inv["v_scale"])
 

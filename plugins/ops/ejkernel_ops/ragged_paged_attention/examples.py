@@ -20,8 +20,8 @@ Change = Callable[[Arguments, np.random.Generator], Arguments]
 
 OP = "ragged_paged_attention"
 TRANSFORMS = frozenset({"jit", "vmap", "vmap_of_other_axes", "checkpoint", "sharding"})
-_OPTIONAL = ("num_seqs", "metadata", "softmax_aux", "q_scale", "k_scale", "v_scale", "first_page", "max_query_len")
-_OPTIONAL += ("sliding_window", "logits_soft_cap", "split_size")
+_ARRAYS = ("num_seqs", "metadata", "softmax_aux", "q_scale", "k_scale", "v_scale", "first_page")
+_OPTIONAL = (*_ARRAYS, "max_query_len", "sliding_window", "logits_soft_cap", "split_size")
 #: By the word of examples: the dtype of the pages.
 EIGHT_BITS = {"fp8_pages": "float8_e4m3fn", "int8_pages": "int8"}
 

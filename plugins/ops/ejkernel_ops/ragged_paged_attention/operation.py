@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -116,7 +116,7 @@ def samples(arguments: Mapping[str, Any], key: Any) -> Arguments:
     keys = jax.random.split(key, 2)
     tokens, (sequences, table) = arguments["query"].shape[0], arguments["block_tables"].shape
     most, pages = most_keys(arguments), pages_of(arguments)[0].shape[0]
-    given = {
+    given: dict[str, Callable[[], jax.Array]] = {
         "query_start_loc": lambda: jnp.arange(sequences + 1) * tokens // max(sequences, 1),
         "kv_lens": lambda: jax.random.randint(keys[0], (sequences,), max(most // 2, min(most, 1)), most + 1),
         "block_tables": lambda: _tables(keys[1], sequences, table, pages),

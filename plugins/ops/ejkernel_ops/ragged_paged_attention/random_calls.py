@@ -96,7 +96,8 @@ def _sizes(rng: np.random.Generator, most_keys: int, without: frozenset[str]) ->
     kind = rng.choice(["decode", "speculative", "mixed", "mixed"])
     most = {"decode": 1, "speculative": 6, "mixed": 70}[str(kind)]
     least = 1 if kind == "decode" else 0
-    lengths = [int(rng.choice([0, 1, rng.integers(2, 40), rng.integers(2, most_keys + 1)])) for _ in range(sequences)]
+    ends = [1, 2, 40, most_keys + 1]
+    lengths = [int(rng.integers(max(end // 20, 1), end)) if end > 1 else 0 for end in rng.choice(ends, sequences)]
     queries = [int(rng.integers(least, most + 1)) for _ in range(sequences)]
     # A sequence without keys may have queries; another one has no more queries than keys.
     queries = [min(count, length) if length else count for count, length in zip(queries, lengths, strict=True)]
@@ -148,7 +149,7 @@ def _narrow(rng: np.random.Generator, call: Arguments, without: frozenset[str]) 
         if name in call:
             pages, unit = call[name], 1.0 if dtype == FP8 else 30.0
             changes[name] = np.where(np.isnan(pages), 120, np.clip(pages * unit, -120, 120)).astype(jnp.dtype(dtype))
-    heads = changes.get("key_pages", call.get("kv_pages")).shape[2] // (1 if "key_pages" in call else 2)
+    heads = call["key_pages"].shape[2] if "key_pages" in call else call["kv_pages"].shape[2] // 2
     for name in ("k_scale", "v_scale"):
         count = int(rng.choice([1, heads]))
         scale = (1.0 if dtype == FP8 else 1 / 30) * np.exp(rng.normal(size=count) * 0.3)

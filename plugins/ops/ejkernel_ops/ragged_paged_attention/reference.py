@@ -23,9 +23,8 @@ def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, jax.Array]:
 def _of_token(inv: Invocation, token: jax.Array, query: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(heads, dim) to (heads, v_head_dim) and (heads,)."""
     sequence, position, is_there = definition.place_of_token(inv, token)
-    key, value = definition.pages_at(inv, inv["block_tables"][sequence])
-    key, value = (array.reshape(-1, *array.shape[2:]) for array in (key, value))
-    length, slot = definition.lengths(inv)[sequence], jnp.arange(key.shape[0])
+    length, slot = definition.lengths(inv)[sequence], jnp.arange(definition.most_keys(inv))
+    key, value = definition.keys_and_values(inv, inv["block_tables"][sequence], slot)
     # What stands behind the length may be NaN, for which a weight of 0 is not enough.
     key, value = (jnp.where((slot < length)[:, None, None], array, 0) for array in (key, value))
     grouped = query.reshape(key.shape[1], -1, query.shape[1])

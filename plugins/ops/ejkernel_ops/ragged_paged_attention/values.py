@@ -13,7 +13,7 @@ from ejkernel_ops.pages import check_scales, pages_of
 def validate(arguments: Mapping[str, Any]) -> None:
     """Raise for lengths, tables and scales that contradict each other or the pages."""
     names = ("kv_lens", "block_tables", "query_start_loc", "num_seqs", "first_page", "q_scale", "k_scale", "v_scale")
-    arrays = {name: None if arguments[name] is None else np.asarray(arguments[name]) for name in names}
+    arrays: dict[str, Any] = {name: None if arguments[name] is None else np.asarray(arguments[name]) for name in names}
     pages, tokens = pages_of(arguments)[0], arguments["query"].shape[0]
     check_scales(arrays, "q_scale", "k_scale", "v_scale")
     count = _sequence_count(arrays)
@@ -48,9 +48,7 @@ def _check_lengths(lengths: np.ndarray, starts: np.ndarray, most: int) -> None:
         raise ValueError(f"kv_lens: sequence {place} has {lengths[place]} keys; its pages hold from 0 to {most}")
     queries = np.diff(starts)
     for place in np.flatnonzero((queries > lengths) & (lengths > 0)):
-        raise ValueError(
-            f"kv_lens: sequence {place} has {queries[place]} queries and {lengths[place]} keys"
-        )
+        raise ValueError(f"kv_lens: sequence {place} has {queries[place]} queries and {lengths[place]} keys")
 
 
 def _check_tables(arrays: Mapping[str, Any], lengths: np.ndarray, shape: tuple[int, ...]) -> None:
