@@ -9,9 +9,10 @@ from collections.abc import Iterable
 
 import attrs
 import jax
-from attrs.validators import ge
+from attrs.validators import ge, instance_of, not_
 
 from ejkernel_core import Invocation, hookimpl
+from ejkernel_ops.ragged_paged_attention import definition
 
 from . import _attend, _tiling
 
@@ -19,16 +20,19 @@ VERSION = 1
 PLATFORMS = {"cpu": 10, "gpu": 10, "tpu": 10}
 
 
+_COUNT = [instance_of(int), not_(instance_of(bool)), ge(1)]
+
+
 @attrs.frozen
 class Config:
     """The sizes of tiles of queries and of blocks of keys, and how many tiles are computed at a time."""
 
     #: The tokens of a tile.
-    q_tile: int = attrs.field(default=16, validator=ge(1))
+    q_tile: int = attrs.field(default=16, validator=_COUNT)
     #: The keys of a block.
-    kv_block: int = attrs.field(default=128, validator=ge(1))
+    kv_block: int = attrs.field(default=128, validator=_COUNT)
     #: The tiles that are computed together. Each of them goes through as many blocks as the longest.
-    together: int = attrs.field(default=8, validator=ge(1))
+    together: int = attrs.field(default=8, validator=_COUNT)
 
 
 @hookimpl
@@ -46,4 +50,5 @@ def config_space(inv: Invocation) -> Iterable[Config]:
 @hookimpl
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     """The output and the lse."""
-    return _attend.attention(inv, cfg.q_tile, cfg.kv_block, cfg.together)
+    q_tile, kv_block = min(cfg.q_tile, inv["query"].shape[0]), min(cfg.kv_block, definition.most_keys(inv))
+    return _attend.attention(inv, max(q_tile, 1), max(kv_block, 1), cfg.together)
