@@ -13,7 +13,7 @@ from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability
 from ejkernel_triton.launch._multiprocessors import multiprocessors
 
-KERNEL = "ejkernel_triton.flash_attention_decode_sm90._attend:attend"
+KERNEL = "ejkernel_triton.flash_attention_decode_sm90._device:attend"
 
 
 def attention(inv: Invocation, splits: int, block: int, stages: int, num_warps: int, programs: int) -> tuple[Any, Any]:

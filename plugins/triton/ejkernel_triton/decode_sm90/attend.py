@@ -18,31 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ejkernel_triton.flash_attention._tile import LN2, LOG2E, LOWEST, tanh
-from ejkernel_triton.flash_attention_decode_sm90._parts import Call, Results, allocate_steps
 from ejkernel_triton.hopper.shared_memory import wait_for_group
 
 
 @gluon.jit
-def attend(
-    query, key, value, q_starts, kv_lengths, sinks,
-    k_length,
-    out, maxima, totals,
-    PARTS: gl.constexpr, QUERIES: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
-    V_DIM: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    STARTS: gl.constexpr, LENGTHS: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, ROWS: gl.constexpr,
-    TOGETHER: gl.constexpr, TILES: gl.constexpr, SPLITS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """The results are those of the portable kernel's ``attend``."""
-    # Triton makes a constant of what is 1.
-    call = Call(
-        q_starts, kv_lengths, gl.to_tensor(k_length), PARTS, QUERIES, HEADS, GROUP, LEFT, RIGHT, STARTS, LENGTHS, ROWS,
-        TOGETHER, TILES, SPLITS, BLOCK, WARPS,
-    )  # fmt: skip
-    steps = allocate_steps(key, value, STAGES, TOGETHER)
-    results = Results(out, maxima, totals, sinks, LSE, SINKS, V_DIM)
-    fence_async_shared()
-    if TOGETHER == 2:
+def attend(call, steps, key, value, query, results, DIM: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr):
+    """Compute all parts of a program. ``call`` says which these are, and fetches their keys and values."""
+    if call.TOGETHER == 2:
         gl.warp_specialize(
             [
                 (_attend_first, (call, steps, query, results, DIM, SCALE, CAP)),
@@ -68,10 +50,7 @@ def _fetch(call, steps, key, value):
     """The work of the warp that fetches: the blocks of all parts, in the order in which they are read."""
     step = 0
     for number in range(gl.program_id(0), call.PARTS, gl.num_programs(0)):
-        batch, kv_head, _, _, _, first, _, block, stop = call.part(number)
-        for j in range(block, stop):
-            steps.fill(step, key, value, batch.to(gl.int32), first + j * call.BLOCK, kv_head)
-            step += 1
+        step = call.fetch(steps, step, key, value, call.part(number))
 
 
 @gluon.jit
@@ -117,17 +96,16 @@ def _attend_columns(
     weighing = gl.allocate_shared_memory(dtype, [ROWS, BLOCK], gl.NVMMASharedLayout(128, 16, 2))
     step = 0
     for number in range(gl.program_id(0), call.PARTS, gl.num_programs(0)):
-        batch, kv_head, tile, split, q_start, first, end, block, stop = call.part(number)
-        tile += OWN
-        _load_queries(call, query, queries, batch, kv_head, tile, DIM)
-        index, head, place, is_row = call.rows(batch, kv_head, tile, OF_ROWS)
-        q_position = q_start + index
-        full, full_end = _seen_by_all(call, q_start, first, end)
+        part = call.part(number)
+        _load_queries(call, query, queries, part, OWN, DIM)
+        index, head, place, is_row = call.rows(part, OWN, OF_ROWS)
+        q_position = part.q_start + index
+        full, full_end = call.seen_by_all(part)
         row_max = gl.full([ROWS], LOWEST, gl.float32, OF_ROWS)
         row_sum = _partial_sums(gl.zeros([BLOCK, ROWS], gl.float32, ACC))
         sums = gl.zeros([V_WIDTH, ROWS], gl.float32, ACC)
-        for j in range(block, stop):
-            slot = first + j * BLOCK
+        for j in range(part.block, part.stop):
+            slot = part.origin + j * BLOCK
             k = steps.wait_for_keys(step)
             zeros = gl.zeros([BLOCK, ROWS], gl.float32, ACC)
             product = warpgroup_mma(k, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -135,7 +113,7 @@ def _attend_columns(
             if (slot < full) | (slot + BLOCK > full_end):
                 position = slot + gl.arange(0, BLOCK, gl.SliceLayout(1, ACC))
                 visible = gl.full([BLOCK, ROWS], True, gl.int1, ACC)
-                visible = _visible(call, visible, position[:, None], end, q_position[None, :])
+                visible = call.visible(visible, position[:, None], part.end, q_position[None, :])
                 logits = gl.where(visible, logits, -float("inf"))
             new_max = gl.maximum(row_max, gl.max(logits, 0) * UNIT)
             rescale = gl.exp2(row_max - new_max)
@@ -143,14 +121,14 @@ def _attend_columns(
             row_sum = _rescaled(row_sum, rescale) + _partial_sums(weights)
             row_max = new_max
             weighing.permute((1, 0)).store(weights.to(dtype))
-            v = _values(call, steps, step, end - slot)
+            v = _values(call, steps, step, part.end - slot)
             fence_async_shared()
             product = warpgroup_mma(v.permute((1, 0)), weighing.permute((1, 0)), sums * rescale[None, :], is_async=True)
             sums = warpgroup_mma_wait(0, [product])
             steps.release(step)
             step += 1
         total = gl.convert_layout(gl.sum(gl.sum(row_sum, 0), 0), OF_ROWS)
-        _store(call, results, index, head, place, is_row, split, block < stop, row_max, total, sums)
+        _store(call, results, index, head, place, is_row, part.split, part.block < part.stop, row_max, total, sums)
 
 
 @gluon.jit
@@ -170,35 +148,33 @@ def _attend_rows(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     step = 0
     for number in range(gl.program_id(0), call.PARTS, gl.num_programs(0)):
-        batch, kv_head, tile, split, q_start, first, end, block, stop = call.part(number)
-        tile += OWN
-        _load_queries(call, query, queries, batch, kv_head, tile, DIM)
-        index, _, _, _ = call.rows(batch, kv_head, tile, OF_ROWS)
-        q_position = q_start + index
-        full, full_end = _seen_by_all(call, q_start, first, end)
+        part = call.part(number)
+        _load_queries(call, query, queries, part, OWN, DIM)
+        index, _, _, _ = call.rows(part, OWN, OF_ROWS)
+        q_position = part.q_start + index
+        full, full_end = call.seen_by_all(part)
         row_max = gl.full([ROWS], LOWEST, gl.float32, OF_ROWS)
         row_sum = gl.zeros([ROWS], gl.float32, OF_ROWS)
         sums = gl.zeros([ROWS, V_WIDTH], gl.float32, SUMS)
-        if block < stop:
+        if part.block < part.stop:
             product = _start_logits(call, steps, step, queries, LOGITS)
-            logits = _masked(
-                call, warpgroup_mma_wait(0, [product]), first, block, full, full_end, end, q_position, SCALE, CAP
-            )
+            logits = warpgroup_mma_wait(0, [product])
+            logits = _masked(call, part, logits, part.block, full, full_end, q_position, SCALE, CAP)
             row_max, row_sum, rescale, weights = _softmax_step(logits, row_max, row_sum, UNIT)
             weights = gl.convert_layout(weights.to(dtype), WEIGHTS)
-            for j in range(block + 1, stop):
+            for j in range(part.block + 1, part.stop):
                 product = _start_logits(call, steps, step + 1, queries, LOGITS)
                 # Only the last block has slots without a value.
                 weighted = warpgroup_mma(weights, steps.wait_for_values(step), sums, is_async=True)
                 logits = warpgroup_mma_wait(1, [product])
-                logits = _masked(call, logits, first, j, full, full_end, end, q_position, SCALE, CAP)
+                logits = _masked(call, part, logits, j, full, full_end, q_position, SCALE, CAP)
                 row_max, row_sum, rescale, next_weights = _softmax_step(logits, row_max, row_sum, UNIT)
                 sums = warpgroup_mma_wait(0, [weighted])
                 steps.release(step)
                 sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
                 weights = gl.convert_layout(next_weights.to(dtype), WEIGHTS)
                 step += 1
-            v = _values(call, steps, step, end - (first + (stop - 1) * call.BLOCK))
+            v = _values(call, steps, step, part.end - (part.origin + (part.stop - 1) * call.BLOCK))
             sums = warpgroup_mma_wait(0, [warpgroup_mma(weights, v, sums, is_async=True)])
             steps.release(step)
             step += 1
@@ -206,8 +182,8 @@ def _attend_rows(
         COLUMNS: gl.constexpr = sums.type.layout
         row_max = gl.convert_layout(row_max, gl.SliceLayout(0, COLUMNS))
         total = gl.convert_layout(row_sum, gl.SliceLayout(0, COLUMNS))
-        index, head, place, is_row = call.rows(batch, kv_head, tile, gl.SliceLayout(0, COLUMNS))
-        _store(call, results, index, head, place, is_row, split, block < stop, row_max, total, sums)
+        index, head, place, is_row = call.rows(part, OWN, gl.SliceLayout(0, COLUMNS))
+        _store(call, results, index, head, place, is_row, part.split, part.block < part.stop, row_max, total, sums)
 
 
 @gluon.jit
@@ -218,15 +194,15 @@ def _start_logits(call, steps, step, queries, LOGITS: gl.constexpr):
 
 
 @gluon.jit
-def _masked(call, logits, first, j, full, full_end, end, q_position, SCALE: gl.constexpr, CAP: gl.constexpr):
+def _masked(call, part, logits, j, full, full_end, q_position, SCALE: gl.constexpr, CAP: gl.constexpr):
     """The logits of block ``j``, scaled, as (queries, keys)."""
     LOGITS: gl.constexpr = logits.type.layout
-    slot = first + j * call.BLOCK
+    slot = part.origin + j * call.BLOCK
     logits = _scaled(logits, SCALE, CAP)
     if (slot < full) | (slot + call.BLOCK > full_end):
         position = slot + gl.arange(0, call.BLOCK, gl.SliceLayout(0, LOGITS))
         visible = gl.full([call.ROWS, call.BLOCK], True, gl.int1, LOGITS)
-        visible = _visible(call, visible, position[None, :], end, q_position[:, None])
+        visible = call.visible(visible, position[None, :], part.end, q_position[:, None])
         logits = gl.where(visible, logits, -float("inf"))
     return logits
 
@@ -240,26 +216,15 @@ def _softmax_step(logits, row_max, row_sum, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(call, query, queries, batch, kv_head, tile, DIM: gl.constexpr):
+def _load_queries(call, query, queries, part, OWN: gl.constexpr, DIM: gl.constexpr):
     """Copy the queries of a tile into shared memory."""
     WIDTH: gl.constexpr = queries.shape[1]
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [call.WARPS, 1], [1, 0])
-    _, _, place, is_row = call.rows(batch, kv_head, tile, gl.SliceLayout(1, LINES))
+    _, _, place, is_row = call.rows(part, OWN, gl.SliceLayout(1, LINES))
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, LINES))
     is_entry = is_row[:, None] & (column < DIM)[None, :]
     queries.store(gl.load(query + place[:, None] * DIM + column[None, :], mask=is_entry, other=0.0))
     fence_async_shared()
-
-
-@gluon.jit
-def _seen_by_all(call, q_start, first, end):
-    """Where the keys that all queries see begin and end."""
-    full, full_end = first, end
-    if call.QUERIES > 1 and call.LEFT >= 0:
-        full = gl.maximum(first, q_start + (call.QUERIES - 1 - call.LEFT))
-    if call.QUERIES > 1 and call.RIGHT >= 0:
-        full_end = gl.minimum(end, q_start + (call.RIGHT + 1))
-    return full, full_end
 
 
 @gluon.jit
@@ -270,17 +235,6 @@ def _scaled(logits, SCALE: gl.constexpr, CAP: gl.constexpr):
     elif SCALE <= 1e-30:
         logits = logits * (SCALE * LOG2E)
     return logits
-
-
-@gluon.jit
-def _visible(call, visible, position, end, q_position):
-    """Without the keys that a query does not see."""
-    visible = visible & (position < end)
-    if call.QUERIES > 1 and call.LEFT >= 0:
-        visible = visible & (position >= q_position - call.LEFT)
-    if call.QUERIES > 1 and call.RIGHT >= 0:
-        visible = visible & (position <= q_position + call.RIGHT)
-    return visible
 
 
 @gluon.jit
@@ -312,8 +266,7 @@ def _store(call, results, query, head, place, is_row, split, has_keys, row_max, 
         gl.store(pointers, sums.to(results.out.dtype.element_ty), mask=is_entry)
         if results.LSE:
             lse = gl.where(total != 0, (new_max + gl.log2(total)) * LN2, -float("inf"))
-            batch = place // (call.QUERIES * call.HEADS)
-            gl.store(results.maxima + (batch * call.HEADS + head) * call.QUERIES + query, lse, mask=is_row)
+            gl.store(results.maxima + call.place_of_lse(place, head, query), lse, mask=is_row)
     else:
         part = place * call.SPLITS + split
         # The sums of a split without keys are not read.
