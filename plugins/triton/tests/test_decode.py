@@ -182,7 +182,7 @@ def test_the_largest_heads_fit_every_card() -> None:
         for card in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "NVIDIA GB200"):
             given = {name: x.update(dtype=dtype) for name, x in cache(1, 4096, 64, 4, 16, 256).items()}
             inv = on_card(given, card)
-            assert all(_tiling.shared_memory(inv, shape) <= _tiling._limit(inv) for shape in _tiling.shapes(inv))
+            assert all(_tiling.shared_memory(inv, shape) <= _tiling.limit(inv) for shape in _tiling.shapes(inv))
 
 
 # -- refusals -----------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def check_fits(inv: Invocation, shape: Shape) -> None:
     if not _fits(inv, shape):
         raise Unsupported(
             f"splits, block, warps and stages {shape} need {shared_memory(inv, shape)} bytes of shared memory, and "
-            f"there are {_limit(inv)} (the card's, or EJKERNEL_TRITON_SMEM_LIMIT)"
+            f"there are {limit(inv)} (the card's, or EJKERNEL_TRITON_SMEM_LIMIT)"
         )
 
 
@@ -87,10 +87,11 @@ def _smallest(inv: Invocation, splits: int) -> Shape:
 
 
 def _fits(inv: Invocation, shape: Shape) -> bool:
-    return shared_memory(inv, shape) <= _limit(inv)
+    return shared_memory(inv, shape) <= limit(inv)
 
 
-def _limit(inv: Invocation) -> int:
+def limit(inv: Invocation) -> int:
+    """The bytes of shared memory that a program may take."""
     own = capability(inv)
     return get_shared_memory_limit(compute_capability=own) - RESERVED_BY_CUDA.get(own or (0, 0), 0)
 
