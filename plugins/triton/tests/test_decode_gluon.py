@@ -17,6 +17,7 @@ from ejkernel_core import Unsupported
 from ejkernel_ops.flash_attention.random_calls import check, random_call
 from ejkernel_triton import flash_attention_decode, flash_attention_sm90
 from ejkernel_triton import flash_attention_decode_sm90 as decode
+from ejkernel_triton.decode_sm90 import shapes
 from ejkernel_triton.flash_attention_decode_sm90 import Config, _launch, _tiling
 from ejkernel_triton.hopper import requirements
 from ejkernel_triton.interpreter import interpreted, interpreted_registry
@@ -40,7 +41,8 @@ def on_the_cpu() -> Iterator[None]:
     """Three programs compute all parts of a call. The interpreter needs no version of jax-triton that takes Gluon."""
     with pytest.MonkeyPatch.context() as patch, interpreted():
         patch.setattr(requirements, "_unavailable_reason", lambda: None)
-        patch.setattr(_launch, "multiprocessors", lambda inv: 3)
+        for module in (_launch, _tiling):
+            patch.setattr(module, "multiprocessors", lambda inv: 3)
         yield
 
 
@@ -176,7 +178,7 @@ def test_the_rings_are_most_of_the_shared_memory(
 ) -> None:
     """And most multiprocessors have a part, if each of these has two blocks of keys that a query sees."""
     inv = on_card(given)
-    monkeypatch.setattr(_launch, "multiprocessors", lambda inv: 132)
+    monkeypatch.setattr(_tiling, "multiprocessors", lambda inv: 132)
     assert attrs.astuple(decode.heuristic_cfg(inv)) == shape
     _, block, stages, _, programs = shape
     rings = programs * stages * block * 2 * 2 * inv["query"].shape[3]
@@ -203,7 +205,7 @@ def test_the_largest_heads_fit() -> None:
     limit = {1: 232448, 2: 115712}
     for cfg in decode.config_space(inv):
         assert cfg.stages > 1
-        assert _tiling.shared_memory(inv, attrs.astuple(cfg)) <= limit[cfg.programs]
+        assert shapes.shared_memory(_tiling.problem(inv), attrs.astuple(cfg)) <= limit[cfg.programs]
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import pytest
 import ejkernel_core
 from ejkernel_core import Invocation
 from ejkernel_triton import flash_attention_decode_sm90 as decode
+from ejkernel_triton.decode_sm90 import shapes
 from ejkernel_triton.flash_attention_decode_sm90 import _tiling
 from ejkernel_triton.flash_attention_sm90._launch import width
 from ejkernel_triton.launch import _jax_triton
@@ -61,14 +62,14 @@ def products_of_a_step(inv: Invocation, cfg: decode.Config) -> int:
     Of 64 rows, one has all keys, or all columns of the values.
     """
     dim = inv["query"].shape[3]
-    if _tiling.rows(inv)[0] == _tiling.MANY_ROWS:
+    if _tiling.problem(inv).rows == shapes.MANY_ROWS:
         return width(dim) // 16 + cfg.block // 16
     return cfg.block // 64 * (width(dim) // 16) + -(-dim // 64) * (cfg.block // 16)
 
 
 def check(figures: Figures, inv: Invocation, cfg: decode.Config) -> None:
     # The warp that fetches has room for three more.
-    assert figures.num_warps == cfg.num_warps * _tiling.tiles(inv, cfg.programs)[0] + 4
+    assert figures.num_warps == cfg.num_warps * _tiling.problem(inv).together[cfg.programs - 1] + 4
     # So many programs have room.
     assert figures.registers * figures.num_warps * 32 * cfg.programs <= 64 << 10
     assert figures.shared_memory <= decode.shared_memory(inv, cfg)["attend"] <= 227 * 1024 // cfg.programs
@@ -78,13 +79,13 @@ def check(figures: Figures, inv: Invocation, cfg: decode.Config) -> None:
     assert figures.words["cp.async.bulk.tensor"] == 2 * width(inv["query"].shape[3]) // 64
     # Outside of the loops, with two tiles of head dim 256.
     assert max(figures.spilled) <= 40
-    rows, _ = _tiling.rows(inv)
-    together, _ = _tiling.tiles(inv, cfg.programs)
+    rows = _tiling.problem(inv).rows
+    together = _tiling.problem(inv).together[cfg.programs - 1]
     assert len(figures.loops) == together
     for loop in figures.loops:
         assert (loop.loads, loop.stores) <= (together - 1, 0)
         # One for each product; with 64 rows, while the first is waited for, the second may run.
-        assert loop.waits == ((1, 0) if rows == _tiling.MANY_ROWS else (0, 0))
+        assert loop.waits == ((1, 0) if rows == shapes.MANY_ROWS else (0, 0))
 
 
 def name_of(call: tuple[int, int, dict[str, Any]]) -> str:

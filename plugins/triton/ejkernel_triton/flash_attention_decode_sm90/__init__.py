@@ -9,6 +9,7 @@ import jax
 from attrs.validators import in_
 
 from ejkernel_core import Invocation, hookimpl
+from ejkernel_triton.decode_sm90 import shapes
 from ejkernel_triton.flash_attention_decode._tiling import SPLITS
 from ejkernel_triton.flash_attention_decode_sm90 import _launch, _tiling
 from ejkernel_triton.flash_attention_decode_sm90._refusals import check
@@ -40,39 +41,39 @@ class Config:
     #: The parts of the keys that a row of the batch sees, for each key head.
     splits: int = attrs.field(default=1, validator=in_(SPLITS))
     #: The keys of a step.
-    block: int = attrs.field(default=64, validator=in_(_tiling.BLOCKS))
+    block: int = attrs.field(default=64, validator=in_(shapes.BLOCKS))
     #: Steps whose keys and values are on their way or in use at a time.
-    stages: int = attrs.field(default=4, validator=in_(_tiling.STAGES))
+    stages: int = attrs.field(default=4, validator=in_(shapes.STAGES))
     #: The warps that compute.
-    num_warps: int = attrs.field(default=4, validator=in_(_tiling.WARPS))
+    num_warps: int = attrs.field(default=4, validator=in_(shapes.WARPS))
     #: The programs of a multiprocessor.
-    programs: int = attrs.field(default=1, validator=in_(_tiling.PROGRAMS))
+    programs: int = attrs.field(default=1, validator=in_(shapes.PROGRAMS))
 
 
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> Config:
     """As few splits as keep the multiprocessors busy, and nearly all shared memory for keys on their way."""
     check(inv)
-    return Config(*_tiling.shapes(inv)[0])
+    return Config(*shapes.shapes(_tiling.problem(inv))[0])
 
 
 @hookimpl
 def config_space(inv: Invocation) -> Iterable[Config]:
     """One program of a multiprocessor or two; fewer stages; larger blocks; more and fewer splits."""
     check(inv)
-    return [Config(*shape) for shape in _tiling.shapes(inv)]
+    return [Config(*shape) for shape in shapes.shapes(_tiling.problem(inv))]
 
 
 @hookimpl
 def check_cfg(inv: Invocation, cfg: Config) -> None:
     """Raise for a call or a configuration that does not fit."""
     check(inv)
-    _tiling.check_fits(inv, attrs.astuple(cfg))
+    shapes.check_fits(_tiling.problem(inv), attrs.astuple(cfg))
 
 
 def shared_memory(inv: Invocation, cfg: Config) -> dict[str, int]:
     """At most how many bytes of shared memory a program takes."""
-    return {"attend": _tiling.shared_memory(inv, attrs.astuple(cfg))}
+    return {"attend": shapes.shared_memory(_tiling.problem(inv), attrs.astuple(cfg))}
 
 
 @hookimpl
