@@ -38,13 +38,14 @@ def check(
     dtype: str = "float32",
     most_keys: int = 4097,
     without: frozenset[str] = frozenset(),
+    page_sizes: tuple[int, ...] = PAGE_SIZES,
 ) -> None:
     """Raise AssertionError unless a kernel has the right results for the random call ``seed``, and the same bits twice.
 
     ``without`` are the arguments that it does not take, or "fp8_query", "pages of 8 bits", "other v_head_dim".
     """
     registry = ejkernel_core.registry if registry is None else registry
-    call = as_dtype(random_call(seed, most_keys, without), dtype)
+    call = as_dtype(random_call(seed, most_keys, without, page_sizes), dtype)
     options = {"backend": backend, "cfg": cfg, "return_lse": True}
     out, lse = registry.call("ragged_paged_attention", **call, **options)
     again, _ = registry.call("ragged_paged_attention", **call, **options)
@@ -76,10 +77,15 @@ def _compare(name: str, array: Any, right: np.ndarray, tolerance: float) -> None
 # -- calls -----------------------------------------------------------------------------------------------------------
 
 
-def random_call(seed: int, most_keys: int = 4097, without: frozenset[str] = frozenset()) -> Arguments:
+def random_call(
+    seed: int,
+    most_keys: int = 4097,
+    without: frozenset[str] = frozenset(),
+    page_sizes: tuple[int, ...] = PAGE_SIZES,
+) -> Arguments:
     """A call of a few sequences with any of the options, in NumPy: numbers are float64."""
     rng = np.random.default_rng([5, seed])
-    sizes = _sizes(rng, most_keys, without)
+    sizes = _sizes(rng, most_keys, without, page_sizes)
     call = drawn(sizes, seed)
     call |= _options(rng, sizes)
     if "kv_pages" in call and rng.random() < 0.4:
@@ -91,7 +97,7 @@ def random_call(seed: int, most_keys: int = 4097, without: frozenset[str] = froz
     return {name: value for name, value in call.items() if name not in without}
 
 
-def _sizes(rng: np.random.Generator, most_keys: int, without: frozenset[str]) -> Sizes:
+def _sizes(rng: np.random.Generator, most_keys: int, without: frozenset[str], page_sizes: tuple[int, ...]) -> Sizes:
     sequences = int(rng.choice([1, 2, 3, 6]))
     kind = rng.choice(["decode", "speculative", "mixed", "mixed"])
     most = {"decode": 1, "speculative": 6, "mixed": 70}[str(kind)]
@@ -106,7 +112,7 @@ def _sizes(rng: np.random.Generator, most_keys: int, without: frozenset[str]) ->
     return Sizes(
         tuple(queries),
         tuple(lengths),
-        int(rng.choice(PAGE_SIZES)),
+        int(rng.choice(page_sizes)),
         kv_heads * group,
         kv_heads,
         dim,

@@ -128,7 +128,7 @@ def _attend_columns(
             steps.release(step)
             step += 1
         total = gl.convert_layout(gl.sum(gl.sum(row_sum, 0), 0), OF_ROWS)
-        _store(call, results, index, head, place, is_row, part.split, part.block < part.stop, row_max, total, sums)
+        _store(call, results, part, OWN, index, head, place, is_row, row_max, total, sums)
 
 
 @gluon.jit
@@ -183,7 +183,7 @@ def _attend_rows(
         row_max = gl.convert_layout(row_max, gl.SliceLayout(0, COLUMNS))
         total = gl.convert_layout(row_sum, gl.SliceLayout(0, COLUMNS))
         index, head, place, is_row = call.rows(part, OWN, gl.SliceLayout(0, COLUMNS))
-        _store(call, results, index, head, place, is_row, part.split, part.block < part.stop, row_max, total, sums)
+        _store(call, results, part, OWN, index, head, place, is_row, row_max, total, sums)
 
 
 @gluon.jit
@@ -251,7 +251,7 @@ def _values(call, steps, step, count):
 
 
 @gluon.jit
-def _store(call, results, query, head, place, is_row, split, has_keys, row_max, total, sums):
+def _store(call, results, part, OWN: gl.constexpr, query, head, place, is_row, row_max, total, sums):
     """Store the sums of a part, or the results. A thread has columns of eight that are next to each other in memory."""
     V_WIDTH: gl.constexpr = sums.shape[0]
     column = gl.arange(0, V_WIDTH, gl.SliceLayout(1, sums.type.layout))
@@ -267,13 +267,14 @@ def _store(call, results, query, head, place, is_row, split, has_keys, row_max, 
         if results.LSE:
             lse = gl.where(total != 0, (new_max + gl.log2(total)) * LN2, -float("inf"))
             gl.store(results.maxima + call.place_of_lse(place, head, query), lse, mask=is_row)
+        call.clear_other_rows(results, OWN, part, sums)
     else:
-        part = place * call.SPLITS + split
+        entry = place * call.SPLITS + part.split
         # The sums of a split without keys are not read.
-        pointers = results.out + part[None, :] * results.V_DIM + column[:, None]
-        gl.store(pointers, sums, mask=is_entry & has_keys)
-        gl.store(results.maxima + part, row_max, mask=is_row)
-        gl.store(results.totals + part, total, mask=is_row)
+        pointers = results.out + entry[None, :] * results.V_DIM + column[:, None]
+        gl.store(pointers, sums, mask=is_entry & (part.block < part.stop))
+        gl.store(results.maxima + entry, row_max, mask=is_row)
+        gl.store(results.totals + entry, total, mask=is_row)
 
 
 @gluon.jit

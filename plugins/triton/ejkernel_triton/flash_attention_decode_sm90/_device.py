@@ -114,6 +114,10 @@ class Call:
         return (batch * self.HEADS + head) * self.QUERIES + query
 
     @gluon.jit
+    def clear_other_rows(self, results, OWN: gl.constexpr, part, sums):
+        """Each row is one of a tile."""
+
+    @gluon.jit
     def seen_by_all(self, part):
         """Where the keys that all queries see begin and end."""
         full, full_end = part.origin, part.end
