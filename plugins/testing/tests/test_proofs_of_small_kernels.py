@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +103,29 @@ CHECKS = ("values", "gradients", "accumulation", "rows")
 @pytest.mark.parametrize("check", CHECKS)
 def test_right_kernels_pass(check: str, both: bool, dtype: str) -> None:
     getattr(testing, check)(new_registry(), "square.mine", example(dtype=dtype, both=both))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_result_that_is_always_of_16_bits_may_be_rounded_more_than_once(dtype: str) -> None:
+    """The reference has no error then, whatever the dtype of the call: its float64 is rounded to the same numbers."""
+    registry = Registry(plugins="")
+    registry.register(
+        Operation(
+            name="square",
+            signature=square,
+            results=("out", "total"),
+            outputs=lambda a: (jax.ShapeDtypeStruct(a["x"].shape, jnp.bfloat16), like(a["x"])),
+        )
+    )
+
+    def squares_with_error(error: float, a: Mapping[str, Any]) -> tuple[Any, ...]:
+        return (a["x"] ** 2 * (1 + error)).astype(jnp.bfloat16), a["x"]
+
+    for name, error in {"reference": 0.0, "twice": 2**-9, "wrong": 2**-6}.items():
+        registry.register(hooks(partial(squares_with_error, error), 10 * (name != "reference")), f"square.{name}")
+    testing.values(registry, "square.twice", example(dtype=dtype))
+    with pytest.raises(AssertionError, match=r"^values: square.wrong on some: result out is off by"):
+        testing.values(registry, "square.wrong", example(dtype=dtype))
 
 
 # -- weights --------------------------------------------------------------------------------------------------------
