@@ -1,4 +1,4 @@
-"""Random calls against a cache, compiled on a card, in values and gradients.
+"""Random calls against a cache, and over its pages, compiled on a card: values, and gradients where there are any.
 
 ``EJKERNEL_RANDOM_CALLS=1000 pytest -m gpu plugins/triton/tests/test_random_calls_gpu.py`` runs a thousand of them, and
 ``1000-2000`` the next thousand.
@@ -12,6 +12,7 @@ import pytest
 
 import ejkernel_core
 from ejkernel_ops.flash_attention.random_calls import check, random_call
+from ejkernel_ops.ragged_paged_attention.random_calls import check as check_over_pages
 from plugins.triton.tests.hopper_cache_calls import CALLS
 from plugins.triton.tests.hopper_cache_calls import check as check_several_blocks
 
@@ -46,3 +47,9 @@ def test_random_calls_on_hopper(seed: int) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_several_blocks_on_hopper(name: str, dim: int) -> None:
     check_several_blocks(name, dim, ejkernel_core.registry)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_calls_over_pages(seed: int) -> None:
+    """Of up to 4,097 keys, with NaN in unused rows and pages, and the same bits twice."""
+    check_over_pages(seed, backend="triton", dtype=DTYPES[seed % len(DTYPES)])
