@@ -20,7 +20,7 @@ Change = Callable[[Arguments, np.random.Generator], Arguments]
 
 OP = "ragged_paged_attention"
 TRANSFORMS = frozenset({"jit", "vmap", "vmap_of_other_axes", "checkpoint", "sharding"})
-_ARRAYS = ("num_seqs", "metadata", "softmax_aux", "q_scale", "k_scale", "v_scale", "first_page")
+_ARRAYS = ("num_seqs", "metadata", "softmax_aux", "first_page")
 _OPTIONAL = (*_ARRAYS, "max_query_len", "sliding_window", "logits_soft_cap", "split_size")
 #: By the word of examples: the dtype of the pages.
 EIGHT_BITS = {"fp8_pages": "float8_e4m3fn", "int8_pages": "int8"}
@@ -44,6 +44,8 @@ class Sizes:
 #: Decoding, chunks of prompts, several queries each, and all of them in one call.
 DECODE = Sizes((1, 1, 1, 1), (9, 1, 20, 13))
 MIXED = Sizes((1, 7, 0, 3, 20), (17, 7, 5, 30, 33), padding=3)
+#: With pages that kernels for the copy engine take.
+ON_PAGES_OF_8 = attrs.evolve(MIXED, page_size=8)
 SIZES = {
     "decode": DECODE,
     "a-prompt": Sizes((37,), (37,), 16),
@@ -65,16 +67,16 @@ def examples() -> Iterator[Example]:
     for name, sizes in SIZES.items():
         yield example(name, partial(drawn, sizes))
     for name, change in CHANGES.items():
-        yield example(name, changed(partial(drawn, MIXED), change))
+        yield example(name, changed(partial(drawn, ON_PAGES_OF_8), change))
     for dtype in ("float16", "bfloat16", "float64"):
-        yield example(f"mixed-{dtype}", partial(drawn, MIXED), dtype=dtype)
+        yield example(f"mixed-{dtype}", partial(drawn, ON_PAGES_OF_8), dtype=dtype)
     for word, dtype in EIGHT_BITS.items():
-        narrow = changed(partial(drawn, MIXED), partial(_narrow, dtype))
+        narrow = changed(partial(drawn, ON_PAGES_OF_8), partial(_narrow, dtype))
         yield example(word, narrow, word)
         yield example(f"{word}-with-scales-of-heads", changed(narrow, _scales_of_heads), word)
         yield example(f"{word}-of-bfloat16", narrow, word, dtype="bfloat16")
-    yield example("fp8-queries", changed(partial(drawn, DECODE), _all_narrow), "fp8_pages", "fp8_query")
-    other = partial(drawn, attrs.evolve(MIXED, v_dim=48))
+    yield example("fp8-queries", changed(partial(drawn, attrs.evolve(DECODE, page_size=8)), _all_narrow), "fp8_query")
+    other = partial(drawn, attrs.evolve(ON_PAGES_OF_8, v_dim=48))
     yield example("pair-with-values-of-48", changed(other, lambda call, rng: {}), "pair", "other v_head_dim")
     yield example("transformed", partial(drawn, DECODE), checks=TRANSFORMS)
     blocks = Sizes((1, 70, 130, 4), (300, 70, 257, 129), 16)

@@ -33,7 +33,7 @@ def attention(inv: Invocation, splits: int, block: int, num_warps: int, num_stag
     sums = _jax_triton.call(
         f"{MODULE}:attend",
         operands(inv, [*arrays, *(inv[name] for name in SCALES), inv["softmax_aux"]]),
-        _outputs(inv, splits),
+        outputs(inv, splits),
         scalars=(*_sizes(inv), inv["block_tables"].shape[1], pages_of(inv)[0].shape[0], work.size // 2),
         grid=(_tiling.program_count(inv) * splits,),
         constants={
@@ -59,7 +59,12 @@ def attention(inv: Invocation, splits: int, block: int, num_warps: int, num_stag
         compute_capability=capability(inv),
         name=inv.op,
     )
-    out, lse = sums[:2] if splits == 1 else _combined(inv, sums, work, splits)
+    return combined(inv, sums, splits)
+
+
+def combined(inv: Invocation, sums: Sequence[jax.Array], splits: int) -> tuple[Any, Any]:
+    """The output, and the lse if it is needed, from what the first launch has written."""
+    out, lse = sums[:2] if splits == 1 else _combined(inv, sums, tiles(inv, _tiling.tile(inv)[0]).reshape(-1), splits)
     return out, lse if inv.needs("lse") else None
 
 
@@ -98,7 +103,7 @@ def _of_both_launches(inv: Invocation, splits: int) -> dict[str, Any]:
     }
 
 
-def _outputs(inv: Invocation, splits: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+def outputs(inv: Invocation, splits: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """What the first launch writes: the results and an array that is not used, or the sums of each part."""
     if splits == 1:
         return *_results(inv), jax.ShapeDtypeStruct((1,), jnp.float32)

@@ -56,11 +56,11 @@ def tile(inv: Invocation) -> tuple[int, int, int]:
         most = max(LEAST_ROWS, 1 << (heads - 1).bit_length())
     size = 1 << ((most // heads).bit_length() - 1)
     if inv["split_size"] is None:
-        size = min(size, 1 << (_longest(inv) - 1).bit_length())
+        size = min(size, 1 << (longest(inv) - 1).bit_length())
     return size, heads, max(LEAST_ROWS, 1 << (size * heads - 1).bit_length())
 
 
-def _longest(inv: Invocation) -> int:
+def longest(inv: Invocation) -> int:
     """The most tokens of a sequence. Where nothing is said, no more tokens than sequences are taken for decoding."""
     tokens, sequences = int(inv["query"].shape[0]), int(inv["kv_lens"].shape[0])
     return int(inv["max_query_len"] or (1 if tokens <= sequences else tokens))

@@ -6,6 +6,7 @@ Only the blocks that a tile sees are read, and of a cache never more than a bloc
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import attrs
 import jax
@@ -20,7 +21,7 @@ VERSION = 1
 PLATFORMS = {"cpu": 10, "gpu": 10, "tpu": 10}
 
 
-_COUNT = [instance_of(int), not_(instance_of(bool)), ge(1)]
+_COUNT: Any = [instance_of(int), not_(instance_of(bool)), ge(1)]
 
 
 @attrs.frozen

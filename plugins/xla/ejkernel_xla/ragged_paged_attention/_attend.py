@@ -37,7 +37,7 @@ def attention(inv: Invocation, q_tile: int, kv_block: int, together: int) -> tup
         jnp.pad(sequence, (0, padded), constant_values=-1).reshape(-1, together),
         jnp.pad(first_token, (0, padded)).reshape(-1, together),
     )
-    out, lse, token = jax.lax.map(lambda group: _of_group(inv, *group, q_tile, kv_block), groups)
+    out, lse, token = jax.lax.map(lambda group: _of_group(inv, group[0], group[1], q_tile, kv_block), groups)
     tokens, heads, _ = inv["query"].shape
     place = token.reshape(-1)
     rows = jnp.zeros((tokens, heads, out.shape[-1]), definition.output_dtype(inv))

@@ -29,18 +29,18 @@ def space(inv: Invocation) -> list[Sizes]:
 
 
 def _of_a_batch(inv: Invocation) -> int:
-    return min(inv["max_query_len"] or 16, 16)
+    return min(int(inv["max_query_len"] or 16), 16)
 
 
 def _tile(inv: Invocation) -> int:
     """A power of two, of about the tokens that a sequence has."""
-    tokens, sequences = inv["query"].shape[0], max(inv["kv_lens"].shape[0], 1)
-    most = min(inv["max_query_len"] or MOST_QUERIES, MOST_QUERIES)
+    tokens, sequences = int(inv["query"].shape[0]), max(int(inv["kv_lens"].shape[0]), 1)
+    most = min(int(inv["max_query_len"] or MOST_QUERIES), MOST_QUERIES)
     return min(most, 1 << max(-(-tokens // sequences) - 1, 0).bit_length())
 
 
 def _together(inv: Invocation, block: int) -> int:
     """A power of two."""
-    dims = inv["query"].shape[2] + definition.value_dim(inv)
+    dims = int(inv["query"].shape[2]) + definition.value_dim(inv)
     of_a_tile = block * definition.kv_heads(inv) * dims * 4
     return 1 << (max(BLOCK_BYTES.get(inv.platform, BLOCK_BYTES["cpu"]) // of_a_tile, 1).bit_length() - 1)

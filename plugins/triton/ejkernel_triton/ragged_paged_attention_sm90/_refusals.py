@@ -1,0 +1,36 @@
+"""The calls that the kernel refuses; `ragged_paged_attention.triton` takes them."""
+
+from __future__ import annotations
+
+from ejkernel_core import Invocation, Unsupported
+from ejkernel_ops.pages import pages_of
+from ejkernel_ops.ragged_paged_attention.definition import page_size, value_dim
+from ejkernel_triton.hopper.requirements import DTYPES, ELEMENTS, require_hopper
+from ejkernel_triton.ragged_paged_attention import _refusals
+from ejkernel_triton.ragged_paged_attention._tiling import group
+from ejkernel_triton.ragged_paged_attention_sm90._tiling import most_rows
+
+#: The keys of a block are a multiple of it, and so is the permutation of rows in shared memory.
+LEAST_PAGE, BLOCK = 8, 128
+
+
+def check(inv: Invocation) -> None:
+    """Raise `Unsupported` for a card, versions or arguments that the kernel does not support."""
+    _refusals.check(inv)
+    require_hopper(inv)
+    query, size = inv["query"], page_size(inv)
+    if str(query.dtype) not in DTYPES:
+        raise Unsupported(f"the Gluon kernel takes queries of {' and '.join(DTYPES)}; not {query.dtype}")
+    if pages_of(inv)[0].dtype != query.dtype:
+        raise Unsupported(f"the Gluon kernel takes pages of the query's dtype; not {pages_of(inv)[0].dtype}")
+    for dim in (query.shape[2], value_dim(inv)):
+        if dim % ELEMENTS:
+            raise Unsupported(f"the Gluon kernel takes multiples of {ELEMENTS} for head dims; not {dim}")
+    if size < LEAST_PAGE or (size & (size - 1) and size % BLOCK):
+        raise Unsupported(
+            f"the Gluon kernel takes pages of {LEAST_PAGE}, 16, 32 or 64 tokens, or a multiple of {BLOCK}; not {size}"
+        )
+    if group(inv) > most_rows(inv):
+        raise Unsupported(f"the Gluon kernel takes up to {most_rows(inv)} heads for a key head; not {group(inv)}")
+    if inv["split_size"] is not None:
+        raise Unsupported("the Gluon kernel takes no split_size")

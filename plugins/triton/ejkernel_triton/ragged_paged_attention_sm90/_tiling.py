@@ -1,0 +1,63 @@
+"""The tokens of tiles, and what the shapes of programs are chosen by."""
+
+from __future__ import annotations
+
+import attrs
+
+from ejkernel_core import Invocation
+from ejkernel_ops.calibration import get_shared_memory_limit
+from ejkernel_ops.ragged_paged_attention.definition import kv_heads, most_keys, value_dim
+from ejkernel_ops.ragged_paged_attention.tiles import tile_bound
+from ejkernel_triton.decode_sm90.shapes import Problem
+from ejkernel_triton.flash_attention_sm90._launch import width
+from ejkernel_triton.launch._cards import capability
+from ejkernel_triton.launch._multiprocessors import multiprocessors
+from ejkernel_triton.ragged_paged_attention._tiling import group, longest, sides
+
+LEAST_ROWS = 16
+#: Of a tile, by the columns of queries or values in shared memory.
+MOST_ROWS = {64: 64, 128: 64, 256: 32}
+
+
+@attrs.frozen
+class Tile:
+    """Some tokens of a sequence, with all heads of a key head."""
+
+    #: A power of two.
+    tokens: int
+    #: One for each token and head, and padding up to a power of two.
+    rows: int
+    #: How many tiles read the same blocks.
+    together: int
+
+
+def tile(inv: Invocation, programs: int) -> Tile:
+    """As many tokens as fit, if a sequence may have so many."""
+    most, heads = most_rows(inv), group(inv)
+    tokens = min(1 << ((most // heads).bit_length() - 1), 1 << (longest(inv) - 1).bit_length())
+    rows = max(LEAST_ROWS, 1 << (tokens * heads - 1).bit_length())
+    return Tile(tokens, rows, 2 if programs == 1 and longest(inv) > tokens else 1)
+
+
+def most_rows(inv: Invocation) -> int:
+    return MOST_ROWS[max(width(inv["query"].shape[2]), width(value_dim(inv)))]
+
+
+def problem(inv: Invocation) -> Problem:
+    """Of a call."""
+    tiles = [tile(inv, programs) for programs in (1, 2)]
+    tokens, sequences, heads = inv["query"].shape[0], inv["kv_lens"].shape[0], kv_heads(inv)
+    parts = [heads * tile_bound(tokens, sequences, one.tokens * one.together) for one in tiles]
+    left, right = sides(inv)
+    most = most_keys(inv)
+    return Problem(
+        tiles[0].rows,
+        (tiles[0].together, tiles[1].together),
+        (parts[0], parts[1]),
+        most if left < 0 or right < 0 else min(most, left + right + tiles[0].tokens * tiles[0].together),
+        width(inv["query"].shape[2]),
+        width(value_dim(inv)),
+        int(inv["query"].dtype.itemsize),
+        multiprocessors(inv),
+        get_shared_memory_limit(compute_capability=capability(inv)),
+    )

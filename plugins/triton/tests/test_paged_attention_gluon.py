@@ -1,0 +1,160 @@
+"""Attention over pages by the kernel for Hopper, through the interpreter, which draws the order of copies, warps and
+products: compared with NumPy in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import jax
+import numpy as np
+import pytest
+
+from ejkernel_core import Unsupported
+from ejkernel_ops.ragged_paged_attention.examples import MIXED, Sizes, drawn
+from ejkernel_ops.ragged_paged_attention.random_calls import as_dtype, check, expected, random_call
+from ejkernel_triton import ragged_paged_attention_sm90 as paged
+from ejkernel_triton.hopper import requirements
+from ejkernel_triton.interpreter import interpreted, interpreted_registry
+from ejkernel_triton.launch import _jax_triton
+from ejkernel_triton.launch._cards import capability_by_name
+from ejkernel_triton.ragged_paged_attention_sm90 import Config, _launch, _tiling
+
+if _jax_triton.unavailable_reason():
+    pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
+
+OP, BACKEND = "ragged_paged_attention", "gluon_sm90"
+REGISTRY = interpreted_registry({f"{OP}.{BACKEND}": paged})
+REFUSED = frozenset({"pages of 8 bits", "split_size"})
+PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+#: One split; fewer than there are blocks; more. The first is the heuristic.
+CONFIGS = (None, Config(1, 64, 2, 4, 2), Config(2, 64, 3, 4, 1), Config(4, 128, 1, 4, 1), Config(16, 64, 1, 4, 2))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_the_cpu() -> Iterator[None]:
+    """Three programs compute all parts of a call. The interpreter needs no version of jax-triton that takes Gluon."""
+    with pytest.MonkeyPatch.context() as patch, interpreted():
+        patch.setattr(requirements, "_unavailable_reason", lambda: None)
+        for module in (_launch, _tiling):
+            patch.setattr(module, "multiprocessors", lambda inv: 3)
+        yield
+
+
+def call(sizes: Sizes, **options: Any) -> dict[str, Any]:
+    return as_dtype(drawn(sizes, 3), "float16") | options
+
+
+def on_card(given: dict[str, Any], card: str = "NVIDIA H200") -> Any:
+    """The invocation that the kernel gets on a card."""
+    inv = REGISTRY.invocation(OP, **given)
+    return attrs.evolve(inv, platform="gpu", device_kind=card, compute_capability=capability_by_name(card))
+
+
+def shapes_of(sequences: int, keys: int, queries: int) -> dict[str, Any]:
+    """A call of 32 heads on 8, with pages of 64 tokens."""
+    shape = lambda *sizes, dtype="int32": jax.ShapeDtypeStruct(sizes, dtype)
+    pages = keys // 64
+    return {
+        "query": shape(sequences * queries, 32, 128, dtype="bfloat16"),
+        "kv_pages": shape(sequences * pages, 64, 16, 128, dtype="bfloat16"),
+        "kv_lens": shape(sequences),
+        "block_tables": shape(sequences, pages),
+        "query_start_loc": shape(sequences + 1),
+        "max_query_len": queries,
+    }
+
+
+def compare(given: dict[str, Any], cfg: Any = None) -> None:
+    out, lse = REGISTRY.call(OP, **given, return_lse=True, backend=BACKEND, cfg=cfg)
+    right_out, right_lse = expected(given)
+    np.testing.assert_allclose(np.asarray(out, np.float64), right_out, rtol=3e-3, atol=3e-3)
+    np.testing.assert_allclose(np.asarray(lse), right_lse, rtol=2e-5, atol=2e-5)
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+def check_random_call(seed: int, most_keys: int) -> None:
+    """In one of the configurations of the call, with NaN in all that no token sees, and the same bits twice."""
+    dtype = ("bfloat16", "float16")[seed % 2]
+    limits = {"most_keys": most_keys, "without": REFUSED, "page_sizes": PAGE_SIZES}
+    space = [*paged.config_space(on_card(as_dtype(random_call(seed, **limits), dtype)))]
+    check(seed, registry=REGISTRY, backend=BACKEND, cfg=space[seed % len(space)], dtype=dtype, **limits)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_calls(seed: int) -> None:
+    check_random_call(seed, 300)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(30, 230))
+def test_more_random_calls(seed: int) -> None:
+    check_random_call(seed, 600)
+
+
+@pytest.mark.parametrize("cfg", CONFIGS)
+@pytest.mark.parametrize("page_size", [8, 32, 64, 128])
+def test_pieces_of_blocks(page_size: int, cfg: Config | None) -> None:
+    """Several pages of a block, one, and a part of one; lengths that end within a page and at its end."""
+    sizes = Sizes((1, 1, 5, 1), (128, 133, 70, 1), page_size, padding=3)
+    compare(call(sizes), cfg)
+    compare(call(sizes, sliding_window=(37, 0)), cfg)
+
+
+@pytest.mark.parametrize("cfg", CONFIGS)
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (5, 1), (16, 1)])
+def test_tiles_of_tokens(heads: tuple[int, int], cfg: Config | None) -> None:
+    """One tile and many, with padding of rows and tokens."""
+    compare(call(Sizes((70, 1, 9), (90, 30, 9), 16, *heads, padding=5)), cfg)
+
+
+def test_of_a_layer_and_of_some_sequences() -> None:
+    given = call(attrs.evolve(MIXED, page_size=8))
+    pages = given["kv_pages"]
+    layers = {"kv_pages": np.concatenate([np.full_like(pages, np.nan), pages]), "first_page": np.int32(len(pages))}
+    compare(given | layers)
+    compare(given | {"num_seqs": np.int32(2)})
+
+
+# -- shapes and refusals ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "tile", "shape"),
+    [
+        (shapes_of(64, 8192, 1), (1, 16, 1), (1, 64, 3, 4, 2)),
+        (shapes_of(1, 16384, 1), (1, 16, 1), (16, 64, 3, 4, 2)),
+        (shapes_of(16, 4096, 4), (4, 16, 1), (1, 64, 3, 4, 2)),
+        (shapes_of(4, 4096, 512), (16, 64, 2), (1, 128, 3, 4, 1)),
+    ],
+)
+def test_shapes(monkeypatch: pytest.MonkeyPatch, given: Any, tile: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    monkeypatch.setattr(_tiling, "multiprocessors", lambda inv: 132)
+    inv = on_card(given)
+    cfg = paged.heuristic_cfg(inv)
+    assert attrs.astuple(cfg) == shape
+    assert attrs.astuple(_tiling.tile(inv, cfg.programs)) == tile
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (as_dtype(drawn(MIXED, 0), "float32"), "takes queries of float16 and bfloat16; not float32"),
+        (call(MIXED), "takes pages of 8, 16, 32 or 64 tokens, or a multiple of 128; not 4"),
+        (
+            call(attrs.evolve(MIXED, page_size=24)),
+            "takes pages of 8, 16, 32 or 64 tokens, or a multiple of 128; not 24",
+        ),
+        (call(Sizes((1,), (9,), 8), split_size=128), "takes no split_size"),
+        (call(Sizes((1,), (9,), 8, 65, 1)), "takes up to 64 heads for a key head; not 65"),
+        (call(Sizes((1,), (9,), 8, dim=20)), "takes multiples of 8 for head dims; not 20"),
+    ],
+)
+def test_other_calls_are_refused_with_the_reason(given: dict[str, Any], reason: str) -> None:
+    for hook in (paged.heuristic_cfg, paged.config_space):
+        with pytest.raises(Unsupported, match=reason):
+            hook(on_card(given))
