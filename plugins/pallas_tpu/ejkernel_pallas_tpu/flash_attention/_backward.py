@@ -16,8 +16,9 @@ from ejkernel_pallas_tpu.flash_attention._operands import by_queries, operands, 
 from ejkernel_pallas_tpu.flash_attention._problem import Arguments, Problem
 from ejkernel_pallas_tpu.flash_attention._scalars import read_entry
 from ejkernel_pallas_tpu.flash_attention._steps import FIRST, LAST, Steps, inner_block, is_set, outer_block, run_step
-from ejkernel_pallas_tpu.flash_attention._tile import logit_gradients, matmul, without_unfilled
+from ejkernel_pallas_tpu.flash_attention._tile import logit_gradients, without_unfilled
 from ejkernel_pallas_tpu.launch import Launch, Operand, Output, Scratch, grid_indices
+from ejkernel_pallas_tpu.online_softmax.products import matmul
 
 
 def all_operands(a: Arguments, p: Problem, rows: BackwardRows) -> dict[str, Operand]:

@@ -11,12 +11,13 @@ from jax.experimental import pallas as pl
 from ejkernel_core import Invocation
 from ejkernel_ops.flash_attention.statistics import LOG2E
 from ejkernel_pallas_tpu.flash_attention._operands import operands, output_by_queries, sinks
-from ejkernel_pallas_tpu.flash_attention._problem import LANES, LEAST, LOWEST, Problem
+from ejkernel_pallas_tpu.flash_attention._problem import LANES, Problem
 from ejkernel_pallas_tpu.flash_attention._scalars import read_entry
-from ejkernel_pallas_tpu.flash_attention._softmax import divisors, natural_lse, weigh
 from ejkernel_pallas_tpu.flash_attention._steps import FIRST, LAST, Steps, inner_block, is_set, outer_block, run_step
-from ejkernel_pallas_tpu.flash_attention._tile import keep_mask, logits, matmul, row, widen, without_unfilled
+from ejkernel_pallas_tpu.flash_attention._tile import keep_mask, logits, row, without_unfilled
 from ejkernel_pallas_tpu.launch import Launch, Output, Scratch, grid_indices
+from ejkernel_pallas_tpu.online_softmax.products import matmul, widen
+from ejkernel_pallas_tpu.online_softmax.statistics import LEAST, LOWEST, divisors, natural_lse, weigh
 
 
 def forward(inv: Invocation, p: Problem, steps: Steps) -> Launch:

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_ops.flash_attention.geometry import key_intervals, pad_to
-from ejkernel_ops.flash_attention.statistics import LOG2E
-from ejkernel_pallas_tpu.flash_attention._problem import LANES, LEAST, Arguments, Problem, bias_dtype
+from ejkernel_pallas_tpu.flash_attention._problem import LANES, Arguments, Problem, bias_dtype
 from ejkernel_pallas_tpu.launch import Operand, Output
+from ejkernel_pallas_tpu.online_softmax.statistics import at_least, sink_statistics
 
 
 def by_queries(x: jax.Array, p: Problem) -> Operand:
@@ -75,13 +75,8 @@ def key_numbers(x: jax.Array, p: Problem, fill: int = 0) -> Operand:
 
 
 def sinks(x: jax.Array) -> Operand:
-    """Of the sinks, (heads, n), of each head two numbers, repeated in every lane: the greatest one in base 2, and the
-    sum of the exponentials of all, less the greatest one. They are not added: far from 0 the sum would be rounded off.
-    """
-    x = _at_least(x.astype(jnp.float32))
-    greatest = jnp.maximum(x.max(1, keepdims=True, initial=-jnp.inf), LEAST)
-    statistics = jnp.concatenate([greatest * LOG2E, jnp.exp(x - greatest).sum(1, keepdims=True)], axis=1)
-    lanes = jnp.broadcast_to(statistics[:, :, None], (x.shape[0], 2, LANES))
+    """Of the sinks, (heads, n), the statistics of each head, repeated in every lane."""
+    lanes = jnp.broadcast_to(sink_statistics(x)[:, :, None], (x.shape[0], 2, LANES))
     return Operand(lanes, (None, 2, LANES), lambda b, h, i, j: (h, 0, 0))
 
 
@@ -101,14 +96,7 @@ def operands(a: Arguments, p: Problem) -> dict[str, Operand]:
     if p.empty == "positions":
         inputs["k_positions"] = key_numbers(a["kv_positions"], p, fill=-1)
     if p.bias:
-        inputs["bias"] = bias_or_mask(_at_least(a["bias"]), p, p.bias, bias_dtype(a["bias"].dtype))
+        inputs["bias"] = bias_or_mask(at_least(a["bias"]), p, p.bias, bias_dtype(a["bias"].dtype))
     if p.mask:
         inputs["mask"] = bias_or_mask(a["attention_mask"], p, p.mask, jnp.int8 if p.mask == "full" else jnp.int32)
     return inputs
-
-
-def _at_least(logits: jax.Array) -> jax.Array:
-    """Biases or sinks, the finite ones no lower than LEAST."""
-    if jnp.finfo(logits.dtype).min > LEAST:
-        return logits
-    return jnp.where(logits == -jnp.inf, logits, jnp.maximum(logits, LEAST))

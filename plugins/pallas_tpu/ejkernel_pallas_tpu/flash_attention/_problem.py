@@ -16,11 +16,6 @@ Arguments = Mapping[str, Any]
 
 #: How many numbers lie side by side in a TPU's vector register. Every block of tokens is a multiple of it.
 LANES = 128
-#: Where the maximum of a row starts: below every finite logit, and not -inf, because -inf - -inf is NaN.
-LOWEST = -3.4028234663852886e38
-#: Lower finite biases and sinks are read as this number, so that they are finite in base 2, too: a row in which every
-#: logit has the lowest bias, which many use as a mask, still has weights. A power of two, which bfloat16 has.
-LEAST = -(2.0**126)
 
 
 @attrs.frozen

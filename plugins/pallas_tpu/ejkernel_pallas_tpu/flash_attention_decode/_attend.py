@@ -16,21 +16,15 @@ from jax.experimental import pallas as pl
 from ejkernel_core import Invocation
 from ejkernel_ops.flash_attention.geometry import pad_to
 from ejkernel_pallas_tpu.flash_attention import _operands
-from ejkernel_pallas_tpu.flash_attention._problem import LANES, LOWEST, Arguments, Problem
+from ejkernel_pallas_tpu.flash_attention._problem import LANES, Arguments, Problem
 from ejkernel_pallas_tpu.flash_attention._scalars import read_entry
-from ejkernel_pallas_tpu.flash_attention._softmax import divisors, natural_lse, weigh
 from ejkernel_pallas_tpu.flash_attention._steps import FIRST, FULL, LAST, VISIBLE, is_set
-from ejkernel_pallas_tpu.flash_attention._tile import (
-    in_base_2,
-    matmul,
-    matmul_transposed,
-    position_mask,
-    widen,
-    zero_unfilled,
-)
-from ejkernel_pallas_tpu.flash_attention_decode import _heads
+from ejkernel_pallas_tpu.flash_attention._tile import in_base_2, position_mask, zero_unfilled
 from ejkernel_pallas_tpu.flash_attention_decode._visits import Visits
 from ejkernel_pallas_tpu.launch import Launch, Operand, Output, Scratch, grid_indices
+from ejkernel_pallas_tpu.online_softmax import heads
+from ejkernel_pallas_tpu.online_softmax.products import matmul, matmul_transposed, widen
+from ejkernel_pallas_tpu.online_softmax.statistics import LOWEST, divisors, natural_lse, weigh
 
 
 def attend(inv: Invocation, p: Problem, visits: Visits, splits: int) -> Launch:
@@ -43,7 +37,7 @@ def attend(inv: Invocation, p: Problem, visits: Visits, splits: int) -> Launch:
         entry = visits.batch_of(visits.word(table, split, step))
         return split, entry, visits.batch_of(source), visits.block_of(source)
 
-    heads, rows = p.kv_heads, p.q_block
+    count, rows = p.kv_heads, p.q_block
     out_dtype = jnp.dtype(p.dtype if splits == 1 else jnp.float32)
     outputs = {"out": _by_entry(splits, p, p.v_dim, out_dtype)}
     if splits > 1:
@@ -59,10 +53,10 @@ def attend(inv: Invocation, p: Problem, visits: Visits, splits: int) -> Launch:
         operands=_inputs(inv, p),
         outputs=outputs,
         scratch={
-            **dict.fromkeys(("row_max", "row_sum"), Scratch((heads, rows, LANES))),
-            "sums": Scratch((heads, rows, p.v_dim)),
-            "key_words": _heads.words(p.dtype, heads, p.k_block, p.dim),
-            "value_words": _heads.words(p.dtype, heads, p.k_block, p.v_dim),
+            **dict.fromkeys(("row_max", "row_sum"), Scratch((count, rows, LANES))),
+            "sums": Scratch((count, rows, p.v_dim)),
+            "key_words": heads.words(p.dtype, count, p.k_block, p.dim),
+            "value_words": heads.words(p.dtype, count, p.k_block, p.v_dim),
         },
     )
 
@@ -134,12 +128,12 @@ def _kernel(p: Problem, visits: Visits, splits: int, outputs: Any, table: Any, n
 
     def tile(is_masked: bool) -> None:
         mask = position_mask(p, refs, entry, 0, j, query=_query_of_row(p)) if is_masked else None
-        _heads.put(refs.key, refs.key_words, p.kv_heads)
-        _heads.put(refs.value, refs.value_words, p.kv_heads)
+        heads.put(refs.key, refs.key_words, p.kv_heads)
+        heads.put(refs.value, refs.value_words, p.kv_heads)
 
         def head_tile(head: Any, parity: int) -> None:
             key, value = (
-                _heads.take(block, words, p.kv_heads, head, parity)
+                heads.take(block, words, p.kv_heads, head, parity, block.dtype)
                 for block, words in ((refs.key, refs.key_words), (refs.value, refs.value_words))
             )
             x, _ = in_base_2(p, matmul_transposed(refs.query[head], key))
@@ -149,7 +143,7 @@ def _kernel(p: Problem, visits: Visits, splits: int, outputs: Any, table: Any, n
             weights, correction = weigh(x, refs.row_max.at[head], refs.row_sum.at[head])
             refs.sums[head] = refs.sums[head] * widen(correction, p.v_dim) + matmul(weights, value)
 
-        _heads.for_each_head(p.kv_heads, head_tile)
+        heads.for_each_head(p.kv_heads, head_tile)
 
     is_visible = is_set(word, VISIBLE)
     if visits.masked == "sometimes":

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax.numpy as jnp
-
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_ops.flash_attention.geometry import block_count
 from ejkernel_ops.flash_attention.tokens import band
 from ejkernel_pallas_tpu.flash_attention._problem import LANES, whole_lanes
 from ejkernel_pallas_tpu.launch._generations import generation
+from ejkernel_pallas_tpu.online_softmax.words import has_pairs
 
 #: (slots, splits).
 Shape = tuple[int, int]
@@ -38,11 +35,6 @@ def block_bits(blocks: int) -> int:
 def word_bits(batch: int, blocks: int) -> int:
     """The bits that the words of a call have."""
     return FLAG_BITS + block_bits(blocks) + (batch - 1).bit_length()
-
-
-def has_pairs(dtype: Any, heads: int) -> bool:
-    """Whether a word has two heads of a slot."""
-    return jnp.dtype(dtype).itemsize == 2 and heads % 2 == 0
 
 
 def rows(inv: Invocation) -> int:

@@ -15,9 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel_pallas_tpu.flash_attention._problem import LANES
-from ejkernel_pallas_tpu.flash_attention_decode._tuning import has_pairs
 from ejkernel_pallas_tpu.launch import Scratch
+from ejkernel_pallas_tpu.launch._arrays import LANES
+from ejkernel_pallas_tpu.online_softmax.words import has_pairs
 
 #: Heads whose code is written out. More of them are a loop over as many.
 UNROLLED = 8
@@ -36,23 +36,24 @@ def words(dtype: Any, heads: int, slots: int, dim: int) -> Scratch:
 
 
 def put(block: Any, words: Any, heads: int) -> None:
-    """Write a block, (slots * heads, dim), into its memory for words."""
+    """Write a block, (slots * heads, dim) or the same in more axes, into its memory for words."""
     if heads == 1:
         return
-    dim, is_paired = block.shape[1], has_pairs(block.dtype, heads)
+    dim, is_paired = block.shape[-1], has_pairs(block.dtype, heads)
     for column, start in enumerate(range(0, dim, LANES)):
         width = min(LANES, dim - start)
-        x = block[:, pl.ds(start, width)]
+        x = block[..., pl.ds(start, width)].reshape(-1, width)
         words[column, :, pl.ds(0, width)] = pltpu.bitcast(x, jnp.uint32) if is_paired else x.astype(jnp.float32)
 
 
-def take(block: Any, words: Any, heads: int, head: Any, parity: int) -> Any:
-    """(slots, dim) of a head, of which ``parity`` says whether it is odd."""
+def take(block: Any, words: Any, heads: int, head: Any, parity: int, dtype: Any) -> Any:
+    """(slots, dim) of a head in a dtype. ``parity`` says whether the head is odd."""
+    dim = block.shape[-1]
     if heads == 1:
-        return block[...]
-    dim, is_paired = block.shape[1], has_pairs(block.dtype, heads)
-    slots, stride = block.shape[0] // heads, heads // 2 if is_paired else heads
-    rows = pl.ds(head // 2 if is_paired else head, slots, stride=stride)
+        return block[...].reshape(-1, dim).astype(dtype)
+    is_paired = has_pairs(block.dtype, heads)
+    stride = heads // 2 if is_paired else heads
+    rows = pl.ds(head // 2 if is_paired else head, words.shape[1] // stride, stride=stride)
     columns = [words.at[column][rows, :] for column in range(words.shape[0])]
     x = jnp.concatenate(columns, axis=1) if len(columns) > 1 else columns[0]
     if is_paired:
@@ -60,7 +61,7 @@ def take(block: Any, words: Any, heads: int, head: Any, parity: int) -> Any:
         x = x & jnp.uint32(0xFFFF0000) if parity else x << jnp.uint32(16)
         x = pltpu.bitcast(x, jnp.float32)
     x = x if x.shape[1] == dim else x[:, :dim]
-    return x.astype(block.dtype)
+    return x.astype(dtype)
 
 
 def for_each_head(heads: int, body: Callable[[Any, int], None]) -> None:
