@@ -100,6 +100,8 @@ def _programs(inv: Invocation, block: int) -> list[tuple[int, int, int]]:
         return fits or [(BLOCKS[0], warps, 1)]
     if output_dtype(inv).itemsize == 4:  # fewer warps have too few registers
         return [(block, 8, 3), (block, 8, 2), (block, 8, 4)]
+    if tile(inv)[2] >= 64 and not has_asynchronous_products(inv):  # four warps have too few registers for 64 keys
+        return [(block, 8, 3), (block, 8, 2), (block // 2, 4, 4), (block // 2, 4, 3)]
     others = [(block, 4, 2), (block // 2, 4, 4), (block, 8, 3)]
     if pages_of(inv)[0].dtype.itemsize == 1:  # half as many bytes; twice as many keys would have too few registers
         return [(block, 4, 4), (block, 4, 3), *others]
@@ -139,14 +141,19 @@ def shared_memory(inv: Invocation, shape: Shape) -> int:
     _, _, rows = tile(inv)
     size, dims = output_dtype(inv).itemsize, [width(inv["query"].shape[2]), width(value_dim(inv))]
     pages = pages_of(inv)[0].dtype.itemsize
-    # The tensor cores of Hopper read the last step from shared memory while the next ones are fetched. Tiles that are
-    # small, and those of other cards, have it in registers.
-    from_shared_memory = rows >= 64 and (capability(inv) or (0,))[0] in (9, 10)
+    from_shared_memory = has_asynchronous_products(inv)
     # Keys, values and the entries of the table.
     steps = max(1, stages - (not from_shared_memory)) * block * (sum(dims) * pages + 16)
     converted = block * sum(dims) * size if pages < size and from_shared_memory else 0
     operands = rows * (dims[0] * size + block * 4)
     return int(steps + converted + operands * (2 if size == 4 else 1) + 1024)  # float32 is two parts of TF32
+
+
+def has_asynchronous_products(inv: Invocation) -> bool:
+    """Whether the tensor cores read keys from shared memory while the next ones are fetched: those of Hopper, for 64
+    rows. Smaller tiles, and other cards, have them in registers.
+    """
+    return tile(inv)[2] >= 64 and (capability(inv) or (0,))[0] in (9, 10)
 
 
 def _block(inv: Invocation) -> int:
