@@ -12,8 +12,13 @@ from ._named import front_door
 if TYPE_CHECKING:
     from ejkernel_ops import *  # noqa: F403  # what follows has the same types
 
-_FUNCTIONS: dict[str, Any] = {name: getattr(ejkernel_ops, name) for name in ejkernel_ops.__all__}
-# Beside the operations, there are the modules with the names of other libraries.
-globals().update({name: front_door(value) for name, value in _FUNCTIONS.items() if inspect.isfunction(value)})
+# Beside the operations, there are modules with the names of other libraries, and functions that only prepare a call.
+# Those of operations take a kernel by name.
+_FUNCTIONS: dict[str, Any] = {
+    name: value
+    for name, value in ((name, getattr(ejkernel_ops, name)) for name in ejkernel_ops.__all__)
+    if inspect.isfunction(value) and "backend" in inspect.signature(value).parameters
+}
+globals().update({name: front_door(value) for name, value in _FUNCTIONS.items()})
 
-__all__ = [name for name, value in _FUNCTIONS.items() if inspect.isfunction(value)]
+__all__ = list(_FUNCTIONS)
