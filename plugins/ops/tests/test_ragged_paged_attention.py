@@ -114,8 +114,7 @@ def test_metadata_is_the_same_for_all_layers_and_changes_nothing() -> None:
         assert jnp.array_equal(alone, CALL(OP, **call, metadata=metadata, backend=backend))
 
 
-def test_metadata_leaves_a_scan_over_layers() -> None:
-    """It is computed once, before the loop."""
+def test_layers_of_a_scan_share_metadata() -> None:
     call = as_dtype(drawn(DECODE, 0), "float32")
     pool = jnp.concatenate([call["kv_pages"]] * 3)
     layer_pages = call["kv_pages"].shape[0]
@@ -165,6 +164,7 @@ def test_a_decode_loop_attends_to_what_it_has_written(backend: str) -> None:
 
 GIVEN = as_dtype(drawn(MIXED, 0), "float32")
 PAGES = GIVEN["kv_pages"]
+OTHER_METADATA = paged_attention_metadata(GIVEN["kv_lens"], GIVEN["query_start_loc"], 4, num_tokens=34)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,8 @@ PAGES = GIVEN["kv_pages"]
         ({"query": GIVEN["query"].astype(np.int32)}, TypeError, "query: takes float16, .*; got int32"),
         ({"query": GIVEN["query"].astype("bfloat16")}, TypeError, "kv_pages: takes the query's dtype, bfloat16, or"),
         ({"query": GIVEN["query"][:, :3]}, ValueError, "heads"),
+        ({"block_tables": GIVEN["block_tables"][:, :0]}, ValueError, "block_tables: .* at least 1"),
+        ({"kv_pages": PAGES[:0]}, ValueError, "kv_pages: .* at least 1"),
         ({"kv_pages": PAGES[0]}, ValueError, r"kv_pages: takes \(pages, page_size, 2 \* kv heads, head_dim\)"),
         ({"kv_pages": PAGES[:, :, :3]}, ValueError, "kv_pages"),
         ({"key_pages": PAGES[:, :, ::2]}, ValueError, "kv_pages: takes it alone, or key_pages and value_pages"),
@@ -216,6 +218,7 @@ def test_bad_input_is_named(changes: dict[str, Any], error: type[Exception], mes
         ({"first_page": 10**6}, "block_tables: entry 0 of sequence 0 is page 10000"),
         ({"num_seqs": 6}, "num_seqs: must be from 0 to 5; got 6"),
         ({"max_query_len": 19}, "max_query_len: is 19, and a sequence has 20 queries"),
+        ({"metadata": OTHER_METADATA}, "metadata: is that of other starts or another number of sequences"),
     ],
 )
 def test_wrong_values_are_told(changes: dict[str, Any], message: str) -> None:

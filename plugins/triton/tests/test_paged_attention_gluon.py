@@ -15,6 +15,7 @@ import pytest
 from ejkernel_core import Unsupported
 from ejkernel_ops.ragged_paged_attention.examples import MIXED, Sizes, drawn
 from ejkernel_ops.ragged_paged_attention.random_calls import as_dtype, check, expected, random_call
+from ejkernel_triton import ragged_paged_attention
 from ejkernel_triton import ragged_paged_attention_sm90 as paged
 from ejkernel_triton.hopper import requirements
 from ejkernel_triton.interpreter import interpreted, interpreted_registry
@@ -26,7 +27,7 @@ if _jax_triton.unavailable_reason():
     pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
 
 OP, BACKEND = "ragged_paged_attention", "gluon_sm90"
-REGISTRY = interpreted_registry({f"{OP}.{BACKEND}": paged})
+REGISTRY = interpreted_registry({f"{OP}.{BACKEND}": paged, f"{OP}.triton": ragged_paged_attention})
 REFUSED = frozenset({"pages of 8 bits", "split_size"})
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 #: One split; fewer than there are blocks; more. The first is the heuristic.
@@ -118,6 +119,28 @@ def test_of_a_layer_and_of_some_sequences() -> None:
     layers = {"kv_pages": np.concatenate([np.full_like(pages, np.nan), pages]), "first_page": np.int32(len(pages))}
     compare(given | layers)
     compare(given | {"num_seqs": np.int32(2)})
+
+
+def test_two_kernels_in_one_program() -> None:
+    """The second one attends with the results of the first, in a loop over layers."""
+    given = call(attrs.evolve(MIXED, page_size=8))
+    pool = np.concatenate([given.pop("kv_pages")] * 3)
+    query, layer_pages = given.pop("query"), len(pool) // 3
+
+    @jax.jit
+    def program(query: Any, pool: Any) -> Any:
+        def layer(query: Any, number: Any) -> Any:
+            options = {"kv_pages": pool, "first_page": number * layer_pages, **given}
+            query = REGISTRY.call(OP, query, **options, backend="triton")
+            return REGISTRY.call(OP, query, **options, sliding_window=(9, 0), backend=BACKEND), None
+
+        return jax.lax.scan(layer, query, jax.numpy.arange(3))[0]
+
+    right = query
+    for _ in range(3):
+        for options in ({}, {"sliding_window": (9, 0)}):
+            right = expected({"query": right, "kv_pages": pool[:layer_pages], **given, **options})[0]
+    np.testing.assert_allclose(np.asarray(program(query, pool), np.float64), right, rtol=1e-2, atol=1e-2)
 
 
 # -- shapes and refusals ---------------------------------------------------------------------------------------------

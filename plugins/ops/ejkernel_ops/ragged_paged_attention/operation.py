@@ -102,7 +102,7 @@ AXES = Axes(
     multiples={"heads": "kv_heads"},
     counts="tokens pages sequences table items",
     rounded="tokens pages sequences table items",
-    positive="page_size heads kv_heads head_dim v_head_dim",
+    positive="pages page_size heads kv_heads head_dim v_head_dim sequences table",
     statistics="lse",
     dtypes={"out": lambda arguments: output_dtype(arguments)},
 )

@@ -53,8 +53,8 @@ def paged_attention_metadata(
 ) -> jax.Array:
     """What kernels of ``ragged_paged_attention`` need to know of a step, for all of its layers.
 
-    Without it, each call computes what its kernel needs. Inside a scan over layers XLA moves it out of the loop, as it
-    does this function.
+    Without it, each call computes what its kernel needs. It lists the tokens, and does not depend on ``kv_lens`` yet:
+    they are an argument so that programs stay as they are when it does.
 
     >>> import jax.numpy as jnp
     >>> paged_attention_metadata(jnp.array([9, 4]), jnp.array([0, 1, 2]), num_tokens=2).dtype

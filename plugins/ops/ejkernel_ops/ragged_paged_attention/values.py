@@ -9,6 +9,8 @@ import numpy as np
 
 from ejkernel_ops.pages import check_scales, pages_of
 
+from .tiles import paged_attention_metadata
+
 
 def validate(arguments: Mapping[str, Any]) -> None:
     """Raise for lengths, tables and scales that contradict each other or the pages."""
@@ -23,6 +25,14 @@ def validate(arguments: Mapping[str, Any]) -> None:
     _check_lengths(lengths, starts, arrays["block_tables"].shape[1] * pages.shape[1])
     _check_tables(arrays, lengths, pages.shape)
     _check_max_query_len(arguments["max_query_len"], starts)
+    if arguments["metadata"] is not None:
+        _check_metadata(arguments, tokens)
+
+
+def _check_metadata(arguments: Mapping[str, Any], tokens: int) -> None:
+    of_step = (arguments[name] for name in ("kv_lens", "query_start_loc", "num_seqs"))
+    if not np.array_equal(arguments["metadata"], paged_attention_metadata(*of_step, num_tokens=tokens)):
+        raise ValueError("metadata: is that of other starts or another number of sequences")
 
 
 def _sequence_count(arrays: Mapping[str, Any]) -> int:

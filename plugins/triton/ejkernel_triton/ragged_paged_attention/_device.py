@@ -220,7 +220,7 @@ def sums_of_blocks(
         next_entry = entries_of_block(table, j + 1, stop, first, end, PAGE_SIZE, BLOCK)
         slot = j * BLOCK + tl.arange(0, BLOCK)
         is_key = (slot >= first) & (slot < end)
-        # An entry that is no page must not lead out of the pages.
+        # An entry that is not a page must not lead out of the pages.
         page = tl.minimum(tl.maximum(entry + shift, 0), page_count - 1)
         place = page.to(tl.int64) * PAGE_SIZE + slot % PAGE_SIZE
         # What is not seen may be NaN: it is 0 here, in the values as well, whose weight of 0 would not be enough.

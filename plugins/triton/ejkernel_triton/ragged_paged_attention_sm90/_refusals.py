@@ -10,7 +10,7 @@ from ejkernel_triton.ragged_paged_attention import _refusals
 from ejkernel_triton.ragged_paged_attention._tiling import group
 from ejkernel_triton.ragged_paged_attention_sm90._tiling import most_rows
 
-#: The keys of a block are a multiple of it, and so is the permutation of rows in shared memory.
+#: The copy engine permutes eight rows at a time. Pages divide the largest block, or are a multiple of it.
 LEAST_PAGE, BLOCK = 8, 128
 
 

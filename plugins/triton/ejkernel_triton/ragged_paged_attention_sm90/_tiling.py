@@ -9,14 +9,11 @@ from ejkernel_ops.calibration import get_shared_memory_limit
 from ejkernel_ops.ragged_paged_attention.definition import kv_heads, most_keys, value_dim
 from ejkernel_ops.ragged_paged_attention.tiles import tile_bound
 from ejkernel_triton.decode_sm90.shapes import Problem
+from ejkernel_triton.flash_attention_decode._tiling import LEAST_ROWS, MOST_ROWS
 from ejkernel_triton.flash_attention_sm90._launch import width
 from ejkernel_triton.launch._cards import capability
 from ejkernel_triton.launch._multiprocessors import multiprocessors
 from ejkernel_triton.ragged_paged_attention._tiling import group, longest, sides
-
-LEAST_ROWS = 16
-#: Of a tile, by the columns of queries or values in shared memory.
-MOST_ROWS = {64: 64, 128: 64, 256: 32}
 
 
 @attrs.frozen
@@ -40,7 +37,8 @@ def tile(inv: Invocation, programs: int) -> Tile:
 
 
 def most_rows(inv: Invocation) -> int:
-    return MOST_ROWS[max(width(inv["query"].shape[2]), width(value_dim(inv)))]
+    columns = max(width(inv["query"].shape[2]), width(value_dim(inv)))
+    return next(rows for most_columns, rows in MOST_ROWS if columns <= most_columns)
 
 
 def problem(inv: Invocation) -> Problem:
