@@ -328,7 +328,7 @@ def shape(*sizes: int, dtype: str = "float32") -> Any:
             "1, 4 or a multiple of 8 rows .* not 2",
         ),
         ({"kv_pages": shape(8, 4, 4, 640), "query": shape(34, 4, 640)}, "head dims up to 512, not 640"),
-        ({"kv_pages": shape(0, 4, 4, 64)}, "no arrays without elements"),
+        ({"query": shape(0, 4, 64)}, "no call without tokens"),
         ({"block_tables": shape(5, 2**18, dtype="int32")}, "a table of 5 x 262144 pages .* KiB of scalar memory"),
         ({"kv_pages": shape(8, 5001, 16, 512), "query": shape(34, 8, 512)}, "pages of 5001 slots need .* MiB"),
     ],

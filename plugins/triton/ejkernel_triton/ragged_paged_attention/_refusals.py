@@ -20,5 +20,5 @@ def check(inv: Invocation) -> None:
     widest = max(query.shape[2], value_dim(inv))
     if widest > WIDEST:
         raise Unsupported(f"the Triton kernel takes head dims up to {WIDEST}, not {widest}")
-    if any(0 in array.shape for array in (query, *pages, inv["block_tables"])):
-        raise Unsupported("the Triton kernel takes no arrays without elements")
+    if query.shape[0] == 0:
+        raise Unsupported("the Triton kernel takes no call without tokens")
