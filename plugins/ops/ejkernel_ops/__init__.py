@@ -17,6 +17,7 @@ from .moe_permute_matmul import moe_permute_matmul
 from .moe_route import moe_route
 from .ragged_paged_attention import paged_attention_metadata, ragged_paged_attention
 from .rms_norm import rms_norm
+from .sample_tokens import sample_tokens
 from .update_kv_pages import update_kv_pages
 
 __all__ = [
@@ -33,5 +34,6 @@ __all__ = [
     "paged_attention_metadata",
     "ragged_paged_attention",
     "rms_norm",
+    "sample_tokens",
     "update_kv_pages",
 ]
