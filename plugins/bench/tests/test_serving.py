@@ -1,0 +1,539 @@
+"""Continuous batching: every token is that of the same request alone, and no page is lost."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_bench import serving
+from ejkernel_bench.serving import Decoder, Engine, Limits, Output, PagePool, Request, generate
+from ejkernel_bench.serving.models import RopeScaling, _angles
+from ejkernel_bench.serving.scheduler import Scheduler
+from ejkernel_bench.serving.weights import load
+from ejkernel_ops import sample_tokens
+
+DENSE = Decoder(
+    layers=2, width=32, heads=4, kv_heads=2, head_dim=8, inner=48, vocabulary=61, dtype="float32"
+)  # fmt: skip
+EXPERTS = Decoder(
+    layers=2, width=32, heads=4, kv_heads=2, head_dim=8, inner=24, vocabulary=61, experts=6, experts_per_token=2,
+    has_head_norms=True, dtype="float32",
+)  # fmt: skip
+#: Logits so near to each other may change places by rounding, which depends on the batch.
+NEAR = 1e-4
+
+
+@functools.cache
+def params_of(sizes: Decoder) -> Any:
+    return serving.init_params(sizes, jax.random.key(0))
+
+
+@functools.cache
+def compiled_engine(sizes: Decoder, limits: Limits) -> Engine:
+    return Engine(serving.decoder(sizes), params_of(sizes), sizes.cache(limits.pages, limits.page_size), limits)
+
+
+def engine_of(sizes: Decoder = DENSE, pages: int = 14, most_sequences: int = 4) -> Engine:
+    """An engine that has answered nothing, which tests share for its programs."""
+    engine = compiled_engine(sizes, Limits(pages, 4, 40, most_sequences, 12))
+    assert engine.is_idle
+    engine.pool = PagePool(pages, 4)
+    engine.scheduler = Scheduler(engine.pool, most_sequences, 12)
+    engine._requests = 0
+    return engine
+
+
+@functools.cache
+def alone(sizes: Decoder, request: Request) -> tuple[int, ...]:
+    """The tokens of a request that nothing runs beside, and which finds no pages of others."""
+    engine = engine_of(sizes, pages=10, most_sequences=1)
+    return tuple(out.token for out in generate(engine, [request]) if out.token is not None)
+
+
+def random_request(number: int, vocabulary: int = 61) -> Request:
+    """Some begin alike, some of these end with a whole page; half of them draw."""
+    rng = np.random.default_rng([number, 3])
+    shared = np.random.default_rng(number % 3).integers(0, vocabulary, 12)[: rng.choice([0, 4, 7, 8, 12])]
+    own = rng.integers(0, vocabulary, rng.integers(0 if len(shared) else 1, 12))
+    return Request(
+        prompt=tuple(map(int, [*shared, *own])),
+        max_tokens=int(rng.integers(1, 16)),
+        stop_tokens={3, 5, 11} if number % 4 == 0 else (),
+        temperature=float(rng.choice([0.0, 0.7, 1.3])),
+        top_k=int(rng.choice([0, 5])),
+        top_p=float(rng.choice([1.0, 0.9])),
+        min_p=float(rng.choice([0.0, 0.02])),
+        seed=number % 17,
+    )
+
+
+def best_two(sizes: Decoder, tokens: tuple[int, ...]) -> float:
+    """How far the best logit behind tokens is from the second."""
+    best, second = np.sort(dense_logits(sizes, tokens)[-1])[::-1][:2]
+    return float(best - second)
+
+
+def serve(engine: Engine, count: int, cancel: float = 0.05) -> dict[int, list[Output]]:
+    """Requests that arrive a few at a time, of which some are cancelled."""
+    rng = np.random.default_rng(count)
+    outputs: dict[int, list[Output]] = {number: [] for number in range(count)}
+    arrived = 0
+    while arrived < count or not engine.is_idle:
+        for _ in range(min(int(rng.poisson(0.7)), count - arrived)):
+            assert engine.add(random_request(arrived)) == arrived
+            arrived += 1
+        if arrived and rng.random() < cancel:
+            engine.cancel(int(rng.integers(max(0, arrived - 8), arrived)))
+        for output in engine.step():
+            assert not outputs[output.number] or outputs[output.number][-1].finish is None
+            outputs[output.number].append(output)
+        check_pages(engine)
+    return outputs
+
+
+def check_pages(engine: Engine) -> None:
+    """Each page is free, or has as many users as sequences have it."""
+    users = np.zeros(engine.limits.pages, int)
+    for sequence in engine.scheduler.running:
+        assert len({*sequence.pages}) == len(sequence.pages)
+        np.add.at(users, sequence.pages, 1)
+    assert engine.pool._users == users.tolist()
+    assert engine.pool.free == (users == 0).sum()
+    assert not any(sequence.pages for sequence in engine.scheduler.waiting)
+
+
+def check_tokens(sizes: Decoder, outputs: dict[int, list[Output]]) -> int:
+    """Compare each request with itself alone; how many differ where two logits are near."""
+    near = 0
+    for number, answer in outputs.items():
+        request = random_request(number)
+        tokens = [output.token for output in answer if output.token is not None]
+        right, finish = alone(sizes, request), answer[-1].finish
+        if finish != "cancelled":
+            assert finish == ("length" if len(tokens) == request.max_tokens else "stop")
+            right = right[: max(len(tokens), len(right))]
+        else:
+            right = right[: len(tokens)]
+        if tuple(tokens) == right:
+            continue
+        place = next(i for i, pair in enumerate(zip(tokens, right, strict=False)) if pair[0] != pair[1])
+        assert request.temperature == 0
+        assert best_two(sizes, request.prompt + right[:place]) < NEAR
+        near += 1
+    return near
+
+
+@pytest.mark.parametrize("sizes", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_every_token_is_that_of_the_request_alone(sizes: Decoder) -> None:
+    engine = engine_of(sizes)
+    outputs = serve(engine, 150)
+    assert check_tokens(sizes, outputs) <= 1
+    finishes = {answer[-1].finish for answer in outputs.values()}
+    assert finishes == {"length", "stop", "cancelled"}
+    assert engine.scheduler.preemptions > 5
+    assert engine.pool.free == 14
+
+
+@pytest.mark.long
+def test_a_day_of_serving() -> None:
+    engine = engine_of(DENSE)
+    outputs = serve(engine, 10_000, cancel=0.02)
+    assert check_tokens(DENSE, outputs) <= 10
+    assert engine.scheduler.preemptions > 500
+    assert engine.pool.free == 14
+    assert engine._step._cache_size() == 2  # type: ignore[attr-defined]
+
+
+# -- the model by its definition -------------------------------------------------------------------------------------
+
+
+def dense_logits(sizes: Decoder, tokens: tuple[int, ...]) -> np.ndarray:
+    """Of all tokens of a sequence, in NumPy and float64, without pages."""
+    p = {name: np.asarray(array, np.float64) for name, array in params_of(sizes).items()}
+    norm = lambda x, weight: x / np.sqrt((x**2).mean(-1, keepdims=True) + sizes.epsilon) * weight
+    silu = lambda x: x / (1 + np.exp(-x))
+    x, count, half = p["embedding"][list(tokens)], len(tokens), sizes.head_dim // 2
+    angles = np.arange(count)[:, None] * sizes.rope_theta ** (-np.arange(half) / half)
+
+    def rotated(x: np.ndarray) -> np.ndarray:
+        pairs = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None]
+        return np.concatenate([pairs.real, pairs.imag], -1)
+
+    for layer in range(sizes.layers):
+        w = {name: p[name][layer] for name in p if name not in ("embedding", "norm", "head")}
+        heads = (norm(x, w["attention_norm"]) @ w["qkv"]).reshape(count, -1, sizes.head_dim)
+        query, key, value = np.split(heads, [sizes.heads, sizes.heads + sizes.kv_heads], axis=1)
+        if sizes.has_head_norms:
+            query, key = norm(query, w["q_norm"]), norm(key, w["k_norm"])
+        group = sizes.heads // sizes.kv_heads
+        query, key, value = rotated(query), rotated(key).repeat(group, 1), value.repeat(group, 1)
+        logits = np.einsum("qhd,khd->hqk", query, key) / np.sqrt(sizes.head_dim)
+        logits = np.where(np.tri(count, dtype=bool), logits, -np.inf)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        x = x + np.einsum("hqk,khd->qhd", weights, value).reshape(count, -1) @ w["out"]
+        normed = norm(x, w["mlp_norm"])
+        if not sizes.experts:
+            gate, hidden = np.split(normed @ w["up"], 2, -1)
+            x = x + (silu(gate) * hidden) @ w["down"]
+            continue
+        scores = normed @ w["router"]
+        for token, row in enumerate(scores):
+            best = np.argsort(-row)[: sizes.experts_per_token]
+            shares = np.exp(row[best]) / np.exp(row[best]).sum()
+            for expert, share in zip(best, shares, strict=True):
+                gate, hidden = np.split(normed[token] @ w["up"][expert], 2)
+                x[token] += share * ((silu(gate) * hidden) @ w["down"][expert])
+    return norm(x, p["norm"]) @ p["head"]
+
+
+@pytest.mark.parametrize("sizes", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_the_best_tokens_are_those_of_the_definition(sizes: Decoder) -> None:
+    for number in range(3):
+        prompt = random_request(100 + number).prompt
+        tokens = alone(sizes, Request(prompt, 6))
+        for place, token in enumerate(tokens):
+            logits = dense_logits(sizes, prompt + tokens[:place])[-1]
+            assert logits[token] > logits.max() - NEAR
+
+
+def test_a_drawn_token_has_the_key_of_its_request_and_position() -> None:
+    numbers: dict[str, Any] = {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
+    request = Request((5, 6, 7), 12, seed=9, **numbers)
+    tokens = alone(DENSE, request)
+    for place, token in enumerate(tokens):
+        before = request.prompt + tokens[:place]
+        key = jax.random.fold_in(jax.random.key(9), len(before))
+        logits = jnp.asarray(dense_logits(DENSE, before)[-1:], jnp.float32)
+        assert sample_tokens(logits, key[None], **numbers)[0] == token
+    assert alone(DENSE, attrs.evolve(request, seed=10)) != tokens
+
+
+# -- pages -----------------------------------------------------------------------------------------------------------
+
+
+def run(engine: Engine, *requests: Request) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    for output in generate(engine, requests):
+        assert output.finish != "error", output
+        if output.token is not None:
+            tokens.setdefault(output.number, []).append(output.token)
+    return tokens
+
+
+def test_prompts_that_begin_alike_share_pages() -> None:
+    """The second one computes only what is new; a whole prompt computes its last token again, on a page of its own."""
+    engine = engine_of()
+    prompt = tuple(range(1, 17))
+    first = engine.add(Request(prompt, 8))
+    for _ in range(3):
+        engine.step()
+    (running,) = engine.scheduler.running
+    assert running.number == first
+    second, third = engine.add(Request((*prompt, 20), 8)), engine.add(Request(prompt, 8))
+    tokens: dict[int, list[int]] = {first: [], second: [], third: []}
+    counts = []
+    while not engine.is_idle:
+        before = {s.number: s.computed for s in engine.scheduler.running}
+        outputs = engine.step()
+        counts.append({s.number: s.computed - before.get(s.number, 0) for s in engine.scheduler.running})
+        if len(counts) == 1:
+            pages = {s.number: s.pages for s in engine.scheduler.running}
+            assert pages[second][:4] == pages[first][:4]
+            assert pages[third][:3] == pages[first][:3]
+            assert pages[third][3] != pages[first][3]
+            check_pages(engine)
+        for output in outputs:
+            if output.token is not None:
+                tokens[output.number].append(output.token)
+    assert tokens[second] == list(alone(DENSE, Request((*prompt, 20), 8)))
+    assert tokens[third] == list(alone(DENSE, Request(prompt, 8)))
+
+
+def test_a_page_that_others_read_is_copied_in_all_layers() -> None:
+    engine = engine_of()
+    before = np.asarray(jax.random.normal(jax.random.key(3), engine.cache.shape))
+    after = engine._copy(jnp.array(before), *engine._pairs([(2, 0), (5, 13)]))
+    right = before.copy()
+    right[[0, 13, 14, 27]] = before[[2, 5, 16, 19]]
+    np.testing.assert_array_equal(after, right)
+
+
+def test_pages_of_ended_requests_are_found_until_they_are_taken() -> None:
+    engine = engine_of()
+    prompt = tuple(range(30, 46))
+    run(engine, Request(prompt, 4))
+    number = engine.add(Request((*prompt, 1, 2), 4))
+    engine.step()
+    (sequence,) = engine.scheduler.running
+    assert sequence.number == number
+    assert sequence.published == 4
+    assert sequence.computed == 18
+    run(engine, *(Request(tuple(range(start, start + 20)), 10) for start in (1, 2, 3)))
+    assert engine.pool.free == 14
+
+
+def test_the_last_one_admitted_gives_its_pages_back_and_is_the_next() -> None:
+    engine = engine_of()
+    requests = [Request(tuple(range(start, start + 24)), 12) for start in (1, 2, 3)]
+    for request in requests:
+        engine.add(request)
+    tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    while not engine.is_idle:
+        before = engine.scheduler.preemptions
+        for output in engine.step():
+            if output.token is not None:
+                tokens[output.number].append(output.token)
+        if engine.scheduler.preemptions > before == 0:
+            assert [sequence.number for sequence in engine.scheduler.running] == [0]
+            assert [sequence.number for sequence in engine.scheduler.waiting] == [1, 2]
+    assert engine.scheduler.preemptions
+    assert [tuple(tokens[number]) for number in range(3)] == [alone(DENSE, request) for request in requests]
+
+
+def test_a_page_is_not_given_back_twice() -> None:
+    pool = PagePool(3, 4)
+    page = pool.take()
+    pool.share(page)
+    pool.give_back(page)
+    assert pool.free == 2
+    pool.give_back(page)
+    assert pool.free == 3
+    with pytest.raises(RuntimeError, match=f"page {page} is given back, and nobody uses it"):
+        pool.give_back(page)
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+
+
+def test_requests_that_cannot_be_answered_have_errors_and_the_others_go_on() -> None:
+    engine = engine_of()
+    requests = [
+        Request((), 4),
+        Request((1, 2), 3),
+        Request((1,) * 38, 3),
+        Request((1,), 0),
+        Request((1,), 2, temperature=-1.0),
+        Request((4, 5), 3),
+    ]
+    outputs = list(generate(engine, requests))
+    errors = {out.number: out.error for out in outputs if out.finish == "error"}
+    assert errors == {
+        0: "the prompt is empty",
+        2: "38 tokens and max_tokens 3 are more than 40",
+        3: "max_tokens: must be at least 1; got 0",
+        4: "temperature: must be at least 0; got -1.0",
+    }
+    for number in (1, 5):
+        tokens = tuple(out.token for out in outputs if out.number == number and out.token is not None)
+        assert tokens == alone(DENSE, requests[number])
+
+
+def test_a_request_of_more_tokens_than_the_pool_is_refused() -> None:
+    engine = engine_of()
+    engine.limits = attrs.evolve(engine.limits, pages=3)
+    (output,) = generate(engine, [Request((1,) * 10, 5)])
+    engine.limits = attrs.evolve(engine.limits, pages=14)
+    assert output == Output(0, finish="error", error="10 tokens and max_tokens 5 are more than 12")
+
+
+def test_a_stop_token_ends_a_request_and_is_not_returned() -> None:
+    request = Request((7, 8, 9), 6)
+    tokens = alone(DENSE, request)
+    first = tokens.index(tokens[-1])
+    stopped = Request(request.prompt, 6, stop_tokens={tokens[-1]})
+    assert alone(DENSE, stopped) == tokens[:first]
+    (output,) = generate(engine_of(), [Request(request.prompt, 6, stop_tokens={tokens[0]})])
+    assert output == Output(0, finish="stop")
+
+
+def test_requests_are_read_as_they_are_admitted() -> None:
+    """A request is read only when no other one waits, and no step is computed before its outputs are wanted."""
+    read = []
+
+    def requests() -> Any:
+        for number in range(30):
+            read.append(number)
+            yield Request((number + 1,) * 8, 12)
+
+    engine = engine_of()
+    stream = generate(engine, requests())
+    assert read == []
+    next(stream)
+    assert len(read) <= 5
+    assert sum(output.finish == "length" for output in stream) == 30
+
+
+def test_cancelled_requests_give_their_pages_back() -> None:
+    engine = engine_of()
+    running, waiting, done = engine.add(Request((1, 2, 3), 9)), None, None
+    engine.step()
+    assert engine.pool.free == 13
+    waiting = engine.add(Request((4, 5), 9))
+    for number in (running, waiting, 99):
+        engine.cancel(number)
+    assert engine.step() == [Output(running, finish="cancelled"), Output(waiting, finish="cancelled")]
+    assert engine.pool.free == 14
+    done = engine.add(Request((1, 2, 3), 3))
+    assert [out.token for out in generate(engine, []) if out.number == done and out.token is not None] == list(
+        alone(DENSE, Request((1, 2, 3), 3))
+    )
+
+
+# -- programs --------------------------------------------------------------------------------------------------------
+
+
+def test_all_programs_are_compiled_before_the_first_token() -> None:
+    engine = engine_of()
+    assert engine.compile_seconds > 0
+    assert engine._step._cache_size() == 2  # type: ignore[attr-defined]
+    serve(engine, 20)
+    assert engine._step._cache_size() == 2  # type: ignore[attr-defined]
+    assert engine._copy._cache_size() == 1  # type: ignore[attr-defined]
+
+
+def test_the_cache_stays_in_its_place() -> None:
+    engine = engine_of()
+    place = engine.cache.unsafe_buffer_pointer()
+    serve(engine, 10)
+    assert engine.cache.unsafe_buffer_pointer() == place
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda logits, cache: (logits[:2], cache), r"logits \(4, vocabulary\); got shape \(2, 61\)"),
+        (lambda logits, cache: (logits, cache[1:]), "the cache that it got, with its shapes"),
+    ],
+)
+def test_a_model_that_returns_other_shapes_is_refused(change: Any, message: str) -> None:
+    right = serving.decoder(DENSE)
+    model = lambda *arguments: change(*right(*arguments))
+    with pytest.raises(ValueError, match=message):
+        Engine(model, params_of(DENSE), DENSE.cache(14, 4), Limits(14, 4, 40, 4, 12))
+
+
+def test_all_sequences_must_fit_into_a_step() -> None:
+    with pytest.raises(ValueError, match="most_tokens: must be at least most_sequences"):
+        Engine(serving.decoder(DENSE), params_of(DENSE), DENSE.cache(14, 4), Limits(14, 4, 40, 4, 3))
+
+
+# -- published weights -----------------------------------------------------------------------------------------------
+
+
+def write_folder(folder: Path, sizes: Decoder, changes: dict[str, Any] | None = None) -> dict[str, np.ndarray]:
+    """A model as Hugging Face publishes Llama and Qwen3, with random weights, in two files."""
+    rng = np.random.default_rng(6)
+    width, dim = sizes.width, sizes.head_dim
+    shapes = {"model.embed_tokens": (sizes.vocabulary, width), "model.norm": (width,)}
+    for layer in range(sizes.layers):
+        own = {
+            "input_layernorm": (width,),
+            "post_attention_layernorm": (width,),
+            "self_attn.q_proj": (sizes.heads * dim, width),
+            "self_attn.k_proj": (sizes.kv_heads * dim, width),
+            "self_attn.v_proj": (sizes.kv_heads * dim, width),
+            "self_attn.o_proj": (width, sizes.heads * dim),
+        }
+        if sizes.has_head_norms:
+            own |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
+        mlps = [f"mlp.experts.{expert}" for expert in range(sizes.experts)] or ["mlp"]
+        for mlp in mlps:
+            own |= {f"{mlp}.{name}_proj": (sizes.inner, width) for name in ("gate", "up")}
+            own[f"{mlp}.down_proj"] = (width, sizes.inner)
+        if sizes.experts:
+            own["mlp.gate"] = (sizes.experts, width)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
+    arrays = {f"{name}.weight": rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    for number in range(2):
+        write_safetensors(folder / f"model-{number}.safetensors", dict([*arrays.items()][number::2]))
+    config = {
+        "model_type": "qwen3_moe" if sizes.has_head_norms else "llama",
+        "num_hidden_layers": sizes.layers,
+        "hidden_size": width,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": dim,
+        "intermediate_size": sizes.inner,
+        "vocab_size": sizes.vocabulary,
+        "rms_norm_eps": sizes.epsilon,
+    }
+    if sizes.experts:
+        of_experts = {"num_experts": sizes.experts, "num_experts_per_tok": sizes.experts_per_token}
+        config |= {"moe_intermediate_size": sizes.inner, "intermediate_size": 999, **of_experts}
+    (folder / "config.json").write_text(json.dumps(config | (changes or {})))
+    return arrays
+
+
+def write_safetensors(file: Path, arrays: dict[str, np.ndarray]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, array in arrays.items():
+        part = array.tobytes()
+        header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": [len(data), len(data) + len(part)]}
+        data += part
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize("sizes", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_published_weights_are_read(sizes: Decoder, tmp_path: Path) -> None:
+    arrays = write_folder(tmp_path, sizes)
+    read, params = load(tmp_path, "float32")
+    assert read == sizes
+    layer = "model.layers.1."
+    q, k, v = (arrays[f"{layer}self_attn.{name}_proj.weight"] for name in "qkv")
+    np.testing.assert_array_equal(params["qkv"][1], np.concatenate([q, k, v]).T)
+    np.testing.assert_array_equal(params["head"], arrays["model.embed_tokens.weight"].T)
+    np.testing.assert_array_equal(params["embedding"], arrays["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(params["mlp_norm"][1], arrays[f"{layer}post_attention_layernorm.weight"])
+    mlp, place = (f"{layer}mlp.experts.4.", (1, 4)) if sizes.experts else (f"{layer}mlp.", (1,))
+    gate, up, down = (arrays[f"{mlp}{name}_proj.weight"] for name in ("gate", "up", "down"))
+    np.testing.assert_array_equal(params["up"][place], np.concatenate([gate.T, up.T], -1))
+    np.testing.assert_array_equal(params["down"][place], down.T)
+    if sizes.experts:
+        np.testing.assert_array_equal(params["router"][1], arrays[f"{layer}mlp.gate.weight"].T)
+        np.testing.assert_array_equal(params["k_norm"][1], arrays[f"{layer}self_attn.k_norm.weight"])
+
+
+def test_rotary_positions_of_llama_3_1(tmp_path: Path) -> None:
+    """By wavelengths, as its authors define them."""
+    factors = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+    scaling = factors | {"original_max_position_embeddings": 8192}
+    write_folder(tmp_path, DENSE, {"rope_scaling": scaling, "rope_theta": 500_000.0})
+    assert load(tmp_path, "float32")[0].rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    sizes = attrs.evolve(DENSE, head_dim=128, rope_theta=500_000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192))
+    right = []
+    for pair in range(64):
+        frequency = 500_000.0 ** (-pair / 64)
+        wavelength = 2 * np.pi / frequency
+        if wavelength > 8192 / 1.0:
+            frequency /= 8
+        elif wavelength >= 8192 / 4.0:
+            smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+            frequency *= smooth + (1 - smooth) / 8
+        right.append(frequency)
+    assert len({*np.round(np.array(right) * 500_000.0 ** (np.arange(64) / 64), 6)}) > 3
+    np.testing.assert_allclose(_angles(sizes, jnp.array([3]))[0, 0], 3 * np.array(right), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: only .* llama3 is supported; config.json has {'rope"),
+        ({"vocab_size": 62}, r"embedding: has shape \(61, 32\), and config.json says \(62, 32\)"),
+    ],
+)
+def test_weights_of_another_model_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, DENSE, changes)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, "float32")
