@@ -38,6 +38,7 @@ SECTIONS = {
         "several-devices",
         "several-processes",
         "decoding",
+        "serving",
         "mixture-of-experts",
         "triton",
         "pallas-tpu",
