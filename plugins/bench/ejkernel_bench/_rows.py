@@ -12,16 +12,23 @@ from ._report import ABSENT, Cell, Table, cell_text
 Listener = Callable[[str], object]
 
 _listener: ContextVar[Listener] = ContextVar("listener", default=lambda line: None)
+#: The rows of the tables that were begun while somebody listens.
+_begun: ContextVar[list[Rows]] = ContextVar("begun")
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Call the listener with every line that is announced in this context."""
-    token = _listener.set(listener)
+def listening(listener: Listener) -> Iterator[list[Rows]]:
+    """Call the listener with every line that is announced in this context.
+
+    The list has the rows of each table that was begun: what there is to show of a measurement that does not end.
+    """
+    begun: list[Rows] = []
+    tokens = _listener.set(listener), _begun.set(begun)
     try:
-        yield
+        yield begun
     finally:
-        _listener.reset(token)
+        _listener.reset(tokens[0])
+        _begun.reset(tokens[1])
 
 
 def announce(line: str) -> None:
@@ -52,6 +59,7 @@ class Rows(Iterable[tuple[Cell, ...]]):
         """Add a row, and announce it in one line. The columns ``beside`` are last, where any row has them."""
         if not self._rows:
             announce(self.title)
+            _begun.get([]).append(self)
         self._rows.append(cells)
         self._beside.append(beside)
         figures = (f", {column} {cell_text(cell)}" for column, cell in beside.items())

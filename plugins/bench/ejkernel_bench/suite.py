@@ -56,7 +56,7 @@ from ._figures import Figures, figures_of
 from ._peers import Peer, TorchFunction, bound, is_installed, optional, program_of
 from ._report import Bar, Cell, Report, Table
 from ._rows import Rows, announce
-from ._threads import in_threads
+from ._threads import WORKERS, in_threads
 from ._timing import Times
 
 __all__ = [
@@ -80,6 +80,8 @@ __all__ = [
 #: The other contenders: the core's choice, and a copy on the device of the least bytes that the pass reads and writes.
 OURS, COPY = "ejkernel", "copy"
 ROUNDS = 5
+#: How many calls are compiled before they are measured: what threads do at once.
+GROUP = WORKERS
 
 
 @attrs.frozen
@@ -147,8 +149,8 @@ def run(
 
     ``examples`` are by default those of the operation for the use "benchmark". On a CPU, only examples with these
     ``names`` are measured. ``reference`` is the backend of the expected results, in a wider dtype, where the
-    operation's own reference takes too long. All programs are compiled first, in parallel; the device runs one thing at
-    a time.
+    operation's own reference takes too long. The programs of some calls are compiled in parallel, and then these calls
+    are measured; the device runs one thing at a time.
     """
     if jax.default_backend() == "cpu" and names is None:
         return Report(operation, (), text=f"{operation}: there is no accelerator here; --small measures on the CPU")
@@ -166,16 +168,23 @@ def run(
     others = (column for name in (COPY, *contenders.names()) for column in (name, "range"))
     title = f"{operation}: milliseconds, medians of {rounds} rounds in turn"
     rows = Rows(title, (*start, *others, "kernels"), series=(OURS, COPY, *contenders.names()))
-    announce(f"{operation}: compiling {len(examples)} calls for all contenders")
     measurements: list[Measurement] = []
     faults: list[str] = []
-    for programs in in_threads(contenders.programs, examples):
+    for programs in _compiled_in_groups(contenders, examples):
         for measurement in _measure(programs, registry, rounds, faults):
             measurements.append(measurement)
             rows.add(*measurement.row(contenders.names()), beside=measurement.figures.beside())
     absent = [name for name in peers or {} if name not in installed]
     text = f"{operation}: not installed, and not measured: {', '.join(absent)}" if absent else ""
     return Report(operation, [rows.table()], list(_bars(measurements, minima)), faults, text)
+
+
+def _compiled_in_groups(contenders: _Contenders, examples: Sequence[Example]) -> Iterator[_Programs]:
+    """The programs of each example. The first rows are there before the last program is compiled."""
+    for first in range(0, len(examples), GROUP):
+        group = examples[first : first + GROUP]
+        announce(f"compiling {len(group)} of {len(examples)} calls for all contenders")
+        yield from in_threads(contenders.programs, group)
 
 
 def _measure(programs: _Programs, registry: Registry, rounds: int, faults: list[str]) -> Iterator[Measurement]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +28,8 @@ MODULE = '''
 More.
 """
 
+import signal
+
 from ejkernel_bench.suite import Report, Rows
 
 def run(rounds=1):
@@ -46,6 +49,14 @@ def add_rows():
     rows.add("first", 1.0, 2.0)
     rows.add("second", 3.0, "-")
     return Report("rows", [rows.table()])
+
+def be_ended():
+    """A suite that takes longer than it may."""
+    rows = Rows("milliseconds", ("", "ours", "theirs"), series=("ours",))
+    rows.add("first", 1.0, 2.0)
+    signal.raise_signal(signal.SIGTERM)
+    rows.add("second", 3.0, 4.0)
+    return Report("ended", [rows.table()])
 '''
 
 
@@ -205,6 +216,23 @@ def test_a_suite_that_fails_is_one_line_and_the_others_run(install_suites, ejker
 
 
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_what_is_measured_before_the_end_is_shown(install_suites, ejkernel, tmp_path):
+    install_suites("bench-ended", ended="third_party_suites:be_ended", nothing="third_party_suites")
+    file = tmp_path / "report.json"
+    handler = signal.getsignal(signal.SIGTERM)
+    code, output, _ = ejkernel("bench", "ended", "nothing", "--json", str(file))
+    assert code == 130
+    assert (
+        "interrupted; the rest was not measured\n\nmilliseconds\n         ours  theirs\n  first     1       2\n"
+        in output
+    )
+    assert "  second" not in output
+    assert "of nothing" not in output  # the suites behind it do not run
+    (report,) = json.loads(file.read_text())
+    assert report["tables"][0]["rows"] == [["first", 1.0, 2.0]]
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png", "pdf"])

@@ -1,14 +1,16 @@
 """Measure suites of benchmarks, or an operation at given shapes, with peers.
 
-A row is printed as soon as it is measured, and the whole table at the end.
+A row is printed as soon as it is measured, and the whole table at the end, or when the run is cut off.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,15 +110,21 @@ def command(
     join_processes()
     runs = _runs(words, options)
     print_line(f"{heading()}\n")
-    reports, is_right = [], True
-    for name, run in runs:
-        report = _report(ctx, name, run)
-        is_right &= report is not None and not report.faults
-        if report is not None:
-            reports.append(report.data())
-            print_line(f"\n{report.in_columns(_width())}\n")
-            if json_file is not None:  # after each suite, because the next one may be interrupted
-                write(json_file, reports)
+    reports: list[dict[str, Any]] = []
+    is_right = True
+
+    def show(report: Report) -> None:
+        reports.append(report.data())
+        print_line(f"\n{report.in_columns(_width())}\n")
+        if json_file is not None:  # after each suite, because the next one may be interrupted
+            write(json_file, reports)
+
+    with _ended_as_by_hand():
+        for name, run in runs:
+            report = _report(ctx, name, run, show)
+            is_right &= report is not None and not report.faults
+            if report is not None:
+                show(report)
     if picture is not None:
         draw(reports, picture)
     return 0 if is_right else 1
@@ -239,15 +247,34 @@ def _peers(operation: str) -> Mapping[str, Any]:
     return peers
 
 
-def _report(ctx: click.Context, name: str, run: Run) -> Report | None:
-    """The report, or None where the suite failed, which is told in one line. The others run all the same."""
+@contextmanager
+def _ended_as_by_hand() -> Iterator[None]:
+    """Be interrupted by SIGTERM, with which ``timeout`` ends a command, as by Control-C."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _report(ctx: click.Context, name: str, run: Run, show: Callable[[Report], object]) -> Report | None:
+    """The report, or None where the suite failed, which is told in one line. The others run all the same.
+
+    Of a suite that is interrupted, what it has measured is shown.
+    """
     from ejkernel_bench._calls import describe_fault
+    from ejkernel_bench._report import Report
     from ejkernel_bench._rows import listening
     from ejkernel_bench._suites import BrokenSuite
 
     try:
-        with listening(print_line):
-            return run()
+        with listening(print_line) as begun:
+            try:
+                return run()
+            except KeyboardInterrupt:
+                tables = [rows.table() for rows in begun]
+                show(Report(name, tables, text=f"{name}: interrupted; the rest was not measured"))
+                raise
     except BrokenSuite as fault:
         text = f"BROKEN: {fault}"
     except (click.ClickException, BrokenPipeError):
