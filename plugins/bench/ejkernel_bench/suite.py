@@ -28,6 +28,7 @@ from functools import partial
 from typing import Any
 
 import attrs
+import click
 import jax
 import jax.numpy as jnp
 
@@ -72,6 +73,7 @@ __all__ = [
     "Table",
     "TorchFunction",
     "announce",
+    "backends_of",
     "is_installed",
     "optional",
     "run",
@@ -177,6 +179,19 @@ def run(
     absent = [name for name in peers or {} if name not in installed]
     text = f"{operation}: not installed, and not measured: {', '.join(absent)}" if absent else ""
     return Report(operation, [rows.table()], list(_bars(measurements, minima)), faults, text)
+
+
+def backends_of(operation: str, kernels: str | None, registry: Registry = ejkernel_core.registry) -> tuple[str, ...]:
+    """Those that ``--kernels`` names: several with commas, "all", or none without it."""
+    installed = registry.backends(operation)
+    if kernels is None or kernels == "all":
+        return tuple(installed) if kernels else ()
+    names = tuple(name.strip() for name in kernels.split(","))
+    if unknown := [name for name in names if name not in installed]:
+        raise click.UsageError(
+            f"--kernels: {operation} has no {', '.join(unknown)}; it has {', '.join(installed)}, or all"
+        )
+    return names
 
 
 def _compiled_in_groups(contenders: _Contenders, examples: Sequence[Example]) -> Iterator[_Programs]:

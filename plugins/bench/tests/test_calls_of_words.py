@@ -131,6 +131,15 @@ def test_an_operation_is_measured_at_given_shapes(ejkernel, tmp_path):
         assert f"  {row['']}: ejkernel " in output  # the line that was printed when it was measured
 
 
+def test_kernels_are_measured_by_name(ejkernel):
+    words = ["--shape", "1x20x2x16", *ATTENTION, "--rounds", "1"]
+    code, output, _ = ejkernel("bench", "flash_attention", *words, "--kernels", "reference")
+    assert code == 0
+    header = next(line for line in output.splitlines() if "of copy rate" in line).split()
+    assert header[-4:] == ["range", "reference", "range", "kernels"]
+    assert "xla" not in header
+
+
 def test_a_wrong_peer_is_a_fault(ejkernel, monkeypatch):
     from ejkernel_bench import flash_attention
 
@@ -151,6 +160,12 @@ def test_a_wrong_peer_is_a_fault(ejkernel, monkeypatch):
         (["flash_attention", "--shape", "1x20x2x16", "--casual"], 2, "did you mean --causal?"),
         (["flash_attention", "--shape"], 2, "--shape takes a value"),
         (["rms_norm", "--shape", "8x8", "--backend", "zz"], 2, "no backend 'zz' of 'rms_norm' is installed"),
+        (
+            ["flash_attention", "--shape", "1x20x2x16", "--kernels", "xla,zz"],
+            2,
+            "--kernels: flash_attention has no zz; it",
+        ),
+        (["rms_norm", "--kernels", "xla"], 2, "rms_norm chooses its kernels itself; --kernels is for decode"),
         (["flash_attention", "--causal", "--shape="], 2, "--shape takes a value"),
         (["flash_attention", "--shape", "1x20x2x16", "--small"], 2, "--small is for suites"),
         (["flash_attention", "--shape", "1x20x2x16", "--backend", "tritn"], 2, "did you mean 'triton'?"),

@@ -10,6 +10,7 @@ import pytest
 
 from ejkernel_bench import decode, suite
 from ejkernel_bench._calls import by_core, describe, draw
+from ejkernel_core import registry
 from ejkernel_ops import flash_attention
 
 
@@ -17,6 +18,24 @@ def test_a_small_call_is_right_and_measured():
     report = decode.run(rounds=1, small=True)
     assert report.faults == ()
     assert report.tables[0].rows[0][0] == f"{decode.SMALL}, forward"
+
+
+@pytest.mark.parametrize(("kernels", "columns"), [(None, []), ("xla,reference", ["xla", "reference"])])
+def test_other_kernels_are_measured_by_name(kernels, columns):
+    table = decode.run(rounds=1, small=True, kernels=kernels).tables[0]
+    assert [name for name in table.columns if name in registry.backends("flash_attention")] == columns
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert all(isinstance(row[name], float) for name in columns)
+
+
+def test_the_calls_of_bars_come_first():
+    names = [example.name for example in decode.examples()]
+    assert len(names) == len({*names}) == 39
+    assert [name.partition(" H")[0] for name in names[:5]] == [
+        f"B{batch} S{slots}" for batch, slots, *_ in decode.CACHES
+    ]
+    assert all("kv_lengths" in name for name in names[25:27])
+    assert not any("kv_lengths" in name for name in names[:25])
 
 
 def test_cudnn_takes_one_query_alone():

@@ -33,6 +33,7 @@ REFUSALS = {
     "small": "has one set of sizes; --small is for the suites of operations",
     "part": "has no parts; --part is for devices, grouped_matmul and moe-step",
     "quick": "has one set of sizes; --quick is for rms_norm, layer_norm and moe-step",
+    "kernels": "chooses its kernels itself; --kernels is for decode, and for calls by --shape",
     "with_peers": "always has its peers; --peers is for flash_attention",
 }
 #: The options that a call at given shapes does not have.
@@ -69,6 +70,9 @@ def _matching_names(ctx: click.Context, param: click.Parameter, incomplete: str)
     metavar="[SUITE]... | OPERATION --shape SHAPE [ITS OPTIONS]...",
 )
 @click.option("--backend", help="Measure this kernel instead of the one that the core chooses.")
+@click.option(
+    "--kernels", metavar="NAMES", help="Also measure these kernels: names with commas, or all. With --shape, all are."
+)
 @click.option("--rounds", type=click.IntRange(min=1), help="How often each contender is timed.")
 @click.option("--peers", "with_peers", is_flag=True, help="Measure the peers that are installed, too.")
 @click.option("--small", is_flag=True, help="Small sizes, which a CPU can run.")
@@ -210,6 +214,7 @@ def _run_of_call(words: Sequence[str], options: Mapping[str, Any]) -> tuple[str,
             raise click.UsageError(f"{option} is for suites, and --shape is for an operation")
     examples = examples_of(operation, others)
     _check_backend(operation, options["backend"])
+    backends = suite.backends_of(operation, options["kernels"] or "all")
 
     def run() -> Report:
         return suite.run(
@@ -218,6 +223,7 @@ def _run_of_call(words: Sequence[str], options: Mapping[str, Any]) -> tuple[str,
             examples=examples,
             names={example.name for example in examples},
             backend=options["backend"],
+            backends=backends,
             rounds=options["rounds"] or suite.ROUNDS,
         )
 
