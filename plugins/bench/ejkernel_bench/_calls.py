@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -98,10 +99,10 @@ class Inputs:
         return others, {name: self.arrays[name] for name in self.updated}
 
     def astype(self, dtype: str) -> Inputs:
-        """The same numbers in another dtype."""
+        """The same numbers in another dtype. Those of 8 bits stay, because what they stand for may have a scale."""
 
         def converted(array: Any) -> Any:
-            if not jnp.issubdtype(array.dtype, jnp.floating):
+            if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1:
                 return array
             return array.update(dtype=dtype) if isinstance(array, jax.ShapeDtypeStruct) else array.astype(dtype)
 
@@ -242,9 +243,14 @@ def mismatches(
 
 
 def correct_runs(
-    runs: Mapping[str, Run], label: str, expected: Results, names: Sequence[str], tolerance: float
+    runs: Mapping[str, Run],
+    label: str,
+    expected: Results,
+    names: Sequence[str],
+    tolerance: float,
+    tolerances: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[dict[str, Run], list[str]]:
-    """The runs with right results, and what is wrong with the others. Each runs once."""
+    """The runs with right results, and what is wrong with the others. Each runs once. Some have their own tolerance."""
     correct_ones, messages = {}, []
     for contender, run in runs.items():
         try:
@@ -252,7 +258,8 @@ def correct_runs(
         except Exception as fault:  # any fault is reported, and the other contenders are measured
             messages.append(f"{contender}, {label}: {describe_fault(fault)}")
             continue
-        mismatch_messages = list(mismatches(f"{contender}, {label}", results, expected, names, tolerance))
+        allowed = tolerances.get(contender, tolerance)
+        mismatch_messages = list(mismatches(f"{contender}, {label}", results, expected, names, allowed))
         del results  # it can be large, and the next contender has results of its own
         messages += mismatch_messages
         if not mismatch_messages:

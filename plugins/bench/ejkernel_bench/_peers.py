@@ -8,13 +8,15 @@ from functools import cache, partial
 from typing import Any
 
 import attrs
+import jax
+import jax.numpy as jnp
 
 from ejkernel_core import Example
 
 from ._calls import PASSES, Function, Inputs, Pass, Results, Run, describe, jitted
 
 #: From the arguments of an example (large arrays as shapes and dtypes) to a function of its arrays by name: of JAX, or
-#: ``TorchFunction``. None where the peer cannot do the call.
+#: ``Prepared``, as ``TorchFunction`` is. None where the peer cannot do the call.
 Peer = Callable[[Mapping[str, Any]], Any]
 
 
@@ -28,19 +30,19 @@ def optional(peer: Peer, *modules: str) -> Peer | None:
     return peer if all(map(is_installed, modules)) else None
 
 
-def program_of(peer: Peer, example: Example, inputs: Inputs, pass_name: str) -> Pass | TorchFunction | None:
+def program_of(peer: Peer, example: Example, inputs: Inputs, pass_name: str) -> Pass | Prepared | None:
     """One pass by a peer, for which inputs may be shapes; None where it cannot do the call."""
     function = peer(describe(example))
-    if isinstance(function, TorchFunction):
+    if isinstance(function, Prepared):
         return function if function.has_gradients or pass_name == PASSES[0] else None
     if function is None:
         return None
     return jitted(function, pass_name, inputs)
 
 
-def bound(program: Pass | TorchFunction, pass_name: str, inputs: Inputs) -> Run:
-    """One pass with its arrays. The first run of PyTorch copies them."""
-    if isinstance(program, TorchFunction):
+def bound(program: Pass | Prepared, pass_name: str, inputs: Inputs) -> Run:
+    """One pass with its arrays. The first run of what is prepared makes its own of them."""
+    if isinstance(program, Prepared):
         prepared = cache(partial(program.prepared, inputs, pass_name))
         return lambda: prepared()()
     return attrs.evolve(program, arguments=inputs.of_pass(pass_name))
@@ -53,18 +55,32 @@ def pass_of(peer: Peer, example: Example, inputs: Inputs, pass_name: str) -> Run
 
 
 @attrs.frozen
-class TorchFunction:
-    """A function of PyTorch tensors, by the names of the arrays. PyTorch differentiates it."""
+class Prepared:
+    """A function of arrays that are made of those of the call before anything is timed."""
 
     function: Function
-    #: Whether PyTorch can. If not, it is measured forward alone.
+    #: If not, it is measured forward alone.
     has_gradients: bool = True
+    #: The relative error that is allowed, where it computes with fewer bits than the call.
+    tolerance: float | None = None
+
+    def prepared(self, inputs: Inputs, pass_name: str) -> Run:
+        """One pass."""
+        raise NotImplementedError
+
+
+@attrs.frozen
+class TorchFunction(Prepared):
+    """A function of PyTorch tensors, by the names of the arrays. PyTorch differentiates it."""
 
     def prepared(self, inputs: Inputs, pass_name: str) -> Run:
         """One pass on copies of the inputs."""
         import torch
 
         def tensor(array: Any) -> Any:
+            if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize == 1:  # DLPack may not know it
+                bits = jax.lax.bitcast_convert_type(array, jnp.uint8)
+                return torch.from_dlpack(bits).detach().clone().view(getattr(torch, str(array.dtype)))
             return torch.from_dlpack(array).detach().clone()
 
         is_forward = pass_name == PASSES[0]
@@ -83,6 +99,21 @@ class TorchFunction:
         return run
 
 
+@attrs.frozen
+class OnOtherArrays(Prepared):
+    """A function of JAX, forward alone, on other arrays than the call has."""
+
+    #: From the arrays of the call by name to those of the function.
+    arrays: Function = attrs.field(kw_only=True)
+    has_gradients: bool = False
+
+    def prepared(self, inputs: Inputs, pass_name: str) -> Run:
+        """One pass on the other arrays."""
+        arrays = jax.block_until_ready(jax.jit(self.arrays)(**inputs.arrays))
+        function = jax.jit(lambda arrays: tuple(jax.tree.leaves(self.function(**arrays))))
+        return lambda: function(arrays)
+
+
 @attrs.frozen(eq=False)
 class TorchArray:
     """A tensor that JAX can wait for, and that NumPy can read."""
@@ -98,8 +129,6 @@ class TorchArray:
 
     def as_jax(self) -> Any:
         """The same memory as an array of JAX; the tensor itself where JAX does not use its device."""
-        import jax
-
         is_there = self.tensor.is_cuda and jax.default_backend() == "gpu"
         return jax.dlpack.from_dlpack(self.tensor.detach().contiguous()) if is_there else self
 

@@ -39,7 +39,7 @@ from ._calls import PASSES, Inputs, Pass, Run, abstract_inputs, by_core, describ
 from ._errors import TOLERANCE
 from ._figures import figures_of
 from ._grouped_products import NotTuned, by_quack, by_ragged_dot, by_tokamax, by_torch, tuning_of_tokamax
-from ._peers import Peer, TorchFunction, bound, is_installed, program_of
+from ._peers import Peer, bound, is_installed, program_of
 from ._report import Bar, Cell, Report, joined
 from ._rows import Rows, announce
 from ._threads import in_threads
@@ -248,7 +248,7 @@ class _PartOfSuite:
     def _program(self, contender: str, example: Example, inputs: Inputs) -> Pass | None:
         if contender in self.peers:
             program = None if contender == TUNED else program_of(self.peers[contender], example, inputs, FORWARD)
-            return None if isinstance(program, TorchFunction) else program
+            return program if isinstance(program, Pass) else None
         backend = self.backend if contender == OURS else contender
         plans(example, backend)  # whatever refuses the call says why
         return jitted(by_core(example, backend), FORWARD, inputs)

@@ -54,7 +54,7 @@ from ._calls import (
     tolerance_of,
 )
 from ._figures import Figures, figures_of
-from ._peers import Peer, TorchFunction, bound, is_installed, optional, program_of
+from ._peers import OnOtherArrays, Peer, Prepared, TorchFunction, bound, is_installed, optional, program_of
 from ._report import Bar, Cell, Report, Table
 from ._rows import Rows, announce
 from ._threads import WORKERS, in_threads
@@ -67,6 +67,7 @@ __all__ = [
     "ROUNDS",
     "Bar",
     "Minimum",
+    "OnOtherArrays",
     "Peer",
     "Report",
     "Rows",
@@ -82,6 +83,8 @@ __all__ = [
 #: The other contenders: the core's choice, and a copy on the device of the least bytes that the pass reads and writes.
 OURS, COPY = "ejkernel", "copy"
 ROUNDS = 5
+#: From an example and a pass to its least work.
+Work = Callable[[Example, str], Cost]
 #: How many calls are compiled before they are measured: what threads do at once.
 GROUP = WORKERS
 
@@ -131,7 +134,7 @@ class Measurement:
 
 def run(
     operation: str,
-    peers: Mapping[str, Peer | None] | None = None,
+    peers: Mapping[str, Peer | str | None] | None = None,
     minima: Iterable[Minimum] = (),
     *,
     examples: Iterable[Example] | None = None,
@@ -139,20 +142,23 @@ def run(
     backend: str | None = None,
     backends: Collection[str] | None = None,
     reference: str | None = None,
+    work: Work | None = None,
     rounds: int = ROUNDS,
     registry: Registry = ejkernel_core.registry,
 ) -> Report:
     """Measure an operation: each example forward, and forward+backward where it has gradients.
 
     The contenders are the core's choice (or ``backend``), each of the ``backends`` (by default all) that takes the
-    call, and each peer. A peer is a function of an example's arguments, large arrays as shapes. It returns a function
-    of the arrays by name, of JAX or in ``TorchFunction``, or None where it cannot do the call. None in place of a peer
-    is a peer that is not installed, which the report says. A contender with wrong results is reported, and not timed.
+    call, and each peer. A peer is a function of an example's arguments, large arrays as shapes. It returns a
+    function of the arrays by name, of JAX or in ``TorchFunction``, or None where it cannot do the call. None in
+    place of a peer is a peer that is not installed, and a text is the reason why it is not measured; the report
+    says so. A contender with wrong results is reported, and not timed.
 
     ``examples`` are by default those of the operation for the use "benchmark". On a CPU, only examples with these
     ``names`` are measured. ``reference`` is the backend of the expected results, in a wider dtype, where the
-    operation's own reference takes too long. The programs of some calls are compiled in parallel, and then these calls
-    are measured; the device runs one thing at a time.
+    operation's own reference takes too long. ``work`` is the least work of a pass of an example, where the
+    operation's cost, which knows shapes alone, is not that of the values. The programs of some calls are compiled
+    in parallel, and then these calls are measured; the device runs one thing at a time.
     """
     if jax.default_backend() == "cpu" and names is None:
         return Report(operation, (), text=f"{operation}: there is no accelerator here; --small measures on the CPU")
@@ -161,7 +167,8 @@ def run(
     examples = [example for example in examples if names is None or example.name in names]
     if unknown_names := set(names or ()) - {example.name for example in examples}:
         raise ValueError(f"{operation} has no examples {', '.join(sorted(unknown_names))}")
-    installed = {name: peer for name, peer in (peers or {}).items() if peer is not None}
+    installed = {name: peer for name, peer in (peers or {}).items() if callable(peer)}
+    work = work or partial(_work, registry=registry)
     if backends is None or backend is not None:
         backends = registry.backends(operation) if backend is None else ()
     reference = reference or registry.operation(operation).reference
@@ -173,12 +180,20 @@ def run(
     measurements: list[Measurement] = []
     faults: list[str] = []
     for programs in _compiled_in_groups(contenders, examples):
-        for measurement in _measure(programs, registry, rounds, faults):
+        for measurement in _measure(programs, registry, work, rounds, faults):
             measurements.append(measurement)
             rows.add(*measurement.row(contenders.names()), beside=measurement.figures.beside())
-    absent = [name for name in peers or {} if name not in installed]
-    text = f"{operation}: not installed, and not measured: {', '.join(absent)}" if absent else ""
-    return Report(operation, [rows.table()], list(_bars(measurements, minima)), faults, text)
+    return Report(
+        operation, [rows.table()], list(_bars(measurements, minima)), faults, _absences(operation, peers or {})
+    )
+
+
+def _absences(operation: str, peers: Mapping[str, Peer | str | None]) -> str:
+    """The peers that are not measured: those that are not installed in one line, and each reason in its own."""
+    absent = ", ".join(name for name, peer in peers.items() if peer is None)
+    lines = [f"{operation}: not installed, and not measured: {absent}"] if absent else []
+    lines += [f"{operation}: {name} is not measured: {why}" for name, why in peers.items() if isinstance(why, str)]
+    return "\n".join(lines)
 
 
 def backends_of(operation: str, kernels: str | None, registry: Registry = ejkernel_core.registry) -> tuple[str, ...]:
@@ -202,12 +217,14 @@ def _compiled_in_groups(contenders: _Contenders, examples: Sequence[Example]) ->
         yield from in_threads(contenders.programs, group)
 
 
-def _measure(programs: _Programs, registry: Registry, rounds: int, faults: list[str]) -> Iterator[Measurement]:
+def _measure(
+    programs: _Programs, registry: Registry, work: Work, rounds: int, faults: list[str]
+) -> Iterator[Measurement]:
     """The passes of an example whose results are right, one by one. What is wrong is added to the faults."""
     faults += programs.faults
     for pass_name in programs.expected:
         try:
-            measurement = _measure_pass(programs, pass_name, registry, rounds, faults)
+            measurement = _measure_pass(programs, pass_name, registry, work, rounds, faults)
         except Exception as fault:  # the others are measured all the same
             faults.append(f"{pass_name}, {programs.example.name}: {describe_fault(fault)}")
             continue
@@ -216,20 +233,22 @@ def _measure(programs: _Programs, registry: Registry, rounds: int, faults: list[
 
 
 def _measure_pass(
-    programs: _Programs, pass_name: str, registry: Registry, rounds: int, faults: list[str]
+    programs: _Programs, pass_name: str, registry: Registry, work: Work, rounds: int, faults: list[str]
 ) -> Measurement | None:
     example = programs.example
     inputs = draw(example, registry)
     label, names = f"{pass_name}, {example.name}", inputs.names(pass_name)
     expected = programs.results(pass_name, inputs)
-    runs, new_faults = correct_runs(programs.runs(pass_name, inputs), label, expected, names, tolerance_of(example))
+    runs, new_faults = correct_runs(
+        programs.runs(pass_name, inputs), label, expected, names, tolerance_of(example), programs.tolerances(pass_name)
+    )
     faults += new_faults
     if OURS not in runs:
         return None
     del expected  # it can be large
-    work = _work(example, pass_name, registry)
-    figures = figures_of({**runs, COPY: copy_of(work.bytes)}, rounds, aside=[COPY])
-    return Measurement(example, pass_name, work, figures, _kernels(runs[OURS]))
+    least = work(example, pass_name)
+    figures = figures_of({**runs, COPY: copy_of(least.bytes)}, rounds, aside=[COPY])
+    return Measurement(example, pass_name, least, figures, _kernels(runs[OURS]))
 
 
 @attrs.frozen(eq=False)
@@ -240,7 +259,7 @@ class _Programs:
     #: The dtype of the inputs of the reference, or None for their own.
     wide_dtype: str | None
     expected: Mapping[str, Pass]
-    contenders: Mapping[str, Mapping[str, Pass | TorchFunction]]
+    contenders: Mapping[str, Mapping[str, Pass | Prepared]]
     faults: Sequence[str]
 
     def results(self, pass_name: str, inputs: Inputs) -> Results:
@@ -253,6 +272,11 @@ class _Programs:
     def runs(self, pass_name: str, inputs: Inputs) -> dict[str, Run]:
         """The contenders, with the arrays."""
         return {name: bound(program, pass_name, inputs) for name, program in self.contenders[pass_name].items()}
+
+    def tolerances(self, pass_name: str) -> dict[str, float]:
+        """Of the contenders that have their own."""
+        prepared = {n: one for n, one in self.contenders[pass_name].items() if isinstance(one, Prepared)}
+        return {name: one.tolerance for name, one in prepared.items() if one.tolerance is not None}
 
 
 @attrs.frozen(eq=False)
@@ -275,7 +299,7 @@ class _Contenders:
     def programs(self, example: Example) -> _Programs:
         """Those that take the example and the reference, compiled. Nothing runs."""
         inputs = abstract_inputs(example, self.registry)
-        contenders: dict[str, dict[str, Pass | TorchFunction]] = {}
+        contenders: dict[str, dict[str, Pass | Prepared]] = {}
         faults: list[str] = []
         passes = PASSES if example.wrt else PASSES[:1]
         for pass_name in passes:
@@ -302,7 +326,7 @@ class _Contenders:
                     program.compile()
         return _Programs(example, wide_dtype, expected, contenders, faults)
 
-    def _program(self, name: str, example: Example, inputs: Inputs, pass_name: str) -> Pass | TorchFunction | None:
+    def _program(self, name: str, example: Example, inputs: Inputs, pass_name: str) -> Pass | Prepared | None:
         if name in self.peers:
             return program_of(self.peers[name], example, inputs, pass_name)
         if name == OURS:

@@ -206,6 +206,55 @@ def test_a_peer_that_is_not_installed_is_named(registry):
     assert "Liger" not in report.tables[0].columns
 
 
+def test_a_peer_may_have_a_reason_why_it_is_not_measured(registry):
+    report = measure(registry, {"FA3": "there is no library", "Liger": None, "XLA": by_xla})
+    lines = report.text.splitlines()
+    assert lines == [
+        "scaled: not installed, and not measured: Liger",
+        "scaled: FA3 is not measured: there is no library",
+    ]
+    assert {"FA3", "Liger"}.isdisjoint(report.tables[0].columns)
+
+
+@pytest.mark.parametrize(("tolerance", "is_right"), [(None, False), (0.02, True)])
+def test_a_peer_of_fewer_bits_has_a_tolerance_of_its_own(registry, tolerance, is_right):
+    function = lambda x, factor: 1.01 * scaled(x, factor)
+    peer = suite.OnOtherArrays(function, tolerance=tolerance, arrays=lambda **arrays: arrays)
+    report = measure(registry, {"8 bits": lambda arguments: peer})
+    assert [row[0] for row in report.tables[0].rows] == ["rows 8, forward", "rows 8, forward+backward"]
+    times = [row[-3] for row in report.tables[0].rows]
+    assert [isinstance(time, float) for time in times] == [is_right, False]  # it has no gradients
+    assert ["8 bits, forward, rows 8: out is off by" in fault for fault in report.faults] == [True] * (not is_right)
+
+
+def test_other_arrays_are_made_before_anything_is_timed(registry):
+    made = []
+
+    def arrays(x, factor):
+        made.append(x.shape)
+        return {"doubled": 2.0 * x, "factor": factor}
+
+    peer = suite.OnOtherArrays(lambda doubled, factor: doubled * factor, arrays=arrays)
+    report = measure(registry, {"XLA": lambda arguments: peer}, names=("no gradients",))
+    assert list(report.faults) == []
+    assert isinstance(report.tables[0].rows[0][-3], float)
+    assert made == [(8, 128)]
+
+
+def test_the_work_of_values_is_that_of_the_suite(registry):
+    report = measure(registry, work=lambda example, pass_name: Cost(3e6 * len(pass_name), 0.0))
+    rates = {row[0]: row[1] * row[3] for row in report.tables[0].rows}
+    assert rates == {f"rows 8, {name}": pytest.approx(3e-3 * len(name)) for name in suite.PASSES}
+
+
+def test_arrays_of_8_bits_stay_in_the_reference():
+    inputs = suite.Inputs({"x": jnp.ones(2, "bfloat16"), "pages": jnp.ones(2, "float8_e4m3fn")}, (), (), (), ())
+    assert {name: str(array.dtype) for name, array in inputs.astype("float32").arrays.items()} == {
+        "x": "float32",
+        "pages": "float8_e4m3fn",
+    }
+
+
 def test_programs_are_compiled_before_they_run(registry, monkeypatch):
     programs = suite._Contenders(registry, None, ("fast",), {"XLA": by_xla}, "reference").programs(EXAMPLE)
     inputs = suite.draw(EXAMPLE, registry)
