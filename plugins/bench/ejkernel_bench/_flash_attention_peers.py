@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +42,20 @@ WHOLE_ARGUMENTS: dict[str, Any] = {
     "cp_world_size": 1,
     "cp_rank": 0,
     "cp_tot_seqused_k": None,
+}
+#: Those of its function ``get_scheduler_metadata``, which plans the work of calls with the same lengths.
+METADATA_ARGUMENTS: dict[str, Any] = {
+    **dict.fromkeys(("batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads", "num_heads_k", "headdim", "headdim_v")),
+    **dict.fromkeys(("qkv_dtype", "seqused_k", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q")),
+    **dict.fromkeys(("leftpad_k", "page_size")),
+    "max_seqlen_k_new": 0,
+    "causal": False,
+    "window_left": -1,
+    "window_right": -1,
+    "has_softcap": False,
+    "num_splits": 0,
+    "pack_gqa": None,
+    "sm_margin": 0,
 }
 
 
@@ -124,9 +138,18 @@ def whole_forward(**given: Any) -> Any:
     """The output, the log-sum-exp and two buffers. Keys and values may be pages: (pages, tokens of a page, heads, head
     dim) with ``page_table``, ``seqused_k``, ``cu_seqlens_q`` and both greatest lengths.
     """
-    if unknown := given.keys() - WHOLE_ARGUMENTS.keys():
+    return _loaded().fwd(*_in_order(WHOLE_ARGUMENTS, given))
+
+
+def whole_metadata(**given: Any) -> Any:
+    """The ``scheduler_metadata`` of calls of these sizes and lengths."""
+    return _loaded().get_scheduler_metadata(*_in_order(METADATA_ARGUMENTS, given))
+
+
+def _in_order(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> Iterable[Any]:
+    if unknown := given.keys() - arguments.keys():
         raise TypeError(f"FA3 has no arguments {', '.join(sorted(unknown))}")
-    return _loaded().fwd(*{**WHOLE_ARGUMENTS, **given}.values())
+    return {**arguments, **given}.values()
 
 
 @cache

@@ -70,10 +70,22 @@ def suites() -> dict[str, Suite]:
 
 
 def peers_of(operation: str) -> Mapping[str, Any]:
-    """The peers of the suite with the name of an operation, by its module's function ``peers``; none without it."""
-    suite = suites().get(operation)
-    if suite is None:
-        return {}
-    run, _ = suite.load()
-    peers = getattr(inspect.getmodule(run), "peers", None)
-    return peers() if callable(peers) else {}
+    """The peers of the suite with the name of an operation, or whose module has it as ``OPERATION``, by the module's
+    function ``peers``; none without it.
+    """
+    installed = suites()
+    named = installed.get(operation)
+    modules = map(_module_of, installed.values()) if named is None else [inspect.getmodule(named.load()[0])]
+    for module in modules:
+        if named is not None or getattr(module, "OPERATION", None) == operation:
+            peers = getattr(module, "peers", None)
+            return peers() if callable(peers) else {}
+    return {}
+
+
+def _module_of(suite: Suite) -> Any:
+    """None for a broken suite."""
+    try:
+        return inspect.getmodule(suite.load()[0])
+    except BrokenSuite:
+        return None

@@ -72,6 +72,7 @@ def test_what_the_operation_refuses_is_told_in_its_words():
 def test_peers_are_those_of_the_suite_of_the_operation():
     assert "jax.nn" in peers_of("flash_attention")
     assert {"XLA", "torch", "Liger"} == {*peers_of("rms_norm")} == {*peers_of("layer_norm")}
+    assert {"FA3", "gather"} < {*peers_of("ragged_paged_attention")}
     assert peers_of("context_attention") == peers_of("nothing") == {}
 
 
