@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from ._operation import Cost as Cost
     from ._operation import Operation as Operation
     from ._operation import gradient_signature as gradient_signature
+    from ._partitioning import PartialSums as PartialSums
     from ._partitioning import Partitioning as Partitioning
     from ._plan import Choice as Choice
     from ._plan import Explanation as Explanation
@@ -77,6 +78,7 @@ _MODULES = {
     "NoKernel": "_errors",
     "NotDifferentiable": "_errors",
     "Operation": "_operation",
+    "PartialSums": "_partitioning",
     "Partitioning": "_partitioning",
     "Plan": "_plan",
     "PluginError": "_errors",
