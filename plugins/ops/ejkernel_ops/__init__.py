@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from . import flax, jax_nn
 from .flash_attention import flash_attention
+from .fused_linear_cross_entropy import fused_linear_cross_entropy
 from .grouped_matmul import grouped_matmul
 from .layer_norm import layer_norm
 from .moe_combine import moe_combine
@@ -23,6 +24,7 @@ from .update_kv_pages import update_kv_pages
 __all__ = [
     "flash_attention",
     "flax",
+    "fused_linear_cross_entropy",
     "grouped_matmul",
     "jax_nn",
     "layer_norm",

@@ -1,0 +1,61 @@
+"""``fused_linear_cross_entropy`` on any device JAX runs on: the logits of one chunk of rows after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+import jax
+
+from ejkernel_core import Invocation, hookimpl
+from ejkernel_ops.fused_linear_cross_entropy import definition
+from ejkernel_ops.symbolic import refuse_symbolic
+
+from . import chunks
+
+#: The version of the kernel and its Config. Calls with a record of another version are measured again.
+VERSION = 1
+#: Where it runs, and how strongly it is preferred there.
+PLATFORMS = {"cpu": 10, "gpu": 10, "tpu": 10}
+
+
+@attrs.frozen
+class Config(chunks.Rows):
+    """The most rows of a chunk."""
+
+
+@hookimpl
+def heuristic_cfg(inv: Invocation) -> Config:
+    """As many rows as the memory for logits allows."""
+    refuse_symbolic(inv)
+    return Config(chunks.rows_of_memory(inv))
+
+
+@hookimpl
+def config_space(inv: Invocation) -> Iterable[Config]:
+    """The heuristic's rows, and half, twice and four times as many."""
+    return [Config(rows) for rows in chunks.neighbours(inv)]
+
+
+@hookimpl
+def check_cfg(inv: Invocation, cfg: Config) -> None:
+    """Raise for symbolic sizes; with others, any number of rows that a Config takes is right."""
+    refuse_symbolic(inv)
+
+
+@hookimpl
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
+    """The loss and the lse of each row, and the loss without its weight."""
+
+    def step(carry: None, arrays: dict[str, Any]) -> tuple[None, dict[str, Any]]:
+        logits = definition.logits_of(arrays["hidden"], inv)
+        statistics = definition.statistics_of(logits)
+        losses = definition.row_losses(logits, statistics, chunks.labels_of(arrays), inv)
+        return None, {"losses": losses, "lse": statistics.lse}
+
+    _, results = chunks.over_chunks(step, None, chunks.rows_of(inv), cfg.rows)
+    shape = inv["labels"].shape
+    losses, lse = results["losses"], results["lse"]
+    weighted = losses * definition.weights_of(inv, definition.labels_of(inv))
+    return weighted.reshape(shape), lse.reshape(shape), losses.reshape(shape)
