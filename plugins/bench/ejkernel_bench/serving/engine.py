@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel_bench._profile import part
 from ejkernel_ops import paged_attention_metadata, sample_tokens
 
 from .pages import PagePool
@@ -78,7 +79,7 @@ class Engine:
         self.pool = PagePool(limits.pages, limits.page_size)
         self.scheduler = Scheduler(self.pool, limits.most_sequences, limits.most_tokens)
         self.table = -(-limits.most_length // limits.page_size)
-        self._step = jax.jit(partial(_step, model), static_argnames="max_query_len", donate_argnums=1)
+        self._step = jax.jit(partial(decode, model), static_argnames="max_query_len", donate_argnums=1)
         self._copy = jax.jit(partial(_copy_pages, limits.pages), donate_argnums=0)
         self._requests = 0
         self._cancelled: set[int] = set()
@@ -203,7 +204,7 @@ class Engine:
         return time.perf_counter() - begin
 
 
-def _step(
+def decode(
     model: Model,
     params: Any,
     cache: Any,
@@ -222,12 +223,11 @@ def _step(
         params, tokens, positions, cache, batch._replace(metadata=metadata, max_query_len=max_query_len)
     )
     _check(logits, batch.last, new_cache, cache)
-    of_request = jax.vmap(jax.random.key)(seeds)
-    keys = jax.vmap(jax.random.fold_in)(of_request, batch.kv_lens)
-    temperature, top_k, top_p, min_p = numbers
-    drawn = sample_tokens(
-        logits, keys, temperature=temperature, top_k=top_k.astype(jnp.int32), top_p=top_p, min_p=min_p
-    )
+    with part("sampling"):
+        keys = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seeds), batch.kv_lens)
+        temperature, top_k, top_p, min_p = numbers
+        filters = {"top_k": top_k.astype(jnp.int32), "top_p": top_p, "min_p": min_p}
+        drawn = sample_tokens(logits, keys, temperature=temperature, **filters)
     return drawn, new_cache
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import jax
 import jax.numpy as jnp
 
+from ejkernel_bench._profile import part
 from ejkernel_ops import (
     grouped_matmul,
     moe_combine,
@@ -94,8 +96,8 @@ def init_params(sizes: Decoder, key: jax.Array) -> Params:
     return params
 
 
-def decoder(sizes: Decoder) -> Model:
-    """The model, whose weights are named as in ``shapes``."""
+def decoder(sizes: Decoder, attention: Callable[..., jax.Array] = ragged_paged_attention) -> Model:
+    """The model, whose weights are named as in ``shapes``. Another attention has the same arguments."""
 
     def model(
         params: Params, tokens: jax.Array, positions: jax.Array, cache: jax.Array, batch: Batch
@@ -106,21 +108,31 @@ def decoder(sizes: Decoder) -> Model:
 
         def layer(carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, Params]) -> Any:
             (x, cache), (number, weights) = carry, inputs
-            attended, cache = _attention(sizes, weights, x, angles, cache, batch, number * pages)
+            with part("projections"):
+                attended, cache = _attention(sizes, weights, x, angles, cache, batch, number * pages, attention)
             x = x + attended
-            normed = rms_norm(x, weights["mlp_norm"], epsilon=sizes.epsilon)
-            return (x + (_experts if sizes.experts else _mlp)(sizes, weights, normed), cache), None
+            with part("experts" if sizes.experts else "mlp"):
+                normed = rms_norm(x, weights["mlp_norm"], epsilon=sizes.epsilon)
+                return (x + (_experts if sizes.experts else _mlp)(sizes, weights, normed), cache), None
 
         x = params["embedding"][tokens]
         (x, cache), _ = jax.lax.scan(layer, (x, cache), (jnp.arange(sizes.layers), stacked))
-        x = rms_norm(x[batch.last], params["norm"], epsilon=sizes.epsilon)
-        return jnp.matmul(x, params["head"], preferred_element_type=jnp.float32), cache
+        with part("head"):
+            x = rms_norm(x[batch.last], params["norm"], epsilon=sizes.epsilon)
+            return jnp.matmul(x, params["head"], preferred_element_type=jnp.float32), cache
 
     return model
 
 
 def _attention(
-    sizes: Decoder, weights: Params, x: jax.Array, angles: jax.Array, cache: jax.Array, batch: Batch, first_page: Any
+    sizes: Decoder,
+    weights: Params,
+    x: jax.Array,
+    angles: jax.Array,
+    cache: jax.Array,
+    batch: Batch,
+    first_page: Any,
+    attention: Callable[..., jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """The attention of a layer to its pages, and the cache with the new tokens."""
     normed = rms_norm(x, weights["attention_norm"], epsilon=sizes.epsilon)
@@ -130,18 +142,20 @@ def _attention(
         query = rms_norm(query, weights["q_norm"], epsilon=sizes.epsilon)
         key = rms_norm(key, weights["k_norm"], epsilon=sizes.epsilon)
     query, key = _rotated(query, angles), _rotated(key, angles)
-    cache = update_kv_pages(key, value, cache, batch.slot_mapping, first_page=first_page)
-    out = ragged_paged_attention(
-        query,
-        cache,
-        batch.kv_lens,
-        batch.block_tables,
-        batch.query_start_loc,
-        batch.num_seqs,
-        metadata=batch.metadata,
-        max_query_len=batch.max_query_len,
-        first_page=first_page,
-    )
+    with part("cache"):
+        cache = update_kv_pages(key, value, cache, batch.slot_mapping, first_page=first_page)
+    with part("attention"):
+        out = attention(
+            query,
+            cache,
+            batch.kv_lens,
+            batch.block_tables,
+            batch.query_start_loc,
+            batch.num_seqs,
+            metadata=batch.metadata,
+            max_query_len=batch.max_query_len,
+            first_page=first_page,
+        )
     return out.reshape(x.shape[0], -1) @ weights["out"], cache
 
 
