@@ -20,6 +20,7 @@ from ejkernel_triton.interpreter import interpreted, interpreted_registry
 from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability_by_name
 from ejkernel_triton.ragged_paged_attention import Config, _tiling
+from plugins.triton.tests.paged_calls import alone
 
 if _jax_triton.unavailable_reason():
     pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
@@ -174,18 +175,6 @@ def test_scales_below_zero_and_of_zero() -> None:
 
 
 # -- parts of a fixed size -------------------------------------------------------------------------------------------
-
-
-def alone(given: dict[str, Any], place: int) -> dict[str, Any]:
-    """A sequence of a call, with a table that has no more pages than it needs."""
-    starts, lengths = given["query_start_loc"], given["kv_lens"]
-    pages = -(-int(lengths[place]) // given["kv_pages"].shape[1])
-    return given | {
-        "query": given["query"][starts[place] : starts[place + 1]],
-        "kv_lens": lengths[place : place + 1],
-        "block_tables": given["block_tables"][place : place + 1, :pages],
-        "query_start_loc": np.array([0, starts[place + 1] - starts[place]], np.int32),
-    }
 
 
 @pytest.mark.parametrize(

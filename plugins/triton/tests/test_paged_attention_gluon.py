@@ -22,13 +22,14 @@ from ejkernel_triton.interpreter import interpreted, interpreted_registry
 from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability_by_name
 from ejkernel_triton.ragged_paged_attention_sm90 import Config, _launch, _tiling
+from plugins.triton.tests.paged_calls import alone
 
 if _jax_triton.unavailable_reason():
     pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
 
 OP, BACKEND = "ragged_paged_attention", "gluon_sm90"
 REGISTRY = interpreted_registry({f"{OP}.{BACKEND}": paged, f"{OP}.triton": ragged_paged_attention})
-REFUSED = frozenset({"pages of 8 bits", "split_size"})
+REFUSED = frozenset({"pages of 8 bits"})
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 #: One split; fewer than there are blocks; more. The first is the heuristic.
 CONFIGS = (None, Config(1, 64, 2, 4, 2), Config(2, 64, 3, 4, 1), Config(4, 128, 1, 4, 1), Config(16, 64, 1, 4, 2))
@@ -143,6 +144,66 @@ def test_two_kernels_in_one_program() -> None:
     np.testing.assert_allclose(np.asarray(program(query, pool), np.float64), right, rtol=1e-2, atol=1e-2)
 
 
+# -- parts of a fixed size -------------------------------------------------------------------------------------------
+
+
+def compute(given: dict[str, Any], cfg: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    out, lse = REGISTRY.call(OP, **given, return_lse=True, backend=BACKEND, cfg=cfg)
+    return np.asarray(out), np.asarray(lse)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sliding_window": (150, 0)}, {"softmax_aux": np.ones((4, 2))}],
+    ids=["plain", "window", "sinks"],
+)
+@pytest.mark.parametrize("queries", [1, 5], ids="queries {}".format)
+def test_a_sequence_has_the_same_bits_alone_and_among_others(queries: int, options: dict[str, Any]) -> None:
+    """In one program or several, in parts of two blocks; the last part of a sequence is not full."""
+    lengths = (300, 5, 129, 357, 6, 40, 520, 128, 64)
+    sizes = Sizes(tuple(queries if place % 2 == 0 else 1 for place in range(9)), lengths, 16, dim=128)
+    given = as_dtype(drawn(sizes, 3) | options, "bfloat16") | {"split_size": 128}
+    out, lse = compute(given)
+    right, _ = expected(given)
+    np.testing.assert_allclose(out.astype(np.float64), right, atol=2e-2)
+    heuristic = paged.heuristic_cfg(on_card(given))
+    for place, splits, stages in ((0, 1, 1), (3, 2, 2), (4, 1, 3), (6, 2, 2)):
+        cfg = attrs.evolve(heuristic, splits=splits, stages=stages)
+        own_out, own_lse = compute(alone(given, place) | {"max_query_len": queries}, cfg)
+        own = slice(*given["query_start_loc"][place : place + 2])
+        assert own_out.tobytes() == out[own].tobytes()
+        assert own_lse.tobytes() == np.ascontiguousarray(lse[:, own]).tobytes()
+
+
+def test_the_size_of_parts_alone_decides_the_bits() -> None:
+    """Tiles, blocks and warps are the same for all calls."""
+    decided = set()
+    for sequences, keys, queries in ((1, 64, 1), (64, 8192, 1), (2, 128, 300), (300, 4096, 4)):
+        inv = on_card(shapes_of(sequences, keys, queries) | {"split_size": 256})
+        space = list(paged.config_space(inv))
+        assert len(space) > 3
+        decided |= {(_tiling.tile(inv, cfg.programs), cfg.block, cfg.num_warps) for cfg in space}
+    assert len(decided) == 1
+
+
+def test_parts_in_every_configuration() -> None:
+    """Of 128 keys, one block or two, with a tile of 64 rows too."""
+    for heads in ((6, 2), (33, 1)):
+        given = call(Sizes((3, 1), (300, 600), 64, *heads), split_size=128)
+        bits = set()
+        for cfg in paged.config_space(on_card(given)):
+            compare(given, cfg)
+            bits.add(compute(given, cfg)[0].tobytes())
+        assert len(bits) == 1
+
+
+def test_one_program_has_all_parts_where_their_sums_would_be_too_large() -> None:
+    inv = on_card(shapes_of(4, 65536, 2048) | {"split_size": 128})
+    assert {cfg.splits for cfg in paged.config_space(inv)} == {1}
+    with pytest.raises(Unsupported, match="sums of all parts are too large for more than 1 splits"):
+        paged.check_cfg(inv, Config(2, 64, 3, 4, 2))
+
+
 # -- shapes and refusals ---------------------------------------------------------------------------------------------
 
 
@@ -172,7 +233,10 @@ def test_shapes(monkeypatch: pytest.MonkeyPatch, given: Any, tile: tuple[int, ..
             call(attrs.evolve(MIXED, page_size=24)),
             "takes pages of 8, 16, 32 or 64 tokens, or a multiple of 128; not 24",
         ),
-        (call(Sizes((1,), (9,), 8), split_size=128), "takes no split_size"),
+        (
+            call(Sizes((1,), (9,), 8), split_size=128, softmax_aux=np.ones((4, 3), np.float32)),
+            "with split_size, the Gluon kernel takes up to 2 sinks of a head; not 3",
+        ),
         (call(Sizes((1,), (9,), 8, 65, 1)), "takes up to 64 heads for a key head; not 65"),
         (call(Sizes((1,), (9,), 8, dim=20)), "takes multiples of 8 for head dims; not 20"),
     ],

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 
 import ejkernel_core
 from ejkernel_ops.flash_attention.random_calls import check, random_call
+from ejkernel_ops.ragged_paged_attention.examples import Sizes, drawn
+from ejkernel_ops.ragged_paged_attention.random_calls import as_dtype
 from ejkernel_ops.ragged_paged_attention.random_calls import check as check_over_pages
 from plugins.triton.tests.hopper_cache_calls import CALLS
 from plugins.triton.tests.hopper_cache_calls import check as check_several_blocks
+from plugins.triton.tests.paged_calls import alone
 
 pytestmark = pytest.mark.gpu
 
@@ -24,6 +28,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 #: What the kernels for Hopper do not take.
 REFUSED_BY_GLUON = frozenset({"attention_mask", "bias", "other value_dim"})
 REFUSED_BY_GLUON_DECODE = frozenset({"attention_mask", "bias", "q_segment_ids", "kv_segment_ids", "kv_positions"})
+REFUSED_BY_GLUON_OVER_PAGES = frozenset({"pages of 8 bits"})
+#: Those that the copy engine fetches.
+PAGE_SIZES = (8, 16, 32, 64, 128, 256, 1024)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -53,3 +60,23 @@ def test_several_blocks_on_hopper(name: str, dim: int) -> None:
 def test_random_calls_over_pages(seed: int) -> None:
     """Of up to 4,097 keys, with NaN in unused rows and pages, and the same bits twice."""
     check_over_pages(seed, backend="triton", dtype=DTYPES[seed % len(DTYPES)])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_calls_over_pages_on_hopper(seed: int) -> None:
+    options = {"backend": "gluon_sm90", "without": REFUSED_BY_GLUON_OVER_PAGES, "page_sizes": PAGE_SIZES}
+    check_over_pages(seed, dtype=DTYPES[1 + seed % 2], **options)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("backend", ["triton", "gluon_sm90"])
+def test_a_sequence_has_the_same_bits_alone_and_among_255_others(backend: str, queries: int) -> None:
+    lengths = np.random.default_rng(0).integers(queries, 3000, 256)
+    given = as_dtype(drawn(Sizes((queries,) * 256, tuple(map(int, lengths)), 16, 8, 2, 128), 3), "bfloat16")
+    options = {"split_size": 256, "return_lse": True, "backend": backend}
+    out, lse = ejkernel_core.call("ragged_paged_attention", **given, **options)
+    for place in range(0, 256, 17):
+        own_out, own_lse = ejkernel_core.call("ragged_paged_attention", **alone(given, place), **options)
+        own = slice(queries * place, queries * (place + 1))
+        assert np.asarray(own_out).tobytes() == np.asarray(out[own]).tobytes()
+        assert np.asarray(own_lse).tobytes() == np.ascontiguousarray(np.asarray(lse[:, own])).tobytes()

@@ -7,14 +7,18 @@ of a key head are several tiles, two groups of warps read each block that is fet
 The hardware multiplies 64 rows at a time, by 8 columns or more. Of tiles with 64 queries these are the rows. With fewer
 both products are transposed: keys by queries, and columns of values by queries. Keys and columns of values are that
 many; queries need only be padded to 16.
+
+With parts of a fixed size, a program has some of them one after another, or all. The sums of each begin anew, and are
+added in the order of the parts: here, or by a second launch with the same operations. So the bits of a result do not
+depend on how many programs have parts of it.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ejkernel_triton.decode_sm90.columns import sums_of_columns
-from ejkernel_triton.decode_sm90.results import store_results, store_sums
-from ejkernel_triton.decode_sm90.rows import sums_of_rows
+from ejkernel_triton.decode_sm90.columns import no_columns, sums_of_columns
+from ejkernel_triton.decode_sm90.results import added, store_results, store_sums
+from ejkernel_triton.decode_sm90.rows import no_rows, sums_of_rows
 from ejkernel_triton.decode_sm90.tiles import load_queries
 from ejkernel_triton.flash_attention._tile import LOG2E
 
@@ -71,17 +75,35 @@ def _attend(call, steps, query, results, OWN: gl.constexpr, DIM: gl.constexpr, S
     weighing = queries
     if call.ROWS < 64:
         weighing = gl.allocate_shared_memory(steps.keys.dtype, [call.ROWS, call.BLOCK], layout)
+    # Of parts of a fixed size.
+    BLOCKS: gl.constexpr = call.PART_SIZE // call.BLOCK
     step = 0
     for number in range(gl.program_id(0), call.PARTS, gl.num_programs(0)):
         part = call.part(number)
         load_queries(call, query, queries, part, OWN, DIM)
-        row_max, total, sums, step = _sums(
-            call, steps, step, part, part.block, part.stop, queries, weighing, OWN, SCALE, CAP, UNIT
-        )
-        if call.SPLITS == 1:
-            store_results(call, results, part, OWN, row_max, total, sums)
+        if call.PART_SIZE == 0:
+            row_max, total, sums, step = _sums(
+                call, steps, step, part, part.block, part.stop, queries, weighing, OWN, SCALE, CAP, UNIT
+            )
+            if call.SPLITS == 1:
+                store_results(call, results, part, OWN, row_max, total, sums)
+            else:
+                store_sums(call, results, part, OWN, part.split, row_max, total, sums, part.block < part.stop)
         else:
-            store_sums(call, results, part, OWN, row_max, total, sums, part.block < part.stop)
+            row_max, total, sums = _no_sums(call, steps)
+            first = part.origin // call.BLOCK
+            for own in range((first + part.block) // BLOCKS, gl.cdiv(first + part.stop, BLOCKS)):
+                block, stop = own * BLOCKS - first, (own + 1) * BLOCKS - first
+                block, stop = gl.maximum(part.block, block), gl.minimum(part.stop, stop)
+                own_max, own_total, own_sums, step = _sums(
+                    call, steps, step, part, block, stop, queries, weighing, OWN, SCALE, CAP, UNIT
+                )
+                if call.SPLITS == 1:
+                    row_max, total, sums = added(row_max, total, sums, own_max, own_total, own_sums)
+                else:
+                    store_sums(call, results, part, OWN, own, own_max, own_total, own_sums, True)
+            if call.SPLITS == 1:
+                store_results(call, results, part, OWN, row_max, total, sums)
 
 
 @gluon.jit
@@ -95,3 +117,9 @@ def _sums(
     else:
         result = sums_of_columns(call, steps, step, part, block, stop, queries, weighing, OWN, SCALE, CAP, UNIT)
     return result
+
+
+@gluon.jit
+def _no_sums(call, steps):
+    """The maximum and both sums of no blocks."""
+    return no_rows(call, steps) if call.ROWS == 64 else no_columns(call, steps)

@@ -16,6 +16,22 @@ from ejkernel_triton.decode_sm90.tiles import scaled, values
 from ejkernel_triton.flash_attention._tile import LOWEST
 
 
+@gluon.constexpr_function
+def layout_of_columns(rows, warps):
+    """Of both products: they have the same columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, rows * 4 // warps, 16])
+
+
+@gluon.jit
+def no_columns(call, steps):
+    """What `sums_of_columns` returns for no blocks, without the step."""
+    V_WIDTH: gl.constexpr = steps.values.shape[4]
+    ACC: gl.constexpr = layout_of_columns(call.ROWS, call.WARPS)
+    row_max = gl.full([call.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, ACC))
+    total = gl.zeros([call.ROWS], gl.float32, gl.SliceLayout(0, ACC))
+    return row_max, total, gl.zeros([V_WIDTH, call.ROWS], gl.float32, ACC)
+
+
 @gluon.jit
 def sums_of_columns(
     call, steps, step, part, block, stop, queries, weighing, OWN: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
@@ -28,8 +44,7 @@ def sums_of_columns(
     V_WIDTH: gl.constexpr = steps.values.shape[4]
     ROWS: gl.constexpr = call.ROWS
     BLOCK: gl.constexpr = call.BLOCK
-    # Of both products: they have the same columns.
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, call.WARPS // 4], [16, ROWS * 4 // call.WARPS, 16])
+    ACC: gl.constexpr = layout_of_columns(ROWS, call.WARPS)
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, ACC)
     index, _, _, _ = call.rows(part, OWN, OF_ROWS)
     q_position = part.q_start + index

@@ -3,17 +3,18 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ejkernel_triton.flash_attention._tile import LN2, LOG2E, LOWEST
+from ejkernel_triton.flash_attention._tile import LOG2E, LOWEST
+from ejkernel_triton.ragged_paged_attention._device import finished, weights_of
 
 
 @gluon.jit
-def store_sums(call, results, part, OWN: gl.constexpr, row_max, total, sums, has_keys):
-    """Store the sums of a split. A thread has columns of eight that are next to each other in memory."""
+def store_sums(call, results, part, OWN: gl.constexpr, number, row_max, total, sums, has_keys):
+    """Store the sums that have this number. A thread has columns of eight that are next to each other in memory."""
     COLUMNS: gl.constexpr = sums.type.layout
     _, _, place, is_row = call.rows(part, OWN, gl.SliceLayout(0, COLUMNS))
     column = gl.arange(0, sums.shape[0], gl.SliceLayout(1, COLUMNS))
     is_entry = (column < results.V_DIM)[:, None] & is_row[None, :]
-    entry = place * call.SPLITS + part.split
+    entry = place * call.ENTRIES + number
     # The sums of a split without keys are not read.
     pointers = results.out + entry[None, :] * results.V_DIM + column[:, None]
     gl.store(pointers, sums, mask=is_entry & has_keys)
@@ -29,16 +30,21 @@ def store_results(call, results, part, OWN: gl.constexpr, row_max, total, sums):
     column = gl.arange(0, sums.shape[0], gl.SliceLayout(1, COLUMNS))
     is_entry = (column < results.V_DIM)[:, None] & is_row[None, :]
     sink, sink_max = _sinks_of(results, head)
-    new_max = gl.maximum(row_max, sink_max)
-    rescale = gl.exp2(row_max - new_max)
-    total = total * rescale + sink * gl.exp2(sink_max - new_max)
-    sums = sums * (rescale * gl.where(total != 0, 1.0 / total, 0.0))[None, :]
+    factor, lse = finished(row_max, total, sink, sink_max)
+    sums = sums * factor[None, :]
     pointers = results.out + place[None, :] * results.V_DIM + column[:, None]
     gl.store(pointers, sums.to(results.out.dtype.element_ty), mask=is_entry)
     if results.LSE:
-        lse = gl.where(total != 0, (new_max + gl.log2(total)) * LN2, -float("inf"))
         gl.store(results.maxima + call.place_of_lse(place, head, index), lse, mask=is_row)
     call.clear_other_rows(results, OWN, part, sums)
+
+
+@gluon.jit
+def added(row_max, total, sums, own_max, own_total, own_sums):
+    """The sums of some parts, and those of the next one, by the operations of the portable kernel's ``combine``."""
+    new_max, rescale, weight = weights_of(row_max, own_max)
+    total = gl.fma(total, rescale, own_total * weight)
+    return new_max, total, gl.fma(sums, rescale[None, :], own_sums * weight[None, :])
 
 
 @gluon.jit

@@ -11,6 +11,17 @@ from ejkernel_triton.flash_attention._tile import LOWEST
 
 
 @gluon.jit
+def no_rows(call, steps):
+    """What `sums_of_rows` returns for no blocks, without the step."""
+    V_WIDTH: gl.constexpr = steps.values.shape[4]
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_WIDTH, 16])
+    sums = gl.zeros([call.ROWS, V_WIDTH], gl.float32, SUMS).permute((1, 0))
+    COLUMNS: gl.constexpr = sums.type.layout
+    row_max = gl.full([call.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, COLUMNS))
+    return row_max, gl.zeros([call.ROWS], gl.float32, gl.SliceLayout(0, COLUMNS)), sums
+
+
+@gluon.jit
 def sums_of_rows(
     call, steps, step, part, block, stop, queries, OWN: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
     UNIT: gl.constexpr,

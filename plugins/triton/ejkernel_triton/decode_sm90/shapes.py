@@ -6,6 +6,8 @@ A shape is (splits, block, stages, warps, programs); the first is the heuristic,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 
 from ejkernel_core import Unsupported
@@ -60,6 +62,10 @@ class Problem:
     multiprocessors: int
     #: The shared memory of a program, if a multiprocessor has one.
     shared_memory_limit: int
+    #: The keys of a part, if their number is fixed; else 0.
+    part_size: int = 0
+    #: So many that the sums of all parts are not too large.
+    most_splits: int = SPLITS[-1]
 
     @property
     def key_bytes(self) -> int:
@@ -69,7 +75,9 @@ class Problem:
 
 def shapes(problem: Problem) -> list[Shape]:
     """The shapes that fit the card, the best first."""
-    block = next((size for size in BLOCKS[::-1] if size * problem.key_bytes <= STEP_BYTES), BLOCKS[0])
+    if problem.part_size:
+        return _shapes_of_parts(problem)
+    block = _block(problem)
     one, two = ((block, _most_stages(problem, block, 4, count), 4, count) for count in PROGRAMS)
     long = (128, _most_stages(problem, 128, 4, 1), 4, 1)
     # Two tiles have long steps, in which each product reads its 64 rows less often.
@@ -87,13 +95,37 @@ def shapes(problem: Problem) -> list[Shape]:
         *((splits, *program) for program in programs),
         *((count, *program) for count in others for program in (two, one)),
     ]
-    fits = [shape for shape in dict.fromkeys(candidates) if shape[2] > 1 and _reason(problem, shape) is None]
-    return fits or [_smallest(problem, splits)]
+    return _fitting(problem, candidates) or [_smallest(problem, splits)]
+
+
+def _shapes_of_parts(problem: Problem) -> list[Shape]:
+    """With parts of a fixed size. Blocks and warps are the same in all of them: the bits depend on these."""
+    sizes = (size for size in BLOCKS[::-1] if size <= _block(problem) and _reason(problem, (1, size, 2, 4, 1)) is None)
+    block = next(sizes, BLOCKS[0])
+    two, one = ((block, _most_stages(problem, block, 4, count), 4, count) for count in PROGRAMS[::-1])
+    splits = _splits(problem, block, 2)
+    candidates = [
+        *((splits, *program) for program in (two, one)),
+        *((splits, block, stages, 4, 1) for stages in (4, 3)),
+        (splits, block, 2, 4, 2),
+        *((count, *program) for count in (2 * splits, splits // 2, 4 * splits) for program in (two, one)),
+    ]
+    return _fitting(problem, candidates) or [_smallest(problem, splits)]
+
+
+def _fitting(problem: Problem, candidates: Iterable[Shape]) -> list[Shape]:
+    """Those of more than one stage that fit."""
+    return [shape for shape in dict.fromkeys(candidates) if shape[2] > 1 and _reason(problem, shape) is None]
+
+
+def _block(problem: Problem) -> int:
+    """The most keys of which a step has so many bytes."""
+    return next((size for size in BLOCKS[::-1] if size * problem.key_bytes <= STEP_BYTES), BLOCKS[0])
 
 
 def _splits(problem: Problem, block: int, programs: int) -> int:
     """The fewest that keep the multiprocessors busy, if the keys that a query sees are so many."""
-    most = max(1, problem.most_seen // (LEAST_BLOCKS * block))
+    most = min(problem.most_splits, max(1, problem.most_seen // (problem.part_size or LEAST_BLOCKS * block)))
     enough = BUSY * problem.multiprocessors * (programs if problem.rows == MANY_ROWS else 1)
     return max(
         count for count in SPLITS if count == 1 or (count <= most and problem.parts[programs - 1] * count // 2 < enough)
@@ -115,6 +147,10 @@ def check_fits(problem: Problem, shape: Shape) -> None:
 def _reason(problem: Problem, shape: Shape) -> str | None:
     """Why a shape does not fit; None if it does."""
     splits, block, _, warps, programs = shape
+    if problem.part_size and warps > 4:
+        return "do not fit: parts of a fixed size have four warps"
+    if splits > problem.most_splits and splits in SPLITS:
+        return f"do not fit: the sums of all parts are too large for more than {problem.most_splits} splits"
     if splits not in SPLITS:
         return f"do not fit: the splits are {', '.join(map(str, SPLITS))}"
     if warps > 4 and (programs > 1 or problem.rows == MANY_ROWS or problem.together[0] > 1):

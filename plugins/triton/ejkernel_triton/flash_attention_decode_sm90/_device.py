@@ -64,6 +64,9 @@ class Call:
     TOGETHER: gl.constexpr
     TILES: gl.constexpr
     SPLITS: gl.constexpr
+    #: The sums that are stored for each row, and the keys of each if their number is fixed.
+    ENTRIES: gl.constexpr
+    PART_SIZE: gl.constexpr
     BLOCK: gl.constexpr
     WARPS: gl.constexpr
 
@@ -87,6 +90,8 @@ class Call:
         self.TOGETHER = gl.constexpr(TOGETHER)
         self.TILES = gl.constexpr(TILES)
         self.SPLITS = gl.constexpr(SPLITS)
+        self.ENTRIES = gl.constexpr(SPLITS)
+        self.PART_SIZE = gl.constexpr(0)
         self.BLOCK = gl.constexpr(BLOCK)
         self.WARPS = gl.constexpr(WARPS)
 

@@ -29,7 +29,8 @@ class Config:
     of a multiprocessor.
     """
 
-    #: The parts of the keys that a tile of tokens sees, for each key head.
+    #: The parts of the keys that a tile of tokens sees, for each key head. With ``split_size`` a program has some of
+    #: the parts of that size, and the bits do not depend on it.
     splits: int = attrs.field(default=1, validator=in_(SPLITS))
     #: The keys of a step.
     block: int = attrs.field(default=64, validator=in_(shapes.BLOCKS))
@@ -50,7 +51,9 @@ def heuristic_cfg(inv: Invocation) -> Config:
 
 @hookimpl
 def config_space(inv: Invocation) -> Iterable[Config]:
-    """One program of a multiprocessor or two; fewer stages; larger blocks; more and fewer splits."""
+    """One program of a multiprocessor or two; fewer stages; more and fewer splits; without ``split_size`` larger
+    blocks.
+    """
     check(inv)
     return [Config(*shape) for shape in shapes.shapes(_tiling.problem(inv))]
 

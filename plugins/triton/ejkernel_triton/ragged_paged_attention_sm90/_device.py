@@ -83,6 +83,9 @@ class Call:
     ROWS: gl.constexpr
     TOGETHER: gl.constexpr
     SPLITS: gl.constexpr
+    #: The sums that are stored for each row, and the keys of each if their number is fixed; else 0.
+    ENTRIES: gl.constexpr
+    PART_SIZE: gl.constexpr
     BLOCK: gl.constexpr
     WARPS: gl.constexpr
 
@@ -90,7 +93,7 @@ class Call:
     def __init__(
         self, tables, kv_lens, starts, first_page, tiles, tokens, table_length, page_count, tile_count, owned_end,
         PARTS, HEADS, GROUP, LEFT, RIGHT, INTERLEAVED, FIRST_PAGE, PAGE_SIZE, PIECE, TOKENS, ROWS, TOGETHER, SPLITS,
-        BLOCK, WARPS,
+        ENTRIES, PART_SIZE, BLOCK, WARPS,
     ):  # fmt: skip
         self.tables = tables
         self.kv_lens = kv_lens
@@ -115,6 +118,8 @@ class Call:
         self.ROWS = gl.constexpr(ROWS)
         self.TOGETHER = gl.constexpr(TOGETHER)
         self.SPLITS = gl.constexpr(SPLITS)
+        self.ENTRIES = gl.constexpr(ENTRIES)
+        self.PART_SIZE = gl.constexpr(PART_SIZE)
         self.BLOCK = gl.constexpr(BLOCK)
         self.WARPS = gl.constexpr(WARPS)
 
@@ -129,8 +134,20 @@ class Call:
             self.tile_count, self.LEFT, self.RIGHT, self.TOKENS * self.TOGETHER,
         )  # fmt: skip
         origin = first // self.BLOCK * self.BLOCK
-        block, stop = blocks_of_split(origin, end, split, self.SPLITS, self.BLOCK)
+        block, stop = self._blocks(first, end, origin, split)
         return Part(tile, kv_head, split, sequence, token, token_stop, q_start, first, end, origin, block, stop)
+
+    @gluon.jit
+    def _blocks(self, first, end, origin, split):
+        """The first of the blocks of a split, and the one behind its last. Parts of a fixed size are in one split."""
+        if self.PART_SIZE == 0:
+            block, stop = blocks_of_split(origin, end, split, self.SPLITS, self.BLOCK)
+        else:
+            begin = first // self.PART_SIZE * self.PART_SIZE
+            part, part_stop = blocks_of_split(begin, end, split, self.SPLITS, self.PART_SIZE)
+            block = gl.maximum(begin + part * self.PART_SIZE - origin, 0) // self.BLOCK
+            stop = gl.cdiv(gl.minimum(begin + part_stop * self.PART_SIZE, end) - origin, self.BLOCK)
+        return block, stop
 
     @gluon.jit
     def rows(self, part, OWN: gl.constexpr, layout: gl.constexpr):
@@ -241,7 +258,8 @@ def attend(
     SCALE: gl.constexpr, CAP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, INTERLEAVED: gl.constexpr,
     FIRST_PAGE: gl.constexpr, NUM_SEQS: gl.constexpr, PAGE_SIZE: gl.constexpr, PIECE: gl.constexpr,
     SINKS: gl.constexpr, LSE: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, TOGETHER: gl.constexpr,
-    SPLITS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    SPLITS: gl.constexpr, ENTRIES: gl.constexpr, PART_SIZE: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """The results are those of the portable kernel's ``attend``."""
     owned_end = end_of_sequences(starts, num_seqs, sequences, NUM_SEQS)
@@ -249,7 +267,7 @@ def attend(
     call = Call(
         tables, kv_lens, starts, first_page, tiles, gl.to_tensor(tokens), gl.to_tensor(table_length),
         gl.to_tensor(page_count), gl.to_tensor(tile_count), owned_end, PARTS, HEADS, GROUP, LEFT, RIGHT, INTERLEAVED,
-        FIRST_PAGE, PAGE_SIZE, PIECE, TOKENS, ROWS, TOGETHER, SPLITS, BLOCK, WARPS,
+        FIRST_PAGE, PAGE_SIZE, PIECE, TOKENS, ROWS, TOGETHER, SPLITS, ENTRIES, PART_SIZE, BLOCK, WARPS,
     )  # fmt: skip
     steps = allocate_steps(key, value, BLOCK, STAGES, TOGETHER)
     results = Results(out, maxima, totals, sinks, LSE, SINKS, V_DIM)

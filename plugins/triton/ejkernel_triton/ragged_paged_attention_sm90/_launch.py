@@ -17,7 +17,7 @@ from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability
 from ejkernel_triton.launch._multiprocessors import multiprocessors
 from ejkernel_triton.ragged_paged_attention._launch import combined, outputs
-from ejkernel_triton.ragged_paged_attention._tiling import sides
+from ejkernel_triton.ragged_paged_attention._tiling import part_count, sides
 from ejkernel_triton.ragged_paged_attention_sm90 import _tiling
 
 KERNEL = "ejkernel_triton.ragged_paged_attention_sm90._device:attend"
@@ -65,6 +65,8 @@ def attention(inv: Invocation, splits: int, block: int, stages: int, num_warps: 
             "ROWS": tile.rows,
             "TOGETHER": tile.together,
             "SPLITS": splits,
+            "ENTRIES": part_count(inv, splits),
+            "PART_SIZE": inv["split_size"] or 0,
             "BLOCK": block,
             "STAGES": stages,
             "WARPS": num_warps,

@@ -12,6 +12,8 @@ from ejkernel_triton.ragged_paged_attention_sm90._tiling import most_rows
 
 #: The copy engine permutes eight rows at a time. Pages divide the largest block, or are a multiple of it.
 LEAST_PAGE, BLOCK = 8, 128
+#: The sum of more depends on its order, which is not the same in both launches.
+MOST_SINKS = 2
 
 
 def check(inv: Invocation) -> None:
@@ -32,5 +34,8 @@ def check(inv: Invocation) -> None:
         )
     if group(inv) > most_rows(inv):
         raise Unsupported(f"the Gluon kernel takes up to {most_rows(inv)} heads for a key head; not {group(inv)}")
-    if inv["split_size"] is not None:
-        raise Unsupported("the Gluon kernel takes no split_size")
+    sinks = inv["softmax_aux"]
+    if inv["split_size"] is not None and sinks is not None and sinks.shape[1] > MOST_SINKS:
+        raise Unsupported(
+            f"with split_size, the Gluon kernel takes up to {MOST_SINKS} sinks of a head; not {sinks.shape[1]}"
+        )

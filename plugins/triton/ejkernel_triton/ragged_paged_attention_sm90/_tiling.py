@@ -9,11 +9,12 @@ from ejkernel_ops.calibration import get_shared_memory_limit
 from ejkernel_ops.ragged_paged_attention.definition import kv_heads, most_keys, value_dim
 from ejkernel_ops.ragged_paged_attention.tiles import tile_bound
 from ejkernel_triton.decode_sm90.shapes import Problem
-from ejkernel_triton.flash_attention_decode._tiling import LEAST_ROWS, MOST_ROWS
+from ejkernel_triton.flash_attention_decode._tiling import LEAST_ROWS, MOST_ROWS, SPLITS
 from ejkernel_triton.flash_attention_sm90._launch import width
 from ejkernel_triton.launch._cards import capability
 from ejkernel_triton.launch._multiprocessors import multiprocessors
-from ejkernel_triton.ragged_paged_attention._tiling import group, longest, sides
+from ejkernel_triton.ragged_paged_attention import _tiling as portable
+from ejkernel_triton.ragged_paged_attention._tiling import group, longest
 
 
 @attrs.frozen
@@ -29,8 +30,13 @@ class Tile:
 
 
 def tile(inv: Invocation, programs: int) -> Tile:
-    """As many tokens as fit, if a sequence may have so many."""
+    """As many tokens as fit, if a sequence may have so many. With a ``split_size`` the tile of the portable kernel,
+    which does not depend on how many tokens and sequences there are.
+    """
     most, heads = most_rows(inv), group(inv)
+    if inv["split_size"] is not None:
+        tokens, _, rows = portable.tile(inv)
+        return Tile(tokens, rows, 1)
     tokens = min(1 << ((most // heads).bit_length() - 1), 1 << (longest(inv) - 1).bit_length())
     rows = max(LEAST_ROWS, 1 << (tokens * heads - 1).bit_length())
     return Tile(tokens, rows, 2 if programs == 1 and longest(inv) > tokens else 1)
@@ -46,8 +52,9 @@ def problem(inv: Invocation) -> Problem:
     tiles = [tile(inv, programs) for programs in (1, 2)]
     tokens, sequences, heads = inv["query"].shape[0], inv["kv_lens"].shape[0], kv_heads(inv)
     parts = [heads * tile_bound(tokens, sequences, one.tokens * one.together) for one in tiles]
-    left, right = sides(inv)
+    left, right = portable.sides(inv)
     most = most_keys(inv)
+    is_large = inv["split_size"] is not None and portable.part_bytes(inv, 1) > portable.PART_BYTES
     return Problem(
         tiles[0].rows,
         (tiles[0].together, tiles[1].together),
@@ -58,4 +65,6 @@ def problem(inv: Invocation) -> Problem:
         int(inv["query"].dtype.itemsize),
         multiprocessors(inv),
         get_shared_memory_limit(compute_capability=capability(inv)),
+        inv["split_size"] or 0,
+        1 if is_large else SPLITS[-1],
     )
