@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ejkernel_triton.hopper import tma
-from ejkernel_triton.hopper.shared_memory import barriers, reinterpret
+from ejkernel_triton.hopper.shared_memory import barriers, reinterpret, words
 
 SIZE = gl.constexpr(64)
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -118,3 +118,19 @@ def sine(x, out):
     index = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     code: gl.constexpr = "sin.approx.f32 $0, $1;"
     gl.store(out + index, gl.inline_asm_elementwise(code, "=f,f", [gl.load(x + index)], gl.float32, True, 1))
+
+
+@gluon.jit
+def numbers_of_words(x, out, CODE: gl.constexpr):
+    """The first numbers of words of two numbers of 8 bits, and behind them the second ones."""
+    tile = gl.allocate_shared_memory(x.dtype, x.block_shape, x.layout)
+    full = barriers(1, 1)
+    mbarrier.expect(full.index(0), x.block_type.nbytes)
+    tma.load(x, [0, 0], full.index(0), tile)
+    mbarrier.wait(full.index(0), 0)
+    pairs = words(tile).load(ROWS)
+    first, second = gl.inline_asm_elementwise(CODE, "=r,=r,r", [pairs], (gl.float16, gl.float16), True, 2)
+    row = gl.arange(0, SIZE, gl.SliceLayout(1, ROWS))[:, None]
+    column = gl.arange(0, SIZE // 2, gl.SliceLayout(0, ROWS))[None, :]
+    gl.store(out + row * SIZE + column, first.to(gl.float32))
+    gl.store(out + row * SIZE + column + SIZE // 2, second.to(gl.float32))

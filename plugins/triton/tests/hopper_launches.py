@@ -23,7 +23,14 @@ import pytest
 from ejkernel_triton.launch import _jax_triton
 
 SHARED_MEMORY = 227 * 1024
-TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+TYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "int32": "i32",
+    "float8_e4m3fn": "fp8e4nv",
+    "int8": "i8",
+}
 WORDS = ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk", "st.global.b16")
 
 

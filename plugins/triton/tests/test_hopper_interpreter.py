@@ -114,3 +114,15 @@ def test_the_copy_engine_adds_to_memory() -> None:
 def test_ptx_is_run() -> None:
     x = jax.random.normal(jax.random.key(0), (128,))
     np.testing.assert_allclose(launch("tanh", [x], (128,)), np.tanh(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_numbers_of_8_bits_become_float16(dtype: str) -> None:
+    """All of them, as words of two in shared memory."""
+    from ejkernel_triton.decode_sm90 import pairs
+
+    numbers = np.random.default_rng(0).permutation(np.tile(np.arange(256, dtype=np.uint8), 16)).reshape(64, 64)
+    numbers = numbers.view(jnp.dtype(dtype))
+    code = {"float8_e4m3fn": pairs.FROM_FLOAT8, "int8": pairs.FROM_INT8}[dtype].value
+    actual = launch("numbers_of_words", [_jax_triton.describe(jnp.asarray(numbers), (64, 64))], (64, 64), CODE=code)
+    np.testing.assert_array_equal(actual, np.concatenate([numbers[:, ::2], numbers[:, 1::2]], 1).astype(np.float32))

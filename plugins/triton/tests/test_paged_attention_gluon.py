@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -29,7 +30,7 @@ if _jax_triton.unavailable_reason():
 
 OP, BACKEND = "ragged_paged_attention", "gluon_sm90"
 REGISTRY = interpreted_registry({f"{OP}.{BACKEND}": paged, f"{OP}.triton": ragged_paged_attention})
-REFUSED = frozenset({"pages of 8 bits"})
+REFUSED = frozenset({"fp8_query"})
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 #: One split; fewer than there are blocks; more. The first is the heuristic.
 CONFIGS = (None, Config(1, 64, 2, 4, 2), Config(2, 64, 3, 4, 1), Config(4, 128, 1, 4, 1), Config(16, 64, 1, 4, 2))
@@ -67,6 +68,11 @@ def shapes_of(sequences: int, keys: int, queries: int) -> dict[str, Any]:
         "query_start_loc": shape(sequences + 1),
         "max_query_len": queries,
     }
+
+
+def compute(given: dict[str, Any], cfg: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    out, lse = REGISTRY.call(OP, **given, return_lse=True, backend=BACKEND, cfg=cfg)
+    return np.asarray(out), np.asarray(lse)
 
 
 def compare(given: dict[str, Any], cfg: Any = None) -> None:
@@ -144,12 +150,89 @@ def test_two_kernels_in_one_program() -> None:
     np.testing.assert_allclose(np.asarray(program(query, pool), np.float64), right, rtol=1e-2, atol=1e-2)
 
 
+# -- pages of 8 bits -------------------------------------------------------------------------------------------------
+
+
+def narrow(given: dict[str, Any], dtype: str, scales: int = 2) -> dict[str, Any]:
+    """The call with pages of 8 bits; what no token sees is NaN, or the lowest number."""
+    pages = np.random.default_rng(4).integers(-100, 100, given["kv_pages"].shape)
+    unused = np.nan if dtype == "float8_e4m3fn" else -128
+    pages = np.where(np.isnan(np.asarray(given["kv_pages"], np.float32)), unused, pages)
+    scale = {"k_scale": np.array([0.005, 0.02], np.float32)[:scales], "v_scale": np.array([0.5, 0.02])[:scales]}
+    return given | {
+        "kv_pages": pages.astype(jnp.dtype(dtype)),
+        **{name: x.astype(np.float32) for name, x in scale.items()},
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 1.5}, {"softmax_scale": -0.2}], ids=str)
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_scales_of_heads(dtype: str, options: dict[str, Any]) -> None:
+    """In float32; the scale of keys comes before a soft cap, that of values is a factor of the output."""
+    for scales in (1, 2):
+        compare(narrow(call(Sizes((3, 1), (70, 33), 16), **options), dtype, scales), Config(2, 64, 2, 4, 1))
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("group", [1, 5, 20, 33])
+def test_tiles_of_8_bits(group: int, dim: int) -> None:
+    """Queries are columns in tiles of 64 rows, too; columns of values are padded to 128."""
+    if group > 32 and dim > 128:
+        pytest.skip("a tile has up to 32 heads")
+    given = narrow(call(Sizes((2, 7), (140, 30), 16, 2 * group, 2, dim, padding=3)), "float8_e4m3fn")
+    compare(given | {"v_scale": np.float32(0.05)})
+
+
+def test_all_numbers_of_8_bits() -> None:
+    """Each is the value of a slot of its own, and the weights are equal: the sums of two columns of all of them."""
+    numbers = np.arange(256, dtype=np.uint8)
+    for dtype, unused in (("float8_e4m3fn", (127, 255)), ("int8", ())):
+        used = np.array([number for number in numbers if number not in unused])
+        given = call(Sizes((1,), (len(used),), 64, 2, 1, 16))
+        pages = np.zeros((8, 64, 2, 16), np.uint8)
+        for slot, number in enumerate(used):
+            page = given["block_tables"][0, slot // 64]
+            pages[page, slot % 64, 1] = np.roll(numbers, -int(number))[:16] if dtype == "int8" else number
+        given |= {"kv_pages": pages.view(jnp.dtype(dtype)), "query": jnp.zeros_like(given["query"])}
+        compare(given)
+
+
+def test_a_number_that_is_nan_reaches_the_result() -> None:
+    given = narrow(call(Sizes((1, 1), (70, 30), 16)), "float8_e4m3fn")
+    for entry in (2, 3):  # the key and the value of key head 1
+        pages = np.array(given["kv_pages"])
+        pages[given["block_tables"][0, 4], 5, entry] = np.nan
+        out, _ = compute(given | {"kv_pages": pages})
+        assert np.isnan(out[0, 2:]).all()
+        assert np.isfinite(out[0, :2]).all()
+        assert np.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_queries_of_any_size(dtype: str) -> None:
+    """They are multiplied by a power of 2 for each row, of which float16 has a few only."""
+    given = narrow(call(Sizes((4,), (70,), 16, 2, 2)), "float8_e4m3fn")
+    sizes = np.array([1e-4, 1.0, 3e-3, 0.0] if dtype == "float16" else [1e-30, 1e4, 1e-3, 0.0])[:, None, None]
+    query = np.asarray(given["query"], np.float64) * sizes
+    query[3, 1] = 6e-8 if dtype == "float16" else 1e-36
+    query = jnp.asarray(query, dtype)
+    given |= {"query": query, "k_scale": np.float32(0.02), "v_scale": np.float32(0.01)}
+    out, lse = compute(given)
+    right, right_lse = expected(given)
+    np.testing.assert_allclose(np.asarray(out, np.float64), right, rtol=1e-2, atol=4e-3)
+    np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
+
+
+def test_every_configuration_of_8_bits() -> None:
+    for options in ({}, {"sliding_window": (100, 0)}, {"split_size": 256}):
+        given = narrow(call(Sizes((3, 1), (300, 600), 64, dim=128), **options), "float8_e4m3fn")
+        space = list(paged.config_space(on_card(given)))
+        assert len({*space}) == len(space) > 4
+        for cfg in space:
+            compare(given, cfg)
+
+
 # -- parts of a fixed size -------------------------------------------------------------------------------------------
-
-
-def compute(given: dict[str, Any], cfg: Any = None) -> tuple[np.ndarray, np.ndarray]:
-    out, lse = REGISTRY.call(OP, **given, return_lse=True, backend=BACKEND, cfg=cfg)
-    return np.asarray(out), np.asarray(lse)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +322,15 @@ def test_shapes(monkeypatch: pytest.MonkeyPatch, given: Any, tile: tuple[int, ..
         ),
         (call(Sizes((1,), (9,), 8, 65, 1)), "takes up to 64 heads for a key head; not 65"),
         (call(Sizes((1,), (9,), 8, dim=20)), "takes multiples of 8 for head dims; not 20"),
+        (
+            narrow(call(Sizes((1,), (9,), 8, dim=24)), "int8"),
+            "takes multiples of 16 for head dims for pages of 8 bits; not 24",
+        ),
+        (
+            narrow(call(Sizes((1,), (9,), 8)), "float8_e4m3fn")
+            | {"query": jnp.ones((1, 4, 64), jnp.float8_e4m3fn), "q_scale": np.float32(1)},
+            "takes queries of float16 and bfloat16; not float8_e4m3fn",
+        ),
     ],
 )
 def test_other_calls_are_refused_with_the_reason(given: dict[str, Any], reason: str) -> None:

@@ -28,7 +28,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 #: What the kernels for Hopper do not take.
 REFUSED_BY_GLUON = frozenset({"attention_mask", "bias", "other value_dim"})
 REFUSED_BY_GLUON_DECODE = frozenset({"attention_mask", "bias", "q_segment_ids", "kv_segment_ids", "kv_positions"})
-REFUSED_BY_GLUON_OVER_PAGES = frozenset({"pages of 8 bits"})
+REFUSED_BY_GLUON_OVER_PAGES = frozenset({"fp8_query"})
 #: Those that the copy engine fetches.
 PAGE_SIZES = (8, 16, 32, 64, 128, 256, 1024)
 
@@ -64,6 +64,7 @@ def test_random_calls_over_pages(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_calls_over_pages_on_hopper(seed: int) -> None:
+    """Of 16 and of 8 bits."""
     options = {"backend": "gluon_sm90", "without": REFUSED_BY_GLUON_OVER_PAGES, "page_sizes": PAGE_SIZES}
     check_over_pages(seed, dtype=DTYPES[1 + seed % 2], **options)
 

@@ -34,6 +34,8 @@ BUSY = 0.6
 #: The numbers of logits and sums of a step for each warp: more would not stay in registers. Of tiles with `MANY_ROWS`,
 #: whose weights are in registers too, in one program.
 WARP_NUMBERS, MANY_ROWS_NUMBERS = 3072, 4096
+#: The same where keys or values are there, too, as two numbers in a register.
+CONVERTED_NUMBERS = 4608
 #: Of a multiprocessor, and of the warp that fetches and the three that Triton adds to it.
 REGISTERS, OTHER_WARPS = 64 << 10, 4
 #: What CUDA takes of the shared memory for each program, of which the limit leaves one out.
@@ -57,7 +59,7 @@ class Problem:
     #: The columns of queries and values in shared memory.
     width: int
     v_width: int
-    #: The bytes of a number.
+    #: The bytes of a number of queries and weights.
     itemsize: int
     multiprocessors: int
     #: The shared memory of a program, if a multiprocessor has one.
@@ -66,11 +68,18 @@ class Problem:
     part_size: int = 0
     #: So many that the sums of all parts are not too large.
     most_splits: int = SPLITS[-1]
+    #: The bytes of a number of keys and values.
+    key_itemsize: int = 2
 
     @property
     def key_bytes(self) -> int:
         """Of a key and its value in shared memory."""
-        return (self.width + self.v_width) * self.itemsize
+        return (self.width + self.v_width) * self.key_itemsize
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether queries are the rows of products."""
+        return self.rows == MANY_ROWS and self.key_itemsize > 1
 
 
 def shapes(problem: Problem) -> list[Shape]:
@@ -89,6 +98,8 @@ def shapes(problem: Problem) -> list[Shape]:
         (block, 2, 4, 2),
         (block, _most_stages(problem, block, 8, 1), 8, 1),
     ]
+    if problem.key_itemsize == 1:
+        programs.append((BLOCKS[0], _most_stages(problem, BLOCKS[0], 4, 2), 4, 2))
     splits = _splits(problem, block, first[3])
     others = (2 * splits, splits // 2, 4 * splits)
     candidates = [
@@ -119,8 +130,11 @@ def _fitting(problem: Problem, candidates: Iterable[Shape]) -> list[Shape]:
 
 
 def _block(problem: Problem) -> int:
-    """The most keys of which a step has so many bytes."""
-    return next((size for size in BLOCKS[::-1] if size * problem.key_bytes <= STEP_BYTES), BLOCKS[0])
+    """The most keys of which a step has so many bytes; of 8 bits, as many as there are registers for."""
+    sizes = (size for size in BLOCKS[::-1] if size * problem.key_bytes <= STEP_BYTES)
+    if problem.key_itemsize == 1:
+        sizes = (size for size in sizes if _has_registers(problem, size, 4, 1))
+    return next(sizes, BLOCKS[0])
 
 
 def _splits(problem: Problem, block: int, programs: int) -> int:
@@ -153,15 +167,25 @@ def _reason(problem: Problem, shape: Shape) -> str | None:
         return f"do not fit: the sums of all parts are too large for more than {problem.most_splits} splits"
     if splits not in SPLITS:
         return f"do not fit: the splits are {', '.join(map(str, SPLITS))}"
+    if warps > 4 and problem.key_itemsize == 1:
+        return "do not fit: programs that read numbers of 8 bits have four warps"
     if warps > 4 and (programs > 1 or problem.rows == MANY_ROWS or problem.together[0] > 1):
         return f"do not fit: only one tile, of less than {MANY_ROWS} rows, in one program may have eight warps"
-    numbers = MANY_ROWS_NUMBERS if problem.rows == MANY_ROWS and programs == 1 else WARP_NUMBERS
-    if (block + problem.v_width) * problem.rows > numbers * warps:
+    if not _has_registers(problem, block, warps, programs):
         return f"do not fit: logits and sums of {problem.rows} rows are too many for the registers of {warps} warps"
     limit = (problem.shared_memory_limit + RESERVED_BY_CUDA) // programs - RESERVED_BY_CUDA
     if (size := shared_memory(problem, shape)) > limit:
         return f"need {size} bytes of shared memory, and there are {limit} (the card's, or EJKERNEL_TRITON_SMEM_LIMIT)"
     return None
+
+
+def _has_registers(problem: Problem, block: int, warps: int, programs: int) -> bool:
+    numbers = (block + problem.v_width) * problem.rows
+    if problem.key_itemsize == 1:
+        converted = block * max(problem.width, problem.v_width)
+        return numbers + converted // 2 <= CONVERTED_NUMBERS * warps
+    is_one = problem.rows == MANY_ROWS and programs == 1
+    return numbers <= (MANY_ROWS_NUMBERS if is_one else WARP_NUMBERS) * warps
 
 
 def registers(warps: int, programs: int) -> int:
@@ -175,7 +199,7 @@ def shared_memory(problem: Problem, shape: Shape) -> int:
     """
     _, block, stages, _, programs = shape
     rows, size = problem.rows, problem.itemsize
-    exchanged = 0 if rows == MANY_ROWS else rows * (block * size + 4 * 8 * 4)
+    exchanged = 0 if problem.has_rows else rows * (block * size + 4 * 8 * 4)
     own = rows * problem.width * size + exchanged
     return stages * block * problem.key_bytes + problem.together[programs - 1] * own + OTHER_BYTES
 

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from ejkernel_triton.hopper.shared_memory import barriers
+from ejkernel_triton.hopper.shared_memory import barriers, words
 
 
 @aggregate
@@ -14,15 +14,20 @@ class Steps:
 
     keys: gl.shared_memory_descriptor
     values: gl.shared_memory_descriptor
+    #: As they are read: numbers of 8 bits are words of two.
+    key_words: gl.shared_memory_descriptor
+    value_words: gl.shared_memory_descriptor
     keys_full: gl.shared_memory_descriptor
     values_full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     COUNT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, keys, values, keys_full, values_full, empty, COUNT):
+    def __init__(self, keys, values, key_words, value_words, keys_full, values_full, empty, COUNT):
         self.keys = keys
         self.values = values
+        self.key_words = key_words
+        self.value_words = value_words
         self.keys_full = keys_full
         self.values_full = values_full
         self.empty = empty
@@ -44,12 +49,14 @@ class Steps:
     def wait_for_keys(self, step):
         """The keys of a step, when they are there: (slots, columns)."""
         mbarrier.wait(self.keys_full.index(step % self.COUNT), (step // self.COUNT) & 1)
-        return self.keys.index(step % self.COUNT).reshape([self.keys.shape[2], self.keys.shape[4]])
+        keys = self.key_words
+        return keys.index(step % self.COUNT).reshape([keys.shape[2], keys.shape[4]])
 
     @gluon.jit
     def wait_for_values(self, step):
         mbarrier.wait(self.values_full.index(step % self.COUNT), (step // self.COUNT) & 1)
-        return self.values.index(step % self.COUNT).reshape([self.values.shape[2], self.values.shape[4]])
+        values = self.value_words
+        return values.index(step % self.COUNT).reshape([values.shape[2], values.shape[4]])
 
     @gluon.jit
     def release(self, step):
@@ -62,7 +69,11 @@ def allocate_steps(key, value, BLOCK: gl.constexpr, COUNT: gl.constexpr, READERS
     """An empty ring of ``COUNT`` steps, of ``BLOCK`` keys each."""
     keys = gl.allocate_shared_memory(key.dtype, [COUNT, 1, BLOCK, 1, key.block_shape[3]], key.layout)
     values = gl.allocate_shared_memory(value.dtype, [COUNT, 1, BLOCK, 1, value.block_shape[3]], value.layout)
-    return Steps(keys, values, barriers(COUNT, 1), barriers(COUNT, 1), barriers(COUNT, READERS), COUNT)
+    key_words, value_words = keys, values
+    if key.dtype.primitive_bitwidth == 8:
+        key_words, value_words = words(keys), words(values)
+    full, values_full, empty = barriers(COUNT, 1), barriers(COUNT, 1), barriers(COUNT, READERS)
+    return Steps(keys, values, key_words, value_words, full, values_full, empty, COUNT)
 
 
 @aggregate

@@ -27,3 +27,13 @@ def reinterpret(memory, dtype, shape, layout, _semantic=None):
     """The same bytes of shared memory as another type. Triton 3.9 has a new name for this."""
     shape = [unwrapped(size) for size in unwrapped(shape)]
     return _semantic.memdesc_reinterpret(memory, unwrapped(dtype), shape, unwrapped(layout))
+
+
+@builtin
+def words(memory, _semantic=None):
+    """Rows of numbers of 8 bits, as rows of words of 16 bits with two numbers each. The copy engine permutes bytes, so
+    each word is in the same place.
+    """
+    old = memory.layout
+    shape = [*memory.shape[:-1], memory.shape[-1] // 2]
+    return _semantic.memdesc_reinterpret(memory, gl.int16, shape, type(old)(old.swizzle_byte_width, 16, old.rank))

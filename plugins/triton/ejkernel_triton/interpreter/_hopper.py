@@ -278,6 +278,11 @@ def _reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any) -> Any:
     raise Fault("reinterprets shared memory, whose order depends on its layout: the interpreter has no layouts")
 
 
+def _words(memory: Any) -> Any:
+    """The same bytes: a store into a word is one into its first number."""
+    return SharedMemory(memory.data.view(np.int16), memory.unfenced[..., ::2], tl.int16)
+
+
 def _fence(cluster: Any = False) -> None:
     for unfenced in _RUNNING.group.unfenced:
         unfenced[...] = False
@@ -446,6 +451,10 @@ def _convert_layout(value: Any, layout: Any, assert_trivial: Any = False) -> Any
 
 def _inline_asm(asm: Any, constraints: Any, args: Any, dtype: Any, is_pure: Any, pack: Any) -> Any:
     (x,) = args
+    if isinstance(plain(dtype), (tuple, tl.tuple)):
+        dtypes = [plain(one) for one in plain(dtype)]
+        results = _ptx.run_on_words(plain(asm), x.handle.data, [numpy_dtype(one) for one in dtypes])
+        return tuple(_tensor(result, one) for result, one in zip(results, dtypes, strict=True))
     values, _ = _ptx.run(plain(asm), x.handle.data.reshape(plain(pack), -1))
     return _tensor(values.reshape(x.handle.data.shape).astype(numpy_dtype(plain(dtype))), plain(dtype))
 
@@ -461,6 +470,7 @@ replace(hopper.fence_async_shared, _fence)
 replace(tma.add, _add)
 replace(tma.store_wait, _wait_for_stores)
 replace(shared_memory.reinterpret, _reinterpret)
+replace(shared_memory.words, _words)
 replace(gl.inline_asm_elementwise, _inline_asm)
 replace(hopper.mbarrier.arrive, _arrive)
 replace(hopper.mbarrier.expect, _expect)

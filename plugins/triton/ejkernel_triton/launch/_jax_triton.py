@@ -55,6 +55,8 @@ _OLDEST_TRITON, _OLDEST_JAX_TRITON = (3, 6), (0, 3, 1)
 _CUDA_12_8_CAPABILITIES = (*range(70, 91), 100, 101, 120)
 #: Parts of a compilation that no launch needs, and that are many times as large as the others.
 _UNUSED_RESULTS = {"ttgir": "", "llir": ""}
+#: The dtypes that Gluon has by another name.
+_GLUON_NAMES = {"float8_e4m3fn": "float8e4nv"}
 _LOCK = threading.RLock()
 _ABSENT = object()
 
@@ -91,7 +93,7 @@ class Descriptor:
         with import_lock():
             from triton.experimental.gluon import language as gl
 
-        name = jnp.dtype(dtype).name
+        name = _GLUON_NAMES.get(jnp.dtype(dtype).name, jnp.dtype(dtype).name)
         if self.swizzle is None:
             return gl.NVMMASharedLayout.get_default_for(self.block, getattr(gl, name))
         return gl.NVMMASharedLayout(self.swizzle, 8 * jnp.dtype(dtype).itemsize, len(self.block))

@@ -60,6 +60,9 @@ class Call:
     starts: gl.tensor
     first_page: gl.tensor
     tiles: gl.tensor
+    #: Of keys and values of 8 bits: none, one, or one for each key head.
+    k_scale: gl.tensor
+    v_scale: gl.tensor
     tokens: gl.tensor
     table_length: gl.tensor
     page_count: gl.tensor
@@ -75,6 +78,8 @@ class Call:
     #: Keys and values of a head are in one array, next to each other.
     INTERLEAVED: gl.constexpr
     FIRST_PAGE: gl.constexpr
+    K_SCALES: gl.constexpr
+    V_SCALES: gl.constexpr
     PAGE_SIZE: gl.constexpr
     #: The keys that are fetched at a time: all of a block, or a page.
     PIECE: gl.constexpr
@@ -91,15 +96,17 @@ class Call:
 
     @gluon.constexpr_function
     def __init__(
-        self, tables, kv_lens, starts, first_page, tiles, tokens, table_length, page_count, tile_count, owned_end,
-        PARTS, HEADS, GROUP, LEFT, RIGHT, INTERLEAVED, FIRST_PAGE, PAGE_SIZE, PIECE, TOKENS, ROWS, TOGETHER, SPLITS,
-        ENTRIES, PART_SIZE, BLOCK, WARPS,
+        self, tables, kv_lens, starts, first_page, tiles, k_scale, v_scale, tokens, table_length, page_count,
+        tile_count, owned_end, PARTS, HEADS, GROUP, LEFT, RIGHT, INTERLEAVED, FIRST_PAGE, K_SCALES, V_SCALES,
+        PAGE_SIZE, PIECE, TOKENS, ROWS, TOGETHER, SPLITS, ENTRIES, PART_SIZE, BLOCK, WARPS,
     ):  # fmt: skip
         self.tables = tables
         self.kv_lens = kv_lens
         self.starts = starts
         self.first_page = first_page
         self.tiles = tiles
+        self.k_scale = k_scale
+        self.v_scale = v_scale
         self.tokens = tokens
         self.table_length = table_length
         self.page_count = page_count
@@ -112,6 +119,8 @@ class Call:
         self.RIGHT = gl.constexpr(RIGHT)
         self.INTERLEAVED = gl.constexpr(INTERLEAVED)
         self.FIRST_PAGE = gl.constexpr(FIRST_PAGE)
+        self.K_SCALES = gl.constexpr(K_SCALES)
+        self.V_SCALES = gl.constexpr(V_SCALES)
         self.PAGE_SIZE = gl.constexpr(PAGE_SIZE)
         self.PIECE = gl.constexpr(PIECE)
         self.TOKENS = gl.constexpr(TOKENS)
@@ -203,6 +212,21 @@ class Call:
         return visible
 
     @gluon.jit
+    def scale_of_keys(self, part):
+        """What the products with keys of 8 bits are multiplied by."""
+        scale = 1.0
+        if self.K_SCALES > 0:
+            scale = gl.load(self.k_scale + (part.kv_head if self.K_SCALES > 1 else 0))
+        return scale
+
+    @gluon.jit
+    def scale_of_values(self, part):
+        scale = 1.0
+        if self.V_SCALES > 0:
+            scale = gl.load(self.v_scale + (part.kv_head if self.V_SCALES > 1 else 0))
+        return scale
+
+    @gluon.jit
     def fetch(self, steps, step, key, value, part):
         """Fetch the blocks of a part, each as soon as there is a place for it; the step behind them.
 
@@ -251,23 +275,24 @@ class Call:
 
 @gluon.jit
 def attend(
-    query, key, value, tables, kv_lens, starts, num_seqs, first_page, tiles, sinks,
+    query, key, value, tables, kv_lens, starts, num_seqs, first_page, tiles, k_scale, v_scale, sinks,
     tokens, sequences, table_length, page_count, tile_count,
     out, maxima, totals,
     PARTS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, V_DIM: gl.constexpr,
     SCALE: gl.constexpr, CAP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, INTERLEAVED: gl.constexpr,
-    FIRST_PAGE: gl.constexpr, NUM_SEQS: gl.constexpr, PAGE_SIZE: gl.constexpr, PIECE: gl.constexpr,
-    SINKS: gl.constexpr, LSE: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, TOGETHER: gl.constexpr,
-    SPLITS: gl.constexpr, ENTRIES: gl.constexpr, PART_SIZE: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr,
+    FIRST_PAGE: gl.constexpr, NUM_SEQS: gl.constexpr, K_SCALES: gl.constexpr, V_SCALES: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, PIECE: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, TOKENS: gl.constexpr,
+    ROWS: gl.constexpr, TOGETHER: gl.constexpr, SPLITS: gl.constexpr, ENTRIES: gl.constexpr, PART_SIZE: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The results are those of the portable kernel's ``attend``."""
     owned_end = end_of_sequences(starts, num_seqs, sequences, NUM_SEQS)
     # Triton makes constants of what is 1.
     call = Call(
-        tables, kv_lens, starts, first_page, tiles, gl.to_tensor(tokens), gl.to_tensor(table_length),
+        tables, kv_lens, starts, first_page, tiles, k_scale, v_scale, gl.to_tensor(tokens), gl.to_tensor(table_length),
         gl.to_tensor(page_count), gl.to_tensor(tile_count), owned_end, PARTS, HEADS, GROUP, LEFT, RIGHT, INTERLEAVED,
-        FIRST_PAGE, PAGE_SIZE, PIECE, TOKENS, ROWS, TOGETHER, SPLITS, ENTRIES, PART_SIZE, BLOCK, WARPS,
+        FIRST_PAGE, K_SCALES, V_SCALES, PAGE_SIZE, PIECE, TOKENS, ROWS, TOGETHER, SPLITS, ENTRIES, PART_SIZE, BLOCK,
+        WARPS,
     )  # fmt: skip
     steps = allocate_steps(key, value, BLOCK, STAGES, TOGETHER)
     results = Results(out, maxima, totals, sinks, LSE, SINKS, V_DIM)

@@ -12,7 +12,6 @@ from ejkernel_ops.ragged_paged_attention.definition import kv_heads, page_size, 
 from ejkernel_ops.ragged_paged_attention.tiles import tiles
 from ejkernel_triton.decode_sm90.shapes import registers
 from ejkernel_triton.flash_attention._problem import operands
-from ejkernel_triton.flash_attention_sm90._launch import width
 from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability
 from ejkernel_triton.launch._multiprocessors import multiprocessors
@@ -21,6 +20,7 @@ from ejkernel_triton.ragged_paged_attention._tiling import part_count, sides
 from ejkernel_triton.ragged_paged_attention_sm90 import _tiling
 
 KERNEL = "ejkernel_triton.ragged_paged_attention_sm90._device:attend"
+SCALES = ("k_scale", "v_scale")
 
 
 def attention(inv: Invocation, splits: int, block: int, stages: int, num_warps: int, programs: int) -> tuple[Any, Any]:
@@ -30,12 +30,13 @@ def attention(inv: Invocation, splits: int, block: int, stages: int, num_warps: 
     work = tiles(inv, tile.tokens * tile.together)
     parts = splits * work.shape[1] * kv_heads(inv)
     piece = min(block, page_size(inv))
-    arrays = (query, *(_described(x, piece) for x in (pages[0], pages[-1])))
+    widths = _tiling.widths(inv)
+    arrays = (query, *(_described(x, piece, size) for x, size in zip((pages[0], pages[-1]), widths, strict=True)))
     lists = (*(inv[name] for name in ("block_tables", "kv_lens", "query_start_loc", "num_seqs", "first_page")), work)
     left, right = sides(inv)
     sums = _jax_triton.call(
         KERNEL,
-        operands(inv, (*arrays, *lists, sinks)),
+        operands(inv, (*arrays, *lists, inv["k_scale"], inv["v_scale"], sinks)),
         outputs(inv, splits),
         scalars=(
             *(x.shape[0] for x in (query, inv["kv_lens"])),
@@ -57,6 +58,7 @@ def attention(inv: Invocation, splits: int, block: int, stages: int, num_warps: 
             "INTERLEAVED": inv["kv_pages"] is not None,
             "FIRST_PAGE": inv["first_page"] is not None,
             "NUM_SEQS": inv["num_seqs"] is not None,
+            **{f"{name[0].upper()}_SCALES": 0 if inv[name] is None else inv[name].size for name in SCALES},
             "PAGE_SIZE": page_size(inv),
             "PIECE": piece,
             "SINKS": 0 if sinks is None else sinks.shape[1],
@@ -80,6 +82,6 @@ def attention(inv: Invocation, splits: int, block: int, stages: int, num_warps: 
     return combined(inv, sums, splits)
 
 
-def _described(pages: jax.Array, rows: int) -> Any:
+def _described(pages: jax.Array, rows: int, columns: int) -> Any:
     """Pages, in pieces of so many tokens of one head; a page behind the last one is 0."""
-    return _jax_triton.describe(pages, (1, rows, 1, width(pages.shape[3])))
+    return _jax_triton.describe(pages, (1, rows, 1, columns))

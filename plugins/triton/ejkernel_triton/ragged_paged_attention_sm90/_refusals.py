@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ejkernel_core import Invocation, Unsupported
-from ejkernel_ops.pages import pages_of
+from ejkernel_ops.pages import EIGHT_BITS, pages_of
 from ejkernel_ops.ragged_paged_attention.definition import page_size, value_dim
 from ejkernel_triton.hopper.requirements import DTYPES, ELEMENTS, require_hopper
 from ejkernel_triton.ragged_paged_attention import _refusals
@@ -23,11 +23,14 @@ def check(inv: Invocation) -> None:
     query, size = inv["query"], page_size(inv)
     if str(query.dtype) not in DTYPES:
         raise Unsupported(f"the Gluon kernel takes queries of {' and '.join(DTYPES)}; not {query.dtype}")
-    if pages_of(inv)[0].dtype != query.dtype:
-        raise Unsupported(f"the Gluon kernel takes pages of the query's dtype; not {pages_of(inv)[0].dtype}")
+    dtype = pages_of(inv)[0].dtype
+    if dtype not in (query.dtype, *EIGHT_BITS):
+        raise Unsupported(f"the Gluon kernel takes pages of the query's dtype or of 8 bits; not {dtype}")
+    elements = ELEMENTS * 2 // dtype.itemsize
     for dim in (query.shape[2], value_dim(inv)):
-        if dim % ELEMENTS:
-            raise Unsupported(f"the Gluon kernel takes multiples of {ELEMENTS} for head dims; not {dim}")
+        if dim % elements:
+            of = " for pages of 8 bits" if dtype in EIGHT_BITS else ""
+            raise Unsupported(f"the Gluon kernel takes multiples of {elements} for head dims{of}; not {dim}")
     if size < LEAST_PAGE or (size & (size - 1) and size % BLOCK):
         raise Unsupported(
             f"the Gluon kernel takes pages of {LEAST_PAGE}, 16, 32 or 64 tokens, or a multiple of {BLOCK}; not {size}"

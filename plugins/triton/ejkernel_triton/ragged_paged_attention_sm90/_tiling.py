@@ -6,6 +6,7 @@ import attrs
 
 from ejkernel_core import Invocation
 from ejkernel_ops.calibration import get_shared_memory_limit
+from ejkernel_ops.pages import pages_of
 from ejkernel_ops.ragged_paged_attention.definition import kv_heads, most_keys, value_dim
 from ejkernel_ops.ragged_paged_attention.tiles import tile_bound
 from ejkernel_triton.decode_sm90.shapes import Problem
@@ -15,6 +16,9 @@ from ejkernel_triton.launch._cards import capability
 from ejkernel_triton.launch._multiprocessors import multiprocessors
 from ejkernel_triton.ragged_paged_attention import _tiling as portable
 from ejkernel_triton.ragged_paged_attention._tiling import group, longest
+
+#: Of values of 8 bits.
+LEAST_COLUMNS = 128
 
 
 @attrs.frozen
@@ -42,6 +46,18 @@ def tile(inv: Invocation, programs: int) -> Tile:
     return Tile(tokens, rows, 2 if programs == 1 and longest(inv) > tokens else 1)
 
 
+def widths(inv: Invocation) -> tuple[int, int]:
+    """The columns of keys and values in shared memory."""
+    own = width(inv["query"].shape[2]), width(value_dim(inv))
+    # Of 8 bits there are 64 words of two, as many as the hardware multiplies at a time.
+    return own if itemsize(inv) > 1 else (own[0], max(own[1], LEAST_COLUMNS))
+
+
+def itemsize(inv: Invocation) -> int:
+    """Of a number in the pages."""
+    return int(pages_of(inv)[0].dtype.itemsize)
+
+
 def most_rows(inv: Invocation) -> int:
     columns = max(width(inv["query"].shape[2]), width(value_dim(inv)))
     return next(rows for most_columns, rows in MOST_ROWS if columns <= most_columns)
@@ -60,11 +76,11 @@ def problem(inv: Invocation) -> Problem:
         (tiles[0].together, tiles[1].together),
         (parts[0], parts[1]),
         most if left < 0 or right < 0 else min(most, left + right + tiles[0].tokens * tiles[0].together),
-        width(inv["query"].shape[2]),
-        width(value_dim(inv)),
+        *widths(inv),
         int(inv["query"].dtype.itemsize),
         multiprocessors(inv),
         get_shared_memory_limit(compute_capability=capability(inv)),
         inv["split_size"] or 0,
         1 if is_large else SPLITS[-1],
+        itemsize(inv),
     )
