@@ -120,6 +120,25 @@ def test_tiles_of_tokens(heads: tuple[int, int], cfg: Config | None) -> None:
     compare(call(Sizes((70, 1, 9), (90, 30, 9), 16, *heads, padding=5)), cfg)
 
 
+@pytest.mark.parametrize("cfg", CONFIGS)
+@pytest.mark.parametrize("heads", [4, 33])
+def test_keys_before_a_window_are_not_used(heads: int, cfg: Config | None) -> None:
+    """They are NaN here, and the entries of their pages no pages. A tile of 64 rows has the values of its first block in
+    flight with the next product.
+    """
+    given = call(Sizes((2, 3), (290, 60), 8, heads, 2 if heads == 4 else 1), sliding_window=(90, 0))
+    right, right_lse = expected(given)
+    pages, tables = np.array(given["kv_pages"]), given["block_tables"].copy()
+    for slot in range(290 - 2 - 90):
+        pages[tables[0, slot // 8], slot % 8] = np.nan
+    tables[0, :12], tables[0, 12:24] = -1, 2**31 - 1
+    layers = {"kv_pages": np.concatenate([np.full_like(pages, np.nan), pages]), "first_page": np.int32(len(pages))}
+    for changes in ({"kv_pages": pages}, layers):
+        out, lse = compute(given | changes | {"block_tables": tables}, cfg)
+        np.testing.assert_allclose(np.asarray(out, np.float64), right, rtol=3e-3, atol=3e-3)
+        np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
+
+
 def test_of_a_layer_and_of_some_sequences() -> None:
     given = call(attrs.evolve(MIXED, page_size=8))
     pages = given["kv_pages"]

@@ -69,7 +69,7 @@ def sums_of_columns(
         row_sum = rescaled(row_sum, rescale) + partial_sums(weights)
         row_max = new_max
         weighing.permute((1, 0)).store(weights.to(weighing.dtype))
-        v = values(call, steps, step, part.end - slot)
+        v = values(call, steps, step, part, slot)
         fence_async_shared()
         product = warpgroup_mma(v.permute((1, 0)), weighing.permute((1, 0)), sums * rescale[None, :], is_async=True)
         sums = warpgroup_mma_wait(0, [product])

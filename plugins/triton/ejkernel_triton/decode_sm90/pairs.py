@@ -87,7 +87,7 @@ def sums_of_pairs(
         row_sum = rescaled(row_sum, rescale) + partial_sums(weights)
         row_max = new_max
         weighing.permute((1, 0)).store(weights.to(gl.float16))
-        v = values(call, steps, step, part.end - slot)
+        v = values(call, steps, step, part, slot)
         even, odd = _numbers(v.permute((1, 0)).load(LEFT), IS_FLOAT8)
         fence_async_shared()
         right = weighing.permute((1, 0))

@@ -48,9 +48,12 @@ def sums_of_rows(
         logits = _masked(call, part, logits, block, full, full_end, q_position, SCALE, CAP)
         row_max, row_sum, rescale, weights = _softmax_step(logits, row_max, row_sum, UNIT)
         weights = gl.convert_layout(weights.to(dtype), WEIGHTS)
+        first_slot = part.origin + block * call.BLOCK
+        if call.begin(part, first_slot) > 0:
+            values(call, steps, step, part, first_slot)
         for j in range(block + 1, stop):
             product = _start_logits(call, steps, step + 1, queries, LOGITS)
-            # Only the last block has slots without a value.
+            # Only the first block and the last one have slots without a value.
             weighted = warpgroup_mma(weights, steps.wait_for_values(step), sums, is_async=True)
             logits = warpgroup_mma_wait(1, [product])
             logits = _masked(call, part, logits, j, full, full_end, q_position, SCALE, CAP)
@@ -60,7 +63,7 @@ def sums_of_rows(
             sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
             weights = gl.convert_layout(next_weights.to(dtype), WEIGHTS)
             step += 1
-        v = values(call, steps, step, part.end - (part.origin + (stop - 1) * call.BLOCK))
+        v = values(call, steps, step, part, part.origin + (stop - 1) * call.BLOCK)
         sums = warpgroup_mma_wait(0, [warpgroup_mma(weights, v, sums, is_async=True)])
         steps.release(step)
         step += 1

@@ -31,23 +31,24 @@ def scaled(logits, SCALE: gl.constexpr, CAP: gl.constexpr):
 
 
 @gluon.jit
-def values(call, steps, step, count):
-    """The values of a step, when they are there: those from ``count`` on are set to 0. What stands there may be NaN,
-    for which a weight of 0 is not enough.
+def values(call, steps, step, part, slot):
+    """The values of a step, when they are there. Those of slots that the part does not see are set to 0: what stands
+    there may be NaN, for which a weight of 0 is not enough.
     """
     v = steps.wait_for_values(step)
-    if count < call.BLOCK:
-        _clear(v, count, call.WARPS)
+    begin, end = call.begin(part, slot), part.end - slot
+    if (begin > 0) | (end < call.BLOCK):
+        _clear(v, begin, end, call.WARPS)
         fence_async_shared()
         wait_for_group()
     return v
 
 
 @gluon.jit
-def _clear(tile, count, WARPS: gl.constexpr):
-    """Set the rows from ``count`` on to 0."""
+def _clear(tile, begin, end, WARPS: gl.constexpr):
+    """Set the rows before ``begin`` and from ``end`` on to 0."""
     WIDTH: gl.constexpr = tile.shape[1]
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
     row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, LINES))
-    values = tile.load(LINES)
-    tile.store(gl.where((row < count)[:, None], values, gl.zeros_like(values)))
+    numbers = tile.load(LINES)
+    tile.store(gl.where(((row >= begin) & (row < end))[:, None], numbers, gl.zeros_like(numbers)))

@@ -133,6 +133,11 @@ class Call:
         return full, full_end
 
     @gluon.jit
+    def begin(self, part, slot):
+        """Of the slots from ``slot`` on, how many come before those that are seen: blocks begin there."""
+        return 0
+
+    @gluon.jit
     def visible(self, visible, position, end, q_position):
         """Without the keys that a query does not see."""
         visible = visible & (position < end)

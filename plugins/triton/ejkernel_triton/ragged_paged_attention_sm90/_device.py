@@ -202,6 +202,14 @@ class Call:
         return full, full_end
 
     @gluon.jit
+    def begin(self, part, slot):
+        """Of the slots from ``slot`` on, how many come before the first one that is seen."""
+        begin = 0
+        if self.LEFT >= 0:
+            begin = part.first - slot
+        return begin
+
+    @gluon.jit
     def visible(self, visible, position, end, q_position):
         """Without the keys that a token does not see."""
         visible = visible & (position < end)
@@ -245,8 +253,8 @@ class Call:
         for j in range(part.block, part.stop):
             next_entries = self._entries(table, part, j + 1, piece)
             slot = part.origin + j * self.BLOCK
-            # Behind the last page the copy engine writes zeros.
-            pages = gl.where(slot + piece * self.PIECE < part.end, entries + shift, self.page_count)
+            # Where none is seen the copy engine writes zeros.
+            pages = gl.where(self._is_seen(part, slot + piece * self.PIECE), entries + shift, self.page_count)
             keys, values, keys_full, values_full = steps.wait_for_place(step)
             mbarrier.expect(keys_full, PIECES * key.block_type.nbytes)
             for i in gl.static_range(PIECES):
@@ -269,8 +277,13 @@ class Call:
     def _entries(self, table, part, j, piece):
         """The entries of the table for the pieces of a block; those that no token sees are not read."""
         slot = part.origin + j * self.BLOCK + piece * self.PIECE
-        is_seen = (piece < self.BLOCK // self.PIECE) & (slot < part.end) & (j < part.stop)
+        is_seen = (piece < self.BLOCK // self.PIECE) & (j < part.stop) & self._is_seen(part, slot)
         return gl.load(table + slot // self.PAGE_SIZE, mask=is_seen, other=0)
+
+    @gluon.jit
+    def _is_seen(self, part, slot):
+        """Whether the part sees a slot of the pieces that begin at these."""
+        return (slot < part.end) & (slot + self.PIECE > part.first)
 
 
 @gluon.jit
