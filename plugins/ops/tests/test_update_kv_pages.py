@@ -417,6 +417,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "pair": ({"kv_pages": (CACHE, CACHE)}, TypeError, "update_kv_pages takes kv_pages=(key_pages, value_pages), and"),
     "names": ({"key_cache": CACHE}, TypeError, "ejkernel_core.call('update_kv_page_pair', ...) takes key_pages and"),
     "other name": ({"slots": PLACES}, TypeError, "'slots' is called 'slot_mapping' here"),
+    "tables": ({"block_table": PLACES}, TypeError, "'slot_mapping' takes page * page_size + row of each token"),
+    "of vLLM": ({"kv_cache_dtype": "fp8"}, TypeError, "leave it out: the pages say it"),
 }
 
 

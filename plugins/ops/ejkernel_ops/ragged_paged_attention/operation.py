@@ -14,44 +14,10 @@ from ejkernel_ops.pages import pages_of
 
 from .arguments import prepare
 from .definition import most_keys, output_dtype
+from .other_names import A_PAIR, OTHER_NAMES
 from .values import validate
 
 Arguments = dict[str, Any]
-
-_BY_NAME = {
-    "query": "q queries",
-    "kv_lens": "kv_len kv_lengths seq_lens seqlens_k seqused_k cache_seqlens context_lens",
-    "block_tables": "block_table page_table page_indices page_ids",
-    "query_start_loc": "cu_q_lens cu_seqlens_q cum_seqlens_q cu_query_lens qo_indptr",
-    "num_seqs": "num_sequences n_seqs",
-    "softmax_aux": "sinks s_aux attention_sinks sink attention_sink",
-    "softmax_scale": "scale sm_scale scaling",
-    "causal": "is_causal",
-    "sliding_window": "window window_size",
-    "logits_soft_cap": "softcap soft_cap logit_cap",
-    "q_scale": "q_descale query_scale",
-    "k_scale": "k_descale key_scale",
-    "v_scale": "v_descale value_scale",
-    "max_query_len": "max_seqlen_q max_q_len max_query_length",
-    "split_size": "fixed_split_size",
-    "metadata": "scheduler_metadata",
-    "first_page": "layer layer_id page_offset",
-    "return_lse": "return_softmax_lse return_logsumexp return_residuals",
-    "backend": "implementation impl platform",
-}
-_TYPED = "ejkernel_ops.ragged_paged_attention takes kv_pages=(key_pages, value_pages)"
-_A_PAIR = f"{_TYPED}, and ejkernel_core.call(...) takes key_pages and value_pages by name"
-_NOT_HERE = "attention over pages has no {}"
-OTHER_NAMES = {
-    **{other: name for name, others in _BY_NAME.items() for other in others.split()},
-    **dict.fromkeys(("kv_cache", "cache", "pages"), "kv_pages"),
-    **dict.fromkeys(("key_cache", "k_cache", "k_pages"), "key_pages"),
-    **dict.fromkeys(("value_cache", "v_cache", "v_pages"), "value_pages"),
-    **dict.fromkeys(("alibi_slopes", "alibi"), _NOT_HERE.format("alibi")),
-    **dict.fromkeys(("qq_bias", "bias", "attn_bias"), _NOT_HERE.format("bias")),
-    **dict.fromkeys(("attention_mask", "mask", "attn_mask", "custom_mask"), _NOT_HERE.format("mask of its own")),
-    **dict.fromkeys(("num_splits", "num_kv_splits"), "the core chooses the splits; 'split_size' fixes their size"),
-}
 
 
 def _signature() -> inspect.Signature:
@@ -173,6 +139,6 @@ forward = Operation(
     samples=samples,
     cost=cost,
     examples=_examples,
-    pytrees={"kv_pages": _A_PAIR},
+    pytrees={"kv_pages": A_PAIR},
     other_names=OTHER_NAMES,
 )

@@ -21,12 +21,19 @@ Arguments = dict[str, Any]
 OTHER_NAMES = {
     **dict.fromkeys(("k", "keys", "new_key", "new_k"), "key"),
     **dict.fromkeys(("v", "values", "new_value", "new_v"), "value"),
-    **dict.fromkeys(("slots", "slot_indices", "slices"), "slot_mapping"),
-    **dict.fromkeys(("num_kv_update_slices", "num_slices_updated"), "num_slices"),
+    **dict.fromkeys(("slots", "slot_indices", "slices", "slice_indices", "cache_loc", "out_cache_loc"), "slot_mapping"),
+    **dict.fromkeys(("num_kv_update_slices", "num_slices_updated", "total_update_slices"), "num_slices"),
     **dict.fromkeys(("layer", "layer_id", "page_offset"), "first_page"),
     **dict.fromkeys(("key_scale", "scale_k"), "k_scale"),
     **dict.fromkeys(("value_scale", "scale_v"), "v_scale"),
     **dict.fromkeys(("implementation", "impl", "platform"), "backend"),
+    **dict.fromkeys(("new_kv", "new_kv_tokens"), "'key' and 'value' take new_kv[:, ::2] and new_kv[:, 1::2]"),
+    **dict.fromkeys(
+        ("block_tables", "block_table", "page_table", "page_indices"),
+        "'slot_mapping' takes page * page_size + row of each token",
+    ),
+    **dict.fromkeys(("kv_cache_dtype", "page_size", "block_size"), "leave it out: the pages say it"),
+    "num_slices_per_block": "'cfg' takes a kernel's Config",
 }
 _JOINED = ("kv_cache", "cache", "pages", "kv_pages")
 _KEYS, _VALUES = ("key_cache", "k_cache", "key_pages", "k_pages"), ("value_cache", "v_cache", "value_pages", "v_pages")
