@@ -286,7 +286,7 @@ def test_the_front_door_names_what_is_not_taken_by_position() -> None:
         "mesh": "call it inside jax.shard_map",
         "in_specs": "call it inside jax.shard_map, which takes in_specs",
         "normalize_output": "the output is always normalized; return_lse=True returns the log-sum-exp too",
-        "block_tables": "there is no paged cache; 'kv_lengths' takes how many keys a cache of one array for each sequence holds",
+        "block_tables": "call ragged_paged_attention for a cache of pages; 'kv_lengths' is for one that has a row for each sequence",
     }.items(),
 )
 def test_arguments_of_ejkernel_are_answered(name: str, advice: str) -> None:

@@ -37,7 +37,7 @@ OTHER_NAMES = {other: name for name, others in BY_NAME.items() for other in othe
     "segment_ids": "'q_segment_ids' and 'kv_segment_ids' take them, of queries and of keys",
     **dict.fromkeys(
         ("block_tables", "block_table", "page_table", "page_indices"),
-        "there is no paged cache; 'kv_lengths' takes how many keys a cache of one array for each sequence holds",
+        "call ragged_paged_attention for a cache of pages; 'kv_lengths' is for one that has a row for each sequence",
     ),
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "leave it out: there are no longest lengths to give"),
     "return_attn_probs": "there are no probabilities to return; 'return_lse' returns the log-sum-exp",
