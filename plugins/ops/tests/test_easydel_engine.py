@@ -1,4 +1,4 @@
-"""EasyDeL's engine generates the tokens of its own kernels with the class that the page registers, on a CPU.
+"""EasyDeL's engine generates the tokens of its own kernels with the lines of the pages, on a CPU.
 
 EasyDeL 0.3.0 needs JAX 0.9, so it is in no environment of this project: install it, with pillow and torch, beside
 ejkernel-core, ejkernel-ops and ejkernel-xla.
@@ -19,23 +19,25 @@ from tests.pages import blocks
 
 pytestmark = pytest.mark.long
 
-PAGE = Path(__file__).parents[3] / "docs" / "operations" / "ragged_paged_attention.md"
+OPERATIONS = Path(__file__).parents[3] / "docs" / "operations"
 VOCABULARY, LENGTH, NEW_TOKENS = 256, 128, 24
 #: Tokens of each prompt. Steps have 32, so that a prompt is cut.
 PROMPTS = (5, 41, 17, 1)
-FUNCTIONS = ("unified_attention", "register_in_easydel")
 
 
-def register() -> None:
-    """The lines of the page."""
+def functions_of(page: str) -> dict[str, Any]:
+    """The functions of a page, its imports from this project, and their constants."""
     names: dict[str, Any] = {}
-    for block in blocks(PAGE):
-        if any(f"def {name}(" in block.content for name in FUNCTIONS):
-            exec(block.content, names)
-        elif "from ejkernel_ops import ragged_paged_attention" in block.content:
-            body = [node for node in ast.parse(block.content).body if isinstance(node, ast.ImportFrom)]
-            exec(compile(ast.Module(body, []), str(PAGE), "exec"), names)
-    names["register_in_easydel"]()
+    for block in blocks(OPERATIONS / page):
+        if block.language == "python":
+            body = [node for node in ast.parse(block.content).body if is_definition(node)]
+            exec(compile(ast.Module(body, []), page, "exec"), names)
+    return names
+
+
+def is_definition(node: ast.stmt) -> bool:
+    is_constant = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "OPTIONS"
+    return is_constant or isinstance(node, (ast.FunctionDef, ast.Import, ast.ImportFrom))
 
 
 def tokenizer(folder: Path) -> Any:
@@ -97,7 +99,9 @@ def test_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(module, "per_device_hbm_budget_bytes", lambda *args, **options: 8 << 20)
     own = tokens_of(easydel, "ragged_page_attention_v3", tmp_path)
     monkeypatch.setattr(OperationRegistry, "_registry", dict(OperationRegistry._registry))
-    register()
+    monkeypatch.setattr(unified.UnifiedAttentionCacheView, "concatenate_to_cache", None)
+    functions_of("ragged_paged_attention.md")["register_in_easydel"]()
+    functions_of("update_kv_pages.md")["write_in_easydel"]()
     calls = []
     registered = OperationRegistry.get("unified_attention")
     attend = registered.forward_native

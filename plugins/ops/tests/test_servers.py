@@ -403,6 +403,33 @@ def test_update_of_slots() -> None:
     np.testing.assert_array_equal(theirs, right)
 
 
+def test_update_in_the_cache_of_easydel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a module with the names of EasyDeL's."""
+
+    @dataclasses.dataclass(frozen=True)
+    class View:
+        key_cache: Any
+        value_cache: Any
+        replace = dataclasses.replace
+
+    module = types.ModuleType("easydel.caching")
+    vars(module).update(UnifiedAttentionCacheView=View, unwrap_metadata=lambda metadata, kind: metadata[kind])
+    monkeypatch.setitem(sys.modules, "easydel", types.ModuleType("easydel"))
+    monkeypatch.setitem(sys.modules, "easydel.caching", module)
+    functions_of(UPDATE_PAGE)["write_in_easydel"]()
+    rng = np.random.default_rng(7)
+    tokens = rng.normal(size=(2, 1, 11, 3, 8)).astype(np.float32)
+    caches = rng.normal(size=(2, 3, 16, 3, 8)).astype(np.float32)
+    step = types.SimpleNamespace(slot_mapping=jnp.array(SLICES), num_kv_update_slices=jnp.array([3]))
+    before: Any = View(*map(jnp.array, caches))
+    view = before.concatenate_to_cache(*map(jnp.array, tokens), {"ragged": step})
+    for new, cache, own in zip((view.key_cache, view.value_cache), caches, tokens, strict=True):
+        right = cache.reshape(48, 3, 8).copy()
+        for slot, token, count in SLICES[:, :3].T:
+            right[slot : slot + count] = own[0, token : token + count]
+        np.testing.assert_array_equal(new.reshape(right.shape), right)
+
+
 # -- names -------------------------------------------------------------------------------------------------------------
 
 ROWS = re.findall(r"^\| (`.*?) \| (.*?) \|$", PAGE.read_text().partition("### vLLM")[2].partition("\n###")[0], re.M)
