@@ -86,6 +86,7 @@ def tokens_of(easydel: Any, mechanism: str, folder: Path) -> list[list[int]]:
         return [list(result.outputs[0].token_ids) for result in results]
     finally:
         engine.terminate()
+        engine._worker_manager.shutdown()  # two processes of each engine
 
 
 def test_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
