@@ -110,6 +110,9 @@ class Operation:
     other_names: Mapping[str, str] = attrs.field(factory=dict, converter=read_only)
     #: By array: a sentence that says what to do with a pytree of arrays in its place. The error for one has it.
     pytrees: Mapping[str, str] = attrs.field(factory=dict, converter=read_only)
+    #: From the shape of the first array, and sizes by name, to other arrays: a shape and a dtype for each, or None for
+    #: that of the call. A command line gives these sizes in place of the arrays.
+    sizes: Callable[..., Mapping[str, tuple[tuple[int, ...], str | None]]] | None = None
 
     @arrays.default
     def _arrays(self) -> tuple[str, ...]:

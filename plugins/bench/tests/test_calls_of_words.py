@@ -141,6 +141,18 @@ def test_kernels_are_measured_by_name(ejkernel):
     assert "xla" not in header
 
 
+def test_a_call_on_pages_is_measured_beside_the_peers_of_its_suite(ejkernel, tmp_path):
+    words = ["--shape", "3x4x16", "--sequences", "3", "--cached", "40", "--page-size", "8", "--kv-heads", "2"]
+    file = tmp_path / "report.json"
+    options = ["--dtype", "float32", "--kernels", "xla", "--peers", "--rounds", "1", "--json", str(file)]
+    code, output, _ = ejkernel("bench", "ragged_paged_attention", *words, *options)
+    assert code == 0
+    assert "FA3 is not measured: there is no NVIDIA GPU" in output
+    (table,) = json.loads(file.read_text())[0]["tables"]
+    row = dict(zip(table["columns"], table["rows"][0], strict=True))
+    assert all(isinstance(row[name], float) for name in ("ejkernel", "xla", "gather"))
+
+
 def test_a_wrong_peer_is_a_fault(ejkernel, monkeypatch):
     from ejkernel_bench import flash_attention
 

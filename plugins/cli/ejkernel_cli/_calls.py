@@ -1,8 +1,9 @@
 """A call described by words: ``flash_attention --shape 4x4096x16x128 --causal --dtype bfloat16``.
 
 ``--shape`` is the shape of the first array. Other arrays have options of their own names (``--key 4x4096x2x128``). The
-shapes of the required ones follow from the axes of the operation where they are not given. Everything else is an option
-of the operation: ``--causal``, ``--no-causal``, ``--sliding-window 128,0``.
+shapes of the required ones follow from the axes of the operation where they are not given. An operation on a cache may
+have sizes in place of arrays: ``--sequences 64 --cached 8192``. Everything else is an option of the operation:
+``--causal``, ``--no-causal``, ``--sliding-window 128,0``.
 """
 
 from __future__ import annotations
@@ -104,6 +105,17 @@ def _descriptions(operation: Operation) -> Iterator[tuple[str, str]]:
         else:
             default = "no default" if is_required else f"default {parameter.default}"
             yield _option(name), default
+    for name, parameter in _sizes(operation).items():
+        default = "" if parameter.default in (parameter.empty, None) else f", default {parameter.default}"
+        yield _option(name), f"in place of arrays of a cache{default}"
+
+
+def _sizes(operation: Operation) -> dict[str, inspect.Parameter]:
+    """The sizes that may be given in place of arrays."""
+    if operation.sizes is None:
+        return {}
+    parameters = inspect.signature(operation.sizes).parameters
+    return {name: one for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
 
 
 def matching_operations(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -132,9 +144,12 @@ def parse_call(operation: str, words: Sequence[str]) -> Call:
     except ejkernel_core.UnknownOperation as error:
         raise click.UsageError(str(error)) from None
     values = _values_by_name(definition, words)
+    sizes = {name: values.pop(name) for name in _sizes(definition) if name in values}
     options = {name: value for name, value in values.items() if name not in definition.arrays}
     _check_options(definition, options)
     texts = {name: value for name, value in values.items() if name in definition.arrays}
+    if sizes:
+        texts = {**_texts_of_sizes(definition, texts, sizes), **texts}
     dtype = options.pop("dtype", None) if "dtype" not in definition.signature.parameters else None
     return Call(operation, _arrays(definition, texts, options, dtype), options)
 
@@ -155,6 +170,21 @@ def _check_options(operation: Operation, options: Collection[str]) -> None:
     missing = [_option(name) for name in names if name not in options and _has_no_default(operation, name)]
     if missing:
         raise click.UsageError(f"{operation.name} needs {' and '.join(missing)} with a value{_all_options(operation)}")
+
+
+def _texts_of_sizes(operation: Operation, texts: Mapping[str, str], sizes: Mapping[str, Any]) -> dict[str, str]:
+    """The arrays that the sizes stand for, in words."""
+    assert operation.sizes is not None
+    missing = [_option(name) for name, one in _sizes(operation).items() if one.default is one.empty]
+    missing = [option for option in missing if option not in map(_option, sizes)]
+    if missing:
+        raise click.UsageError(f"{_option(next(iter(sizes)))} also needs {' and '.join(missing)}")
+    first = _first_array(operation)
+    if first not in texts:
+        raise click.UsageError(f"the shape of {first} is missing, as --shape 4x4096x16x128")
+    with clear_refusals(operation.name):
+        arrays = operation.sizes(_array(first, texts[first], None)[0], **sizes)
+    return {name: "x".join(map(str, shape)) + f":{dtype}" * bool(dtype) for name, (shape, dtype) in arrays.items()}
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -190,8 +220,8 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def _argument(operation: Operation, word: str, text: str | None) -> tuple[str, Any]:
-    """The name and the value of one argument."""
-    parameters = operation.signature.parameters
+    """The name and the value of one argument, or of a size in place of arrays."""
+    parameters = {**_sizes(operation), **operation.signature.parameters}
     name = word.removeprefix("--").replace("-", "_")
     if name == "shape" and name not in parameters:
         name = _first_array(operation)
@@ -224,7 +254,7 @@ def _required_text(word: str, text: str | None, example: str) -> str:
 
 def _hint(name: str, operation: Operation) -> str:
     """The end of a sentence about an unknown option: the most similar one, or all that there are."""
-    names = ["shape", "dtype", *operation.signature.parameters]
+    names = ["shape", "dtype", *operation.signature.parameters, *_sizes(operation)]
     similar = [*(n for n in names if name in n.split("_")), *difflib.get_close_matches(name, names, 1)]
     if similar:
         return f"; did you mean {_option(similar[0])}?"
@@ -233,7 +263,9 @@ def _hint(name: str, operation: Operation) -> str:
 
 def _all_options(operation: Operation) -> str:
     """The end of a sentence about a call that cannot be read."""
-    return f"; it has {', '.join(map(_option, ('shape', 'dtype', *operation.signature.parameters)))}"
+    return (
+        f"; it has {', '.join(map(_option, ('shape', 'dtype', *operation.signature.parameters, *_sizes(operation))))}"
+    )
 
 
 def _option(name: str) -> str:

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import ejkernel_core
-from ejkernel_cli import parse_call
+from ejkernel_cli import Failure, parse_call
 from ejkernel_cli._calls import literal
 from ejkernel_core import Axes, Example, Operation, Registry
+from ejkernel_ops.ragged_paged_attention.tiles import metadata_length
+from ejkernel_tuning._samples import sample_inputs
 
 
 def shapes(operation: str, line: str) -> dict[str, tuple[int, ...]]:
@@ -101,6 +103,66 @@ def test_the_parsed_call_can_be_explained():
     )
     inv = ejkernel_core.plan(call.operation, **call.arguments).invocation
     assert (inv["causal"], inv["sliding_window"], inv["key"].shape) == (True, (8, 0), (2, 70, 4, 64))
+
+
+CACHE = "--shape 6x8x64 --sequences 3 --cached 100"
+
+
+def test_sizes_of_a_cache_stand_for_its_arrays():
+    arrays = {"query": (6, 8, 64), "kv_lens": (3,), "block_tables": (3, 2), "query_start_loc": (4,)}
+    assert shapes("ragged_paged_attention", CACHE) == {**arrays, "kv_pages": (6, 64, 16, 64)}
+    line = f"{CACHE} --page-size 16 --kv-heads 2 --pair --pages 50 --planned --cache-dtype int8 --max-query-len 4"
+    pair = dict.fromkeys(("key_pages", "value_pages"), (50, 16, 2, 64))
+    expected = {**arrays, **pair, "block_tables": (3, 7), "metadata": (metadata_length(6, 3),)}
+    assert shapes("ragged_paged_attention", line) == expected
+    assert options("ragged_paged_attention", line) == {"max_query_len": 4}
+    narrow = {name for name, dtype in dtypes("ragged_paged_attention", line).items() if dtype == "int8"}
+    assert narrow == {*pair}
+    assert dtypes("ragged_paged_attention", line)["block_tables"] == "int32"
+    assert dtypes("ragged_paged_attention", f"{CACHE} --dtype float16")["kv_pages"] == "float16"
+    assert shapes("update_kv_pages", "--shape 6x8x64 --pages 5")["kv_pages"] == (5, 64, 16, 64)
+    line = "--shape 6x8x64 --pages 5 --page-size 4"
+    assert shapes("update_kv_page_pair", line)["value_pages"] == (5, 4, 8, 64)
+
+
+def test_an_array_that_is_given_is_that_of_the_call():
+    assert shapes("ragged_paged_attention", f"{CACHE} --block-tables 3x9")["block_tables"] == (3, 9)
+
+
+@pytest.mark.parametrize("line", [CACHE, f"{CACHE} --page-size 16 --kv-heads 2 --pair --planned"])
+def test_calls_by_sizes_are_taken_and_have_valid_samples(line):
+    call = parse_call("ragged_paged_attention", [*line.split(), "--dtype", "float32"])
+    inv = ejkernel_core.invocation(call.operation, **call.arguments)
+    assert ejkernel_core.plan(call.operation, **call.arguments).invocation["query"].shape == (6, 8, 64)
+    ejkernel_core.call(call.operation, **sample_inputs(inv), validate=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--shape 6x8x64 --sequences 3", "--sequences also needs --cached"),
+        ("--shape 6x8x64 --page-size 3", "--page-size also needs --sequences and --cached"),
+        ("--sequences 3 --cached 9", "the shape of query is missing"),
+        ("--shape 6x8x64 --sequences 3 --cashed 9", "did you mean --cached?"),
+        ("--shape 6x8x64 --sequences --cached 9", "--sequences takes a value"),
+    ],
+)
+def test_sizes_that_are_missing_are_named(line, message):
+    assert message in complaint("ragged_paged_attention", line)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--shape 6x8x64 --sequences 3 --cached 0", "cached: takes a number from 1"),
+        ("--shape 6x8x64 --sequences 3 --cached 9 --pages 1.5", "pages: takes an int"),
+        ("--shape 6x8 --sequences 3 --cached 9", "query: takes (tokens, heads, head_dim); got shape (6, 8)"),
+    ],
+)
+def test_wrong_sizes_are_refused_in_the_words_of_the_operation(line, message):
+    with pytest.raises(Failure) as failure:
+        parse_call("ragged_paged_attention", line.split())
+    assert message in failure.value.message
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .arrays import DTYPES, check_integers
+from .options import integer
 
 #: The dtypes of pages that have scales.
 EIGHT_BITS = tuple(jnp.dtype(name) for name in ("float8_e4m3fn", "int8"))
@@ -73,3 +74,30 @@ def int32(array: Any) -> jax.Array:
     if array.dtype.itemsize > 4 or array.dtype == jnp.uint32:
         array = jnp.clip(array, max(int(jnp.iinfo(array.dtype).min), _LEAST), _MOST)
     return jnp.asarray(array, jnp.int32)
+
+
+# -- sizes in place of arrays ------------------------------------------------------------------------------------------
+
+
+def check_three_axes(name: str, shape: tuple[int, ...], words: str) -> None:
+    """Raise for a shape with another number of axes, of which the words are the names."""
+    if len(shape) != 3:
+        raise ValueError(f"{name}: takes {words}; got shape {shape}")
+
+
+def positive(name: str, value: Any) -> int:
+    """A size from 1 on."""
+    return integer(name, value, _MOST, "the largest int32")
+
+
+def page_shapes(pages: int, page_size: int, kv_heads: int, dim: int, pair: bool) -> dict[str, tuple[int, ...]]:
+    """By name, of one array or of a pair.
+
+    >>> page_shapes(7, 16, 2, 64, pair=False)
+    {'kv_pages': (7, 16, 4, 64)}
+    """
+    given = {"pages": pages, "page_size": page_size, "kv_heads": kv_heads}
+    count, size, heads = (positive(name, value) for name, value in given.items())
+    if pair:
+        return dict.fromkeys(("key_pages", "value_pages"), (count, size, heads, dim))
+    return {"kv_pages": (count, size, 2 * heads, dim)}

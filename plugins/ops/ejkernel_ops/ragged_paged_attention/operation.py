@@ -15,6 +15,7 @@ from ejkernel_ops.pages import pages_of
 from .arguments import prepare
 from .definition import most_keys, output_dtype
 from .other_names import A_PAIR, OTHER_NAMES
+from .sizes import shapes_of_sizes
 from .values import validate
 
 Arguments = dict[str, Any]
@@ -141,4 +142,5 @@ forward = Operation(
     examples=_examples,
     pytrees={"kv_pages": A_PAIR},
     other_names=OTHER_NAMES,
+    sizes=shapes_of_sizes,
 )

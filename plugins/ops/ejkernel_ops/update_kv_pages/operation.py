@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_core import Axes, Cost, Example, Operation
-from ejkernel_ops.pages import pages_of
+from ejkernel_ops.pages import check_three_axes, page_shapes, pages_of
 
 from .arguments import prepare, validate
 
@@ -102,6 +102,20 @@ def _examples(name: str) -> Iterable[Example]:
     return every
 
 
+def shapes_of_sizes(
+    pair: bool,
+    key: tuple[int, ...],
+    *,
+    pages: int,
+    page_size: int = 64,
+    cache_dtype: str | None = None,
+) -> dict[str, tuple[tuple[int, ...], str | None]]:
+    """The arrays of a call by the sizes of its cache, as a command line says them."""
+    check_three_axes("key", key, "(tokens, kv_heads, head_dim)")
+    cache = page_shapes(pages, page_size, key[1], key[2], pair)
+    return {name: (shape, cache_dtype) for name, shape in cache.items()}
+
+
 def _operation(name: str, pages: Mapping[str, str], value_dim: str, **fields: Any) -> Operation:
     axes = _axes(pages, value_dim)
     return Operation(
@@ -113,6 +127,7 @@ def _operation(name: str, pages: Mapping[str, str], value_dim: str, **fields: An
         validate=validate,
         samples=partial(samples, axes),
         cost=cost,
+        sizes=partial(shapes_of_sizes, len(pages) == 2),
         **fields,
     )
 
