@@ -11,6 +11,8 @@ from .flash_attention import flash_attention
 from .fused_linear_cross_entropy import fused_linear_cross_entropy
 from .grouped_matmul import grouped_matmul
 from .layer_norm import layer_norm
+from .linear_argmax import linear_argmax
+from .linear_log_probs import linear_log_probs
 from .moe_combine import moe_combine
 from .moe_order import moe_order
 from .moe_permute import moe_permute
@@ -28,6 +30,8 @@ __all__ = [
     "grouped_matmul",
     "jax_nn",
     "layer_norm",
+    "linear_argmax",
+    "linear_log_probs",
     "moe_combine",
     "moe_order",
     "moe_permute",

@@ -80,8 +80,7 @@ def product(arguments: Arguments) -> Arguments:
 
 def _labels(arguments: Arguments) -> Arguments:
     labels, start, weights = (arguments[name] for name in ("labels", "vocab_start", "token_weights"))
-    check_integers("labels", labels)
-    canonical = {"labels": labels.astype(jnp.int32), "ignore_index": _ignore_index(arguments["ignore_index"])}
+    canonical = {"labels": label_array(labels), "ignore_index": _ignore_index(arguments["ignore_index"])}
     if start is not None:
         check_integers("vocab_start", start)
         if start.shape not in ((1,), ()):
@@ -92,6 +91,12 @@ def _labels(arguments: Arguments) -> Arguments:
         if weights.shape != labels.shape:
             raise ValueError(f"token_weights: takes the shape of labels, {labels.shape}; got shape {weights.shape}")
     return canonical
+
+
+def label_array(labels: Any) -> Any:
+    """The checked labels in int32."""
+    check_integers("labels", labels)
+    return labels.astype(jnp.int32)
 
 
 def _ignore_index(value: Any) -> int:

@@ -16,6 +16,8 @@ from jax import lax
 
 Arguments = Mapping[str, Any]
 
+#: The label of rows that do not count, where an operation has no argument for it.
+IGNORED = -100
 #: In float16, gradients of logits are multiplied so that the largest of a row is this one: small probabilities would
 #: otherwise be 0.
 LARGEST_IN_FLOAT16 = 2.0**14
@@ -54,8 +56,8 @@ class Labels(NamedTuple):
 def labels_of(arguments: Arguments) -> Labels:
     """The labels of all rows, in one axis."""
     labels = arguments["labels"].reshape(-1)
-    counts = labels != arguments["ignore_index"]
-    start = arguments["vocab_start"]
+    counts = labels != arguments.get("ignore_index", IGNORED)
+    start = arguments.get("vocab_start")
     column = labels if start is None else labels - start[0]
     is_here = counts & (column >= 0) & (column < vocab(arguments))
     return Labels(jnp.where(is_here, column, 0), is_here, counts)

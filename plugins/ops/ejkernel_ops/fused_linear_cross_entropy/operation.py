@@ -20,17 +20,18 @@ from .values import validate
 
 Arguments = Mapping[str, Any]
 
-_REDUCTION = "who reduces the losses says so to ejkernel_ops.fused_linear_cross_entropy, by reduction"
-#: What other libraries call the arguments, for the error of an unknown argument.
-OTHER_NAMES = {
+#: What other libraries call the arguments, for the error of an unknown argument: those of the logits, and all.
+OTHER_NAMES_OF_LOGITS = {
     **dict.fromkeys(("x", "input", "_input", "hidden_states", "embeddings", "e"), "hidden"),
     **dict.fromkeys(("w", "kernel", "lm_head", "lin_weight", "c", "weights"), "weight"),
-    **dict.fromkeys(("target", "targets", "y"), "labels"),
     **dict.fromkeys(("softcap", "logit_soft_cap", "soft_cap", "logits_soft_cap_value"), "logits_soft_cap"),
+    **dict.fromkeys(("implementation", "impl", "platform"), "backend"),
+}
+OTHER_NAMES = {
+    **OTHER_NAMES_OF_LOGITS,
+    **dict.fromkeys(("target", "targets", "y"), "labels"),
     **dict.fromkeys(("lse_square_scale", "z_loss_multiplier", "logsumexp_weight"), "z_loss"),
     **dict.fromkeys(("loss_weights", "sample_weight", "mask", "where"), "token_weights"),
-    **dict.fromkeys(("implementation", "impl", "platform"), "backend"),
-    "reduction_mode": _REDUCTION,
 }
 
 

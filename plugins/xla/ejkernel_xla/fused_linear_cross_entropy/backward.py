@@ -58,11 +58,4 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array | None, ...]:
             cotangents["d_lse"] = inv["d_lse"].reshape(-1)
         _, of_product = gradients.with_gradients(inv, cfg.rows, cotangents, needs, inv["hidden"].dtype)
         by_name |= of_product._asdict()
-    return tuple(_rounded(inv, name, by_name[name]) if inv.needs(name) else None for name in wrt)
-
-
-def _rounded(inv: Invocation, name: str, gradient: jax.Array) -> jax.Array:
-    """In the dtype of the array, or in a wider one if it is a partial sum on one device of several."""
-    is_partial = name in (inv["partial_sums"] or ())
-    dtype = arithmetic_dtype(inv[name]) if is_partial else inv[name].dtype
-    return gradient.astype(dtype)
+    return tuple(gradients.rounded(inv, name, by_name[name]) if inv.needs(name) else None for name in wrt)
