@@ -96,7 +96,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"ejkernel_classes\._kernel\.(Cfg|Out)|ejkernel_tuning\._labels\.Function"),
     (
         r"py:class",
-        r"Arguments|Fold|Format|Restore|ejkernel_core\._scopes\.(HasItems|Overlay)|ejkernel_cache.*\.Document",
+        r"Arguments|Fold|Format|Reduction|Restore|ejkernel_core\._scopes\.(HasItems|Overlay)|ejkernel_cache.*\.Document",
     ),
     # The pages of these operations have the fields of what they return.
     (r"py:class", r"ejkernel_ops\.(moe_route\.Routes|moe_order\.Order)"),
