@@ -5,6 +5,7 @@ Every step is announced before it begins, so that nobody waits without knowing f
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -43,6 +44,8 @@ SIZES = {
 }
 ROUNDS = 9
 STEPS = 5
+#: Of a line with the reasons of kernels, before it is indented.
+WIDTH = 92
 OURS, PEER = "ejkernel", "jax.nn"
 
 Run = Callable[[], Any]
@@ -113,7 +116,8 @@ def _others(plan: Plan) -> Iterator[str]:
             text = f"{status}, {' '.join(verdict.reason.split())}"
             backends.setdefault(text.removesuffix(", "), []).append(verdict.name.rpartition(".")[2])
     for text, names in backends.items():
-        yield f"{', '.join(names)}: {text}"
+        line = f"{', '.join(names)}: {text}"
+        yield from textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _first_calls(example: Example, inputs: Inputs, backend: str | None) -> tuple[dict[str, Run], Results]:
