@@ -117,14 +117,15 @@ def _widths(columns: Sequence[Sequence[str]], available: int) -> Sequence[int | 
     With only a smallest width of a column, rich makes tables that are too wide, and cuts them off.
     """
     widths = [_longest_word(*texts) for texts in columns]
-    longest = [max(len(line) for text in texts for line in [*text.splitlines(), ""]) for texts in columns]
+    lines = [[len(line) for text in texts for line in text.splitlines()] for texts in columns]
     if sum(widths) > available:
         return [None] * len(widths)
-    widths = [min(pair) for pair in zip(widths, longest, strict=True)]
+    widths = [min(width, max(lengths, default=0)) for width, lengths in zip(widths, lines, strict=True)]
     for _ in range(available - sum(widths)):
-        shortages = [line - width for line, width in zip(longest, widths, strict=True)]
-        place = shortages.index(max(shortages))
-        widths[place] += shortages[place] > 0
+        # To the column in which the most lines are too long.
+        folded = [sum(length > width for length in lengths) for lengths, width in zip(lines, widths, strict=True)]
+        place = folded.index(max(folded))
+        widths[place] += folded[place] > 0
     return widths
 
 
