@@ -75,6 +75,10 @@ def sums_of_pairs(
         zeros = gl.zeros([BLOCK, ROWS], gl.float32, ACC)
         product = warpgroup_mma(even, queries.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
         product = warpgroup_mma(odd, queries.index(1).permute((1, 0)), product, is_async=True)
+        # While the hardware multiplies, the values become float16. Then registers have all of the step.
+        v = values(call, steps, step, part, slot)
+        v_even, v_odd = _numbers(v.permute((1, 0)).load(LEFT), IS_FLOAT8)
+        steps.release(step)
         logits = _scaled(warpgroup_mma_wait(0, [product]), unit[None, :], SCALE, CAP)
         if (slot < full) | (slot + BLOCK > full_end):
             position = slot + gl.arange(0, BLOCK, gl.SliceLayout(1, ACC))
@@ -87,14 +91,11 @@ def sums_of_pairs(
         row_sum = rescaled(row_sum, rescale) + partial_sums(weights)
         row_max = new_max
         weighing.permute((1, 0)).store(weights.to(gl.float16))
-        v = values(call, steps, step, part, slot)
-        even, odd = _numbers(v.permute((1, 0)).load(LEFT), IS_FLOAT8)
         fence_async_shared()
         right = weighing.permute((1, 0))
-        even_sums = warpgroup_mma(even, right, even_sums * rescale[None, :], is_async=True)
-        odd_sums = warpgroup_mma(odd, right, odd_sums * rescale[None, :], is_async=True)
+        even_sums = warpgroup_mma(v_even, right, even_sums * rescale[None, :], is_async=True)
+        odd_sums = warpgroup_mma(v_odd, right, odd_sums * rescale[None, :], is_async=True)
         even_sums, odd_sums = warpgroup_mma_wait(0, [even_sums, odd_sums])
-        steps.release(step)
         step += 1
     total = gl.convert_layout(gl.sum(gl.sum(row_sum, 0), 0), OF_ROWS)
     scale = call.scale_of_values(part)
