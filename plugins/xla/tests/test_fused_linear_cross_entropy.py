@@ -110,6 +110,21 @@ def test_the_heuristic_keeps_to_the_memory(reduction: str, forward: Any) -> None
         assert rows * vocab * chunks.BYTES <= max(chunks.MEMORY_ELSEWHERE, 64 * vocab * chunks.BYTES)
 
 
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_logits_are_never_whole_in_memory(reduction: str) -> None:
+    """Neither with gradients nor without: temporary memory is a small part of what the logits would take."""
+    rows, dim, vocab = 2048, 8, 4096
+    arrays = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((rows, dim), "float32"), ((dim, vocab), "float32"), ((rows,), "int32"))
+    ]
+    loss = partial(mean, reduction)
+    for function in (loss, jax.value_and_grad(loss, (0, 1))):
+        memory = jax.jit(function).lower(*arrays).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < 0.1 * 4 * rows * vocab
+
+
 # -- eight devices -----------------------------------------------------------------------------------------------------
 
 
