@@ -107,6 +107,8 @@ def test_the_heuristic_keeps_to_the_memory(reduction: str, forward: Any) -> None
         }
         inv = attrs.evolve(ejkernel_core.invocation(op, **arrays), platform="gpu", device_kind=None)
         assert forward.heuristic_cfg(inv=inv) == forward.Config(rows)
+        space = [cfg.rows for cfg in forward.config_space(inv=inv)]
+        assert space == [*dict.fromkeys((rows, rows // 2, min(2 * rows, 32768), min(4 * rows, 32768)))]
         assert rows * vocab * chunks.BYTES <= max(chunks.MEMORY_ELSEWHERE, 64 * vocab * chunks.BYTES)
 
 

@@ -38,14 +38,18 @@ def rows_of_memory(inv: Invocation) -> int:
     """As many rows as the memory allows, a power of two, and no more than there are."""
     memory = MEMORY.get(inv.platform, MEMORY_ELSEWHERE)
     count = max(memory // (BYTES * vocab(inv)), FEWEST)
-    most = 1 << (max(rows(inv), 1) - 1).bit_length()
-    return int(min(1 << (count.bit_length() - 1), most))
+    return min(1 << (count.bit_length() - 1), _all_rows(inv))
 
 
 def neighbours(inv: Invocation) -> list[int]:
-    """The heuristic's rows, and half, twice and four times as many."""
-    count = rows_of_memory(inv)
-    return [*dict.fromkeys((count, max(count // 2, 1), 2 * count, 4 * count))]
+    """The heuristic's rows, and half, twice and four times as many, where there are so many."""
+    count, most = rows_of_memory(inv), _all_rows(inv)
+    return [*dict.fromkeys((count, max(count // 2, 1), min(2 * count, most), min(4 * count, most)))]
+
+
+def _all_rows(inv: Invocation) -> int:
+    """The next power of two of the number of rows, so that calls of a bucket have one space."""
+    return 1 << (max(rows(inv), 1) - 1).bit_length()
 
 
 def rows_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
