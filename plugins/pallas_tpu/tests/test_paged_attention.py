@@ -353,6 +353,9 @@ def test_blocks_are_pages_or_parts_of_one() -> None:
     inv = on_tpu(GIVEN | {"kv_pages": shape(8, 24, 4, 64)})
     with pytest.raises(Unsupported, match="a block of 128 slots is neither some pages of 24 slots nor a part of one"):
         ragged_paged_attention.check_cfg(inv, Config(1, 128))
+    inv = on_tpu(GIVEN | {"kv_pages": shape(8, 16, 4, 64)})
+    with pytest.raises(Unsupported, match=r"k_block=131072, .* needs \d+.\d MiB of vector memory, of which there are"):
+        ragged_paged_attention.check_cfg(inv, Config(1, 2**17))
     with pytest.raises(ValueError, match="k_block: takes a multiple of 128; got 100"):
         Config(k_block=100)
     with pytest.raises(ValueError, match="q_tile"):

@@ -79,6 +79,10 @@ def check_config(inv: Invocation, cfg: Config) -> None:
     size = page_size(inv)
     if cfg.k_block % size and size % cfg.k_block:
         raise Unsupported(f"a block of {cfg.k_block} slots is neither some pages of {size} slots nor a part of one")
+    if not cfg.interpret and (needed := vmem_bytes(inv, cfg.q_tile, cfg.k_block)) > _chip(inv).budget:
+        raise Unsupported(
+            f"{cfg} needs {needed / 2**20:.1f} MiB of vector memory, of which there are {_chip(inv).budget / 2**20:.0f}"
+        )
     if inv["split_size"] is not None and not cfg.interpret and cfg != configs(inv)[0]:
         raise Unsupported(f"with split_size, all calls of these heads and pages have {configs(inv)[0]}; not {cfg}")
 
