@@ -145,6 +145,27 @@ def scope_of_the_thread() -> Iterator[None]:
     assert (_scopes.current(), _scopes.jit_key.value) == (_scopes.EMPTY, "")
 
 
+#: How much memory a process may take beyond what it had when it last dropped its programs: at first, none.
+MOST_GROWTH = 2 * 2**30
+RESIDENT_BYTES = [0]
+
+
+@pytest.fixture(autouse=True)
+def programs_fit_into_memory() -> Iterator[None]:
+    """JAX keeps the programs of all tests, which in a long sweep are several gigabytes: drop them before."""
+    yield
+    with suppress(OSError):  # other systems than Linux do not say it there
+        resident = resident_bytes()
+        if resident > RESIDENT_BYTES[0] + MOST_GROWTH:
+            sys.modules["jax"].clear_caches()
+            gc.collect()
+            RESIDENT_BYTES[0] = resident_bytes()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 @pytest.fixture
 def all_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compilers with which the records of the tuned packages were measured, whatever is installed here."""
