@@ -7,10 +7,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ejkernel_core import Invocation, Unsupported, hookimpl
+from ejkernel_core import Invocation, hookimpl
 
+from . import reference_sum_bwd
 from .axes import GRADIENTS, is_of_sum_alone
-from .definition import arithmetic_dtype
+from .definition import arithmetic_dtype, multiples
 
 VERSION = 1
 PLATFORMS = {"cpu": 50, "gpu": 50, "tpu": 50}
@@ -18,21 +19,11 @@ PARTS = ("fused_linear_cross_entropy_bwd",)
 
 
 @hookimpl
-def heuristic_cfg(inv: Invocation) -> None:
-    """Refuse the derivatives of the gradients that the forward made."""
-    if any(inv[f"d_{name}"] is not None for name in GRADIENTS):
-        raise Unsupported("second derivatives are computed by the reference")
-
-
-@hookimpl
 def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, ...]:
+    if any(inv[f"d_{name}"] is not None for name in GRADIENTS):  # second derivatives
+        by_jax: tuple[jax.Array, ...] = reference_sum_bwd.run_backend(inv, None)
+        return by_jax
     return multiples(inv) if is_of_sum_alone(inv) else of_rows(inv)
-
-
-def multiples(inv: Invocation) -> tuple[jax.Array, ...]:
-    """The gradients of the forward, times the cotangent of the sum: rounded once, here."""
-    by_array = {array: inv[result] for result, array in GRADIENTS.items()}
-    return tuple((inv["d_loss"] * by_array[name]).astype(_dtype(inv, name)) for name in inv["wrt"])
 
 
 def of_rows(inv: Invocation) -> tuple[jax.Array, ...]:
@@ -46,8 +37,3 @@ def of_rows(inv: Invocation) -> tuple[jax.Array, ...]:
         "fused_linear_cross_entropy_bwd", **call, partial_sums=inv["partial_sums"]
     )
     return gradients
-
-
-def _dtype(inv: Invocation, name: str) -> object:
-    """The dtype of a gradient: that of its array, or a wider one if it is a partial sum on one device of several."""
-    return arithmetic_dtype(inv[name]) if name in (inv["partial_sums"] or ()) else inv[name].dtype

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .axes import GRADIENTS
+
 Arguments = Mapping[str, Any]
 
 #: The label of rows that do not count, where an operation has no argument for it.
@@ -266,3 +268,14 @@ def capped(logits: jax.Array, arguments: Arguments) -> jax.Array:
     """The logits after the cap."""
     cap = arguments["logits_soft_cap"]
     return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def multiples(inv: Arguments) -> tuple[jax.Array, ...]:
+    """The gradients of the forward, times the cotangent of the sum: rounded once, here."""
+    by_array = {array: inv[result] for result, array in GRADIENTS.items()}
+    return tuple((inv["d_loss"] * by_array[name]).astype(_dtype(inv, name)) for name in inv["wrt"])
+
+
+def _dtype(inv: Arguments, name: str) -> object:
+    """The dtype of a gradient: that of its array, or a wider one if it is a partial sum on one device of several."""
+    return arithmetic_dtype(inv[name]) if name in (inv["partial_sums"] or ()) else inv[name].dtype
