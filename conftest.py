@@ -145,21 +145,21 @@ def scope_of_the_thread() -> Iterator[None]:
     assert (_scopes.current(), _scopes.jit_key.value) == (_scopes.EMPTY, "")
 
 
-#: How much memory a process may take beyond what it had when it last dropped its programs: at first, none.
+#: How much memory a process may take, beyond what was left when it last dropped the programs of JAX.
 MOST_GROWTH = 2 * 2**30
-RESIDENT_BYTES = [0]
+LEFT_BYTES = [0]
 
 
 @pytest.fixture(autouse=True)
 def programs_fit_into_memory() -> Iterator[None]:
-    """JAX keeps the programs of all tests, which in a long sweep are several gigabytes: drop them before."""
+    """JAX keeps the programs of all tests, several gigabytes in a long sweep. Drop them when they are many."""
     yield
     with suppress(OSError):  # other systems than Linux do not say it there
         resident = resident_bytes()
-        if resident > RESIDENT_BYTES[0] + MOST_GROWTH:
+        if resident > LEFT_BYTES[0] + MOST_GROWTH:
             sys.modules["jax"].clear_caches()
             gc.collect()
-            RESIDENT_BYTES[0] = resident_bytes()
+            LEFT_BYTES[0] = resident_bytes()
 
 
 def resident_bytes() -> int:

@@ -344,6 +344,25 @@ def test_a_request_of_more_tokens_than_the_pool_is_refused() -> None:
     assert output == Output(0, finish="error", error="10 tokens and max_tokens 5 are more than 12")
 
 
+def test_a_request_without_a_finite_logit_has_an_error_and_the_others_go_on() -> None:
+    """A model that gives NaN after one of the tokens, as after an overflow."""
+    right = serving.decoder(DENSE)
+
+    def model(params: Any, tokens: Any, positions: Any, cache: Any, batch: Any) -> Any:
+        logits, cache = right(params, tokens, positions, cache, batch)
+        return jnp.where((tokens[batch.last] == 60)[:, None], jnp.nan, logits), cache
+
+    engine = Engine(model, params_of(DENSE), DENSE.cache(14, 4), Limits(14, 4, 40, 4, 12))
+    outputs = list(generate(engine, [Request((1, 60), 3), Request((4, 5), 3)]))
+    assert [out for out in outputs if out.number == 0] == [
+        Output(0, finish="error", error="no logit of the model is finite")
+    ]
+    assert tuple(out.token for out in outputs if out.number == 1 and out.token is not None) == alone(
+        DENSE, Request((4, 5), 3)
+    )
+    assert engine.pool.free == 14
+
+
 def test_a_stop_token_ends_a_request_and_is_not_returned() -> None:
     request = Request((7, 8, 9), 6)
     tokens = alone(DENSE, request)

@@ -145,12 +145,12 @@ class Engine:
                 self._end(sequence, "cancelled")
         self._cancelled.clear()
 
-    def _end(self, sequence: Sequence, finish: Finish) -> None:
+    def _end(self, sequence: Sequence, finish: Finish, error: str | None = None) -> None:
         if sequence in self.scheduler.running:
             self.scheduler.remove(sequence)
         else:
             self.scheduler.waiting.remove(sequence)
-        self._outputs.append(Output(sequence.number, finish=finish))
+        self._outputs.append(Output(sequence.number, finish=finish, error=error))
 
     def _advance(self, sequence: Sequence, count: int, token: int) -> None:
         """Note that ``count`` more tokens are computed, and after the last one add the one that was drawn."""
@@ -159,6 +159,9 @@ class Engine:
         if sequence.left:
             return
         request = sequence.request
+        if token < 0:
+            self._end(sequence, "error", "no logit of the model is finite")
+            return
         if token in request.stop_tokens:
             self._end(sequence, "stop")
             return

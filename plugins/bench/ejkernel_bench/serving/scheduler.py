@@ -82,7 +82,7 @@ class Scheduler:
         return shares, copies
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """Whether the next token of a sequence has a page; None are left where it had to give back its own."""
+        """Take a page for the next token of a sequence, if it needs one. False if it gave its pages back instead."""
         while len(sequence.pages) * self.pool.page_size < len(sequence.tokens):
             if self.pool.free:
                 sequence.pages.append(self.pool.take())

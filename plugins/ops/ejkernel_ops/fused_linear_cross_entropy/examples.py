@@ -23,7 +23,7 @@ ROWS = "fused_linear_cross_entropy"
 SUM = "fused_linear_cross_entropy_sum"
 IGNORED = -100
 DIFFERENTIABLE = ("hidden", "weight", "bias", "token_weights")
-#: Shapes of the labels; sizes that are no multiples of a block; where labels are ignored.
+#: Shapes of the labels; sizes that are not multiples of a block; where labels are ignored.
 FACTORS: dict[str, Sequence[Any]] = {
     "shape": ((3, 7), (130,), (1,), (2, 0, 3), (5, 2, 9)),
     "hidden_dim": (64, 1, 40, 200),
