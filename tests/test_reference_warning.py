@@ -47,6 +47,8 @@ def warnings_of(registry: Registry, *functions: Callable[[], Any], **options: An
     """The warnings of these functions, or else of calls, whose results are checked."""
     with warnings.catch_warnings(record=True) as warning_records:
         warnings.simplefilter("always")
+        # Of JAX, where threads that compile the same program write and read one file of its cache.
+        warnings.filterwarnings("ignore", "Error (writing|reading) persistent compilation cache entry")
         if functions:
             for function in functions:
                 function()
