@@ -96,9 +96,9 @@ def check(figures: Figures, inv: Invocation, cfg: paged.Config) -> None:
     # XLA makes graphs of several launches, which must not allocate.
     assert not figures.scratch
     assert len(figures.loops) == together
-    for loop in figures.loops:
-        # With two tiles of 64 rows and pages of 8 bits.
-        assert max(loop.loads, loop.stores) <= together - 1
+    # While bytes become float16, there are few registers left.
+    most = 3 if _tiling.itemsize(inv) == 1 else 0
+    assert all(max(loop.loads, loop.stores) <= most for loop in figures.loops)
 
 
 def name_of(call: tuple[int, int, int, dict[str, Any]]) -> str:
