@@ -44,7 +44,7 @@ test: $(VENV)/.installed-integration
 
 # The sweeps, which are all tests of a package, on which something has changed since they last passed, as
 # tests/long-sweeps.json has it. With TENTH=commit, of the others a tenth each, drawn by the commit, and of those on
-# which something has changed as much as costs at most so many MINUTES; then nothing is recorded.
+# which something has changed as much as costs at most so many MINUTES, after which none begins; nothing is recorded.
 test-long: $(VENV)/.installed-integration
 	$(BIN)/python .ci/long_sweeps.py $(TENTH:%=--tenth %) $(MINUTES:%=--minutes %)
 

@@ -6,6 +6,9 @@ new, or whose test was edited; then all others, drawn by a seed. In the long run
 cheap case is always drawn, and one that costs ten times as much as the dearest of the cheap ones once in ten runs. The
 seed is the digest of the sources, so that it works in an archive too, and other sources draw other cases.
 
+With ``--until``, no case begins after that time, whatever was drawn: a bound for a machine that is slower than the costs
+say, and for cases of which none are recorded.
+
 With ``--record-costs``, the cases that run write what they cost.
 """
 
@@ -17,6 +20,7 @@ import hashlib
 import json
 import math
 import resource
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--share", type=float, default=1.0, metavar="FRACTION", help="run this share of the tests")
     group.addoption("--seed", default="", metavar="TEXT", help="what draws them; for a budget, by default a digest")
     group.addoption("--budget", type=seconds, metavar="SECONDS", help="run tests that cost so much together")
+    group.addoption("--until", type=float, default=math.inf, metavar="SECONDS", help="since 1970: no test begins later")
     group.addoption("--record-costs", action="store_true", help="write what each test costs")
 
 
@@ -51,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--budget") is not None and not config.getoption("--seed"):
         config.option.seed = digest(config.rootpath)  # workers get it with the options
     config.pluginmanager.register(Selection(config), "selection")
+    config.pluginmanager.register(Deadline(config.getoption("--until")), "deadline")
 
 
 def digest(root: Path) -> str:
@@ -310,6 +316,33 @@ class Selection:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for line in self._lines:
             terminalreporter.write_line(line)
+
+
+class Deadline:
+    """Leaves out the cases that have not begun at a time, without a report, and says how many they are."""
+
+    def __init__(self, until: float) -> None:
+        self._until = until
+        self._left_out = 0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self) -> bool | None:
+        if time.time() < self._until:
+            return None
+        self._left_out += 1
+        return True
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["left_out"] = self._left_out
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._left_out += getattr(node, "workeroutput", {}).get("left_out", 0)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._left_out:
+            terminalreporter.write_line(f"the time was over: {self._left_out} cases did not begin")
 
 
 def _summary(cases: Sequence[Case], choice: Choice, budget: float, seed: str) -> Iterator[str]:

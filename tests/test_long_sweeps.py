@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -265,3 +265,18 @@ def test_each_environment_has_its_own_records(sweeps: ModuleType, root: Path) ->
     records = sweeps.recorded(root)
     assert [name.split(", ")[:2] for name in records] == [["Python 3.11", "JAX 0.10"], ["Python 3.12", "JAX 0.12"]]
     assert list(records.values()) == [hashes(sweeps, root), hashes(sweeps, root, {**later_versions, "jax": "0.12.1"})]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_no_test_begins_when_the_minutes_are_over(
+    sweeps: ModuleType, root: Path, sweep: Sweep, monkeypatch: pytest.MonkeyPatch, *, is_recorded: bool
+) -> None:
+    if is_recorded:
+        versions = sweeps.versions()
+        sweeps.record(root, sweeps.environment(versions), hashes(sweeps, root, versions))
+    monkeypatch.setattr(sweeps, "time", SimpleNamespace(time=lambda: 0.0))
+    status, output = sweep("--tenth", "commit", "--minutes", "1000")
+    assert status == 0, output
+    assert "passed" not in output
+    assert "the time was over" in output

@@ -204,3 +204,13 @@ def test_a_failed_case_says_how_often_it_is_drawn(root: Path) -> None:
     (root / "broken").touch()
     output = run(root, "--budget", "1.05")[1]
     assert "has this case: mark it always" in output
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "two workers"])
+def test_no_case_begins_after_the_time_is_over(root: Path, workers: tuple[str, ...]) -> None:
+    drawn, output = run(root, "--until=1000", *workers)
+    assert not drawn
+    assert "the time was over: 35 cases did not begin" in output
+    drawn, output = run(root, "--until=1e12", *workers)
+    assert len(drawn) == 35, output
+    assert "did not begin" not in output
