@@ -322,6 +322,11 @@ def test_requests_that_cannot_be_answered_have_errors_and_the_others_go_on() -> 
         Request((1,), 0),
         Request((1,), 2, temperature=-1.0),
         Request((4, 5), 3),
+        Request((1, 2**40), 3),
+        Request((-1,), 3),
+        Request((1,), 2, temperature=float("nan")),
+        Request((1,), 2, top_p=-0.5),
+        Request((1,), 2, min_p=1.5),
     ]
     outputs = list(generate(engine, requests))
     errors = {out.number: out.error for out in outputs if out.finish == "error"}
@@ -330,6 +335,11 @@ def test_requests_that_cannot_be_answered_have_errors_and_the_others_go_on() -> 
         2: "38 tokens and max_tokens 3 are more than 40",
         3: "max_tokens: must be at least 1; got 0",
         4: "temperature: must be at least 0; got -1.0",
+        6: f"the prompt has the token {2**40}; the model's are 0 to 60",
+        7: "the prompt has the token -1; the model's are 0 to 60",
+        8: "temperature: must be at least 0; got nan",
+        9: "top_p: must be at least 0; got -0.5",
+        10: "min_p: must be at most 1; got 1.5",
     }
     for number in (1, 5):
         tokens = tuple(out.token for out in outputs if out.number == number and out.token is not None)

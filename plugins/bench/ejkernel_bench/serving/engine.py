@@ -14,6 +14,7 @@ import numpy as np
 
 from ejkernel_bench._profile import part
 from ejkernel_ops import paged_attention_metadata, sample_tokens
+from ejkernel_ops.sample_tokens.arguments import VALID
 
 from .pages import PagePool
 from .scheduler import Request, Scheduler, Sequence
@@ -81,6 +82,7 @@ class Engine:
         self.table = -(-limits.most_length // limits.page_size)
         self._step = jax.jit(partial(decode, model), static_argnames="max_query_len", donate_argnums=1)
         self._copy = jax.jit(partial(_copy_pages, limits.pages), donate_argnums=0)
+        self._vocabulary = self._words_of(model)
         self._requests = 0
         self._cancelled: set[int] = set()
         self._outputs: list[Output] = []
@@ -135,8 +137,11 @@ class Engine:
             return f"max_tokens: must be at least 1; got {request.max_tokens}"
         if length > most:
             return f"{len(request.prompt)} tokens and max_tokens {request.max_tokens} are more than {most}"
-        if request.temperature < 0:
-            return f"temperature: must be at least 0; got {request.temperature}"
+        if (wrong := next((token for token in request.prompt if not 0 <= token < self._vocabulary), None)) is not None:
+            return f"the prompt has the token {wrong}; the model's are 0 to {self._vocabulary - 1}"
+        for name, (words, is_valid) in VALID.items():
+            if not is_valid(getattr(request, name)):
+                return f"{name}: must be {words}; got {getattr(request, name)}"
         return None
 
     def _remove_cancelled(self) -> None:
@@ -197,6 +202,13 @@ class Engine:
         pairs = np.tile([[0], [2**30]], self.limits.most_sequences).astype(np.int32)
         pairs[:, : len(copies)] = np.reshape(copies, (-1, 2)).T
         return pairs
+
+    def _words_of(self, model: Model) -> int:
+        """How many tokens the model knows."""
+        tokens, positions, batch, *_ = self._arrays([], self.limits.most_sequences)
+        logits, cache = jax.eval_shape(model, self.params, tokens, positions, self.cache, batch)
+        _check(logits, batch.last, cache, self.cache)
+        return int(logits.shape[-1])
 
     def _compile(self) -> float:
         """Compile the programs: steps of prompts, decoding, and copies of pages; the seconds that it took."""
