@@ -1,7 +1,11 @@
-"""Attention over pages on TPUs, through Pallas' interpreters: compared with NumPy in float64."""
+"""Attention over pages on TPUs, through Pallas' interpreters: compared with NumPy in float64.
+
+``EJKERNEL_RANDOM_CALLS=200 pytest plugins/pallas_tpu/tests/test_paged_attention.py -k more`` runs two hundred calls.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -26,6 +30,7 @@ from ejkernel_pallas_tpu.ragged_paged_attention._plan import FIELDS, plan
 from ejkernel_pallas_tpu.ragged_paged_attention._sizes import sizes
 from ejkernel_pallas_tpu.testing import interpreted_registry
 
+COUNT = int(os.environ.get("EJKERNEL_RANDOM_CALLS", "40"))
 OP, BACKEND = "ragged_paged_attention", "pallas_tpu"
 KERNELS = {f"{OP}.{BACKEND}": ragged_paged_attention}
 REGISTRY = interpreted_registry(KERNELS)
@@ -77,7 +82,7 @@ def test_random_calls(seed: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(60, 210))
+@pytest.mark.parametrize("seed", range(60, 60 + COUNT))
 def test_more_random_calls(seed: int) -> None:
     check_random_call(seed, ("float32", "bfloat16")[seed % 2], TWO_CORES if seed % 3 == 0 else REGISTRY)
 

@@ -1,7 +1,11 @@
-"""Attention over pages, through the interpreter: compared with NumPy in float64."""
+"""Attention over pages, through the interpreter: compared with NumPy in float64.
+
+``EJKERNEL_RANDOM_CALLS=200 pytest plugins/triton/tests/test_paged_attention.py -k more`` runs two hundred calls.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -27,6 +31,7 @@ if _jax_triton.unavailable_reason():
 
 OP = "ragged_paged_attention"
 REGISTRY = interpreted_registry({f"{OP}.triton": ragged_paged_attention})
+COUNT = int(os.environ.get("EJKERNEL_RANDOM_CALLS", "40"))
 DTYPES = ("float32", "bfloat16", "float16")
 #: One split; fewer than there are blocks; more. The first is the heuristic.
 CONFIGS = (None, Config(1, 32, 4, 2), Config(2, 16, 4, 2), Config(8, 32, 4, 2), Config(32, 16, 2, 1))
@@ -72,7 +77,7 @@ def test_random_calls(seed: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(60, 260))
+@pytest.mark.parametrize("seed", range(60, 60 + COUNT))
 def test_more_random_calls(seed: int) -> None:
     options = {"registry": REGISTRY, "backend": "triton", "cfg": CONFIGS[seed % len(CONFIGS)]}
     check(seed, **options, dtype=DTYPES[seed // 2 % len(DTYPES)], most_keys=300)

@@ -1,9 +1,12 @@
 """Attention over pages by the kernel for Hopper, through the interpreter, which draws the order of copies, warps and
 products: compared with NumPy in float64.
+
+``EJKERNEL_RANDOM_CALLS=200 pytest plugins/triton/tests/test_paged_attention_gluon.py -k more`` runs two hundred calls.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +31,7 @@ from plugins.triton.tests.paged_calls import alone
 if _jax_triton.unavailable_reason():
     pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
 
+COUNT = int(os.environ.get("EJKERNEL_RANDOM_CALLS", "40"))
 OP, BACKEND = "ragged_paged_attention", "gluon_sm90"
 REGISTRY = interpreted_registry({f"{OP}.{BACKEND}": paged, f"{OP}.triton": ragged_paged_attention})
 REFUSED = frozenset({"fp8_query"})
@@ -99,7 +103,7 @@ def test_random_calls(seed: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(30, 230))
+@pytest.mark.parametrize("seed", range(30, 30 + COUNT))
 def test_more_random_calls(seed: int) -> None:
     check_random_call(seed, 600)
 
