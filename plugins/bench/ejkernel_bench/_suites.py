@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 import attrs
+import click
 
 from ejkernel_core._discovery import Entry, conflict
 
@@ -40,6 +41,10 @@ class Suite:
         if not callable(run):
             raise BrokenSuite(f"{entry.title} is neither a module with a function 'run' nor a function")
         return run, (inspect.getdoc(target) or "").partition("\n")[0].rstrip(".")
+
+    def options(self) -> Sequence[click.Option]:
+        """Those that this suite alone has: ``OPTIONS`` of its module."""
+        return tuple(getattr(_module_of(self), "OPTIONS", ()))
 
     @property
     def documentation(self) -> str:

@@ -144,7 +144,7 @@ def test_a_name_of_two_distributions_is_broken(install_suites, ejkernel):
         (["rms_norm_bwd"], "'rms_norm_bwd' has no suite of its own; measure it at given shapes"),
         (["attention", "--fast"], "there is no option --fast"),
         (["path", "--rounds", "0"], "--rounds"),
-        (["path", "--rounds", "3"], "path counts the same every time; --rounds is for suites that take time"),
+        (["path", "--rounds", "3"], "path has no rounds; --rounds is for suites that time calls in turn"),
         (["path", "--peers"], "path always has its peers"),
         (["overhead", "--small"], "overhead has one set of sizes"),
         (

@@ -29,7 +29,7 @@ WORDS = "ejkernel_bench.words"
 #: Why a suite does not take an option, by the parameter of its function.
 REFUSALS = {
     "backend": "runs no kernel; --backend is for suites of kernels",
-    "rounds": "counts the same every time; --rounds is for suites that take time",
+    "rounds": "has no rounds; --rounds is for suites that time calls in turn",
     "small": "has one set of sizes; --small is for the suites of operations",
     "part": "has no parts; --part is for devices, grouped_matmul, moe-step and paged",
     "quick": "has one set of sizes; --quick is for rms_norm, layer_norm and moe-step",
@@ -161,12 +161,24 @@ def _runs(words: Sequence[str], options: Mapping[str, Any]) -> list[tuple[str, R
     if any(word.partition("=")[0] == "--shape" for word in words):
         return [_run_of_call(words, options)]
     installed = _suites()
+    first = installed.get(words[0])
+    if first is not None and any(word.startswith("-") for word in words) and (own := first.options()):
+        return [_run_with_own_options(first, own, words[1:], options)]
     for word in words:
         if word.startswith("-"):
             raise click.UsageError(f"there is no option {word}; the options of an operation follow its --shape")
         if word not in installed:
             raise click.UsageError(_unknown(word, installed))
     return [(name, _run_of_suite(installed[name], options)) for name in words]
+
+
+def _run_with_own_options(
+    suite: Suite, own: Sequence[click.Option], words: Sequence[str], options: Mapping[str, Any]
+) -> tuple[str, Run]:
+    """A suite that is measured alone, with options that no other one has."""
+    parser = click.Command(suite.name, params=[*own], add_help_option=False)
+    values = parser.make_context(f"ejkernel bench {suite.name}", [*words]).params
+    return suite.name, _run_of_suite(suite, {**options, **values})
 
 
 def _unknown(name: str, installed: Mapping[str, Suite]) -> str:

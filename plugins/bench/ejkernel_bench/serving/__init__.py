@@ -1,5 +1,5 @@
-"""Continuous batching over the operations of serving, in plain JAX: an example to copy from. ``ejkernel bench
-serve-step`` measures a step of it.
+"""Continuous batching over the operations of serving, in plain JAX: an example to copy from. ``ejkernel bench serve``
+measures it, and ``serve-step`` a step of it.
 
 ``generate`` streams the tokens of requests. A model is a function of a step's tokens; ``models`` has two.
 """
