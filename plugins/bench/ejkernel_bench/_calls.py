@@ -251,6 +251,18 @@ def correct_runs(
     tolerances: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[dict[str, Run], list[str]]:
     """The runs with right results, and what is wrong with the others. Each runs once. Some have their own tolerance."""
+
+    def wrong(contender: str, results: Results) -> Iterator[str]:
+        allowed = tolerances.get(contender, tolerance)
+        return mismatches(f"{contender}, {label}", results, expected, names, allowed)
+
+    return checked_runs(runs, label, wrong)
+
+
+def checked_runs(
+    runs: Mapping[str, Run], label: str, wrong: Callable[[str, Results], Iterable[str]]
+) -> tuple[dict[str, Run], list[str]]:
+    """The same where ``wrong`` returns a sentence for all that is wrong with the results of a contender."""
     correct_ones, messages = {}, []
     for contender, run in runs.items():
         try:
@@ -258,11 +270,10 @@ def correct_runs(
         except Exception as fault:  # any fault is reported, and the other contenders are measured
             messages.append(f"{contender}, {label}: {describe_fault(fault)}")
             continue
-        allowed = tolerances.get(contender, tolerance)
-        mismatch_messages = list(mismatches(f"{contender}, {label}", results, expected, names, allowed))
+        new_messages = list(wrong(contender, results))
         del results  # it can be large, and the next contender has results of its own
-        messages += mismatch_messages
-        if not mismatch_messages:
+        messages += new_messages
+        if not new_messages:
             correct_ones[contender] = run
     return correct_ones, messages
 
