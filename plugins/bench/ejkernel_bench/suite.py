@@ -44,6 +44,7 @@ from ._calls import (
     abstract_inputs,
     benchmark_examples,
     by_core,
+    checked_runs,
     correct_runs,
     describe_fault,
     draw,
@@ -85,6 +86,8 @@ OURS, COPY = "ejkernel", "copy"
 ROUNDS = 5
 #: From an example and a pass to its least work.
 Work = Callable[[Example, str], Cost]
+#: From an example, its inputs, a contender, its results and those of the reference to what is wrong, in sentences.
+Check = Callable[[Example, Inputs, str, Results, Results], Iterable[str]]
 #: How many calls are compiled before they are measured: what threads do at once.
 GROUP = WORKERS
 
@@ -143,6 +146,7 @@ def run(
     backends: Collection[str] | None = None,
     reference: str | None = None,
     work: Work | None = None,
+    check: Check | None = None,
     rounds: int = ROUNDS,
     registry: Registry = ejkernel_core.registry,
 ) -> Report:
@@ -157,7 +161,8 @@ def run(
     ``examples`` are by default those of the operation for the use "benchmark". On a CPU, only examples with these
     ``names`` are measured. ``reference`` is the backend of the expected results, in a wider dtype, where the
     operation's own reference takes too long. ``work`` is the least work of a pass of an example, where the
-    operation's cost, which knows shapes alone, is not that of the values. The programs of some calls are compiled
+    operation's cost, which knows shapes alone, is not that of the values. ``check`` says what is wrong with results
+    that may differ from the reference's, as those that are drawn at random. The programs of some calls are compiled
     in parallel, and then these calls are measured; the device runs one thing at a time.
     """
     if jax.default_backend() == "cpu" and names is None:
@@ -180,7 +185,7 @@ def run(
     measurements: list[Measurement] = []
     faults: list[str] = []
     for programs in _compiled_in_groups(contenders, examples):
-        for measurement in _measure(programs, registry, work, rounds, faults):
+        for measurement in _measure(programs, registry, work, check, rounds, faults):
             measurements.append(measurement)
             rows.add(*measurement.row(contenders.names()), beside=measurement.figures.beside())
     return Report(
@@ -218,13 +223,13 @@ def _compiled_in_groups(contenders: _Contenders, examples: Sequence[Example]) ->
 
 
 def _measure(
-    programs: _Programs, registry: Registry, work: Work, rounds: int, faults: list[str]
+    programs: _Programs, registry: Registry, work: Work, check: Check | None, rounds: int, faults: list[str]
 ) -> Iterator[Measurement]:
     """The passes of an example whose results are right, one by one. What is wrong is added to the faults."""
     faults += programs.faults
     for pass_name in programs.expected:
         try:
-            measurement = _measure_pass(programs, pass_name, registry, work, rounds, faults)
+            measurement = _measure_pass(programs, pass_name, registry, work, check, rounds, faults)
         except Exception as fault:  # the others are measured all the same
             faults.append(f"{pass_name}, {programs.example.name}: {describe_fault(fault)}")
             continue
@@ -233,22 +238,40 @@ def _measure(
 
 
 def _measure_pass(
-    programs: _Programs, pass_name: str, registry: Registry, work: Work, rounds: int, faults: list[str]
+    programs: _Programs,
+    pass_name: str,
+    registry: Registry,
+    work: Work,
+    check: Check | None,
+    rounds: int,
+    faults: list[str],
 ) -> Measurement | None:
     example = programs.example
-    inputs = draw(example, registry)
-    label, names = f"{pass_name}, {example.name}", inputs.names(pass_name)
-    expected = programs.results(pass_name, inputs)
-    runs, new_faults = correct_runs(
-        programs.runs(pass_name, inputs), label, expected, names, tolerance_of(example), programs.tolerances(pass_name)
-    )
+    runs, new_faults = _right_runs(programs, pass_name, draw(example, registry), check)
     faults += new_faults
     if OURS not in runs:
         return None
-    del expected  # it can be large
     least = work(example, pass_name)
     figures = figures_of({**runs, COPY: copy_of(least.bytes)}, rounds, aside=[COPY])
     return Measurement(example, pass_name, least, figures, _kernels(runs[OURS]))
+
+
+def _right_runs(
+    programs: _Programs, pass_name: str, inputs: Inputs, check: Check | None
+) -> tuple[dict[str, Run], list[str]]:
+    """The contenders with right results, and what is wrong with the others."""
+    example, runs = programs.example, programs.runs(pass_name, inputs)
+    label, names = f"{pass_name}, {example.name}", inputs.names(pass_name)
+    expected = programs.results(pass_name, inputs)
+    if check is None:
+        tolerances = programs.tolerances(pass_name)
+        return correct_runs(runs, label, expected, names, tolerance_of(example), tolerances)
+
+    def wrong(contender: str, results: Results) -> Iterator[str]:
+        faults = check(example, inputs, contender, results, expected)
+        return (f"{contender}, {label}: {fault}" for fault in faults)
+
+    return checked_runs(runs, label, wrong)
 
 
 @attrs.frozen(eq=False)
