@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -31,3 +32,18 @@ class Block(NamedTuple):
 def blocks(page: Path) -> list[Block]:
     text = page.read_text()
     return [Block(text.count("\n", 0, match.start()) + 2, match[1], match[2]) for match in FENCE.finditer(text)]
+
+
+def functions_of(page: Path) -> dict[str, Any]:
+    """The functions of a page, with its imports and their constants."""
+    names: dict[str, Any] = {}
+    for block in blocks(page):
+        if block.language == "python":
+            body = [node for node in ast.parse(block.content).body if is_definition(node)]
+            exec(compile(ast.Module(body, []), str(page), "exec"), names)
+    return names
+
+
+def is_definition(node: ast.stmt) -> bool:
+    is_constant = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "OPTIONS"
+    return is_constant or isinstance(node, (ast.FunctionDef, ast.Import, ast.ImportFrom))

@@ -4,7 +4,6 @@ float64, and beside the other libraries where they are installed.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import re
 import sys
@@ -22,25 +21,10 @@ import ejkernel_core
 import ejkernel_ops
 from ejkernel_ops.ragged_paged_attention.examples import DECODE, MIXED, Sizes, drawn
 from ejkernel_ops.ragged_paged_attention.random_calls import as_dtype, expected
-from tests.pages import blocks
+from tests.pages import functions_of
 
 OPERATIONS = Path(__file__).parents[3] / "docs" / "operations"
 PAGE, UPDATE_PAGE = OPERATIONS / "ragged_paged_attention.md", OPERATIONS / "update_kv_pages.md"
-
-
-def functions_of(page: Path) -> dict[str, Any]:
-    """The functions of a page, with its imports and their constants."""
-    names: dict[str, Any] = {}
-    for block in blocks(page):
-        if block.language == "python":
-            body = [node for node in ast.parse(block.content).body if is_definition(node)]
-            exec(compile(ast.Module(body, []), str(page), "exec"), names)
-    return names
-
-
-def is_definition(node: ast.stmt) -> bool:
-    is_constant = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "OPTIONS"
-    return is_constant or isinstance(node, (ast.FunctionDef, ast.Import, ast.ImportFrom))
 
 
 LINES = functions_of(PAGE)
