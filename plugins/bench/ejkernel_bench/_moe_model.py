@@ -13,6 +13,7 @@ import attrs
 import jax
 import jax.numpy as jnp
 
+from ._losses import mean_in_chunks, wide_product
 from ._profile import part
 
 Parameters = dict[str, Any]
@@ -93,6 +94,8 @@ class Arm:
     product: Callable[[Any, Any, Any], Any]
     #: Of rows in the order of experts, the order, and the weights.
     combine: Callable[[Any, Any, Any], Any]
+    #: The mean, of x (tokens, dim), a matrix (dim, vocabulary), labels, and the most rows whose logits may be there.
+    loss: Callable[[Any, Any, Any, int], Any] = mean_in_chunks
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -106,7 +109,8 @@ def loss(arm: Arm, size: Size, parameters: Parameters, tokens: Any) -> Any:
         x = block(arm, size, layer, x)
     with part("norm"):
         x = arm.norm(x, parameters["norm"])
-    return loss_of_head(size, x.reshape(-1, size.dim), parameters["head"], tokens[:, 1:].reshape(-1))
+    with part("head"):
+        return arm.loss(x.reshape(-1, size.dim), parameters["head"], tokens[:, 1:].reshape(-1), size.chunk)
 
 
 def block(arm: Arm, size: Size, layer: Parameters, x: Any) -> Any:
@@ -163,41 +167,6 @@ def experts(arm: Arm, size: Size, layer: Parameters, x: Any) -> Any:
         made = arm.product(hidden, layer["down"], sizes)
     with part("combine"):
         return arm.combine(made, order, weights)
-
-
-@jax.custom_vjp
-def wide_product(x: Any, matrix: Any) -> Any:
-    """The product in float32. Its gradients are products of the operands' dtype, where JAX would widen the operands."""
-    return jnp.matmul(x, matrix, preferred_element_type=jnp.float32)
-
-
-def _wide_product_fwd(x: Any, matrix: Any) -> tuple[Any, tuple[Any, Any]]:
-    return wide_product(x, matrix), (x, matrix)
-
-
-def _wide_product_bwd(operands: tuple[Any, Any], d_out: Any) -> tuple[Any, Any]:
-    x, matrix = operands
-    d_out = d_out.astype(x.dtype)
-    return d_out @ matrix.T, x.T @ d_out
-
-
-wide_product.defvjp(_wide_product_fwd, _wide_product_bwd)
-
-
-def loss_of_head(size: Size, x: Any, matrix: Any, labels: Any) -> Any:
-    """The mean loss, in chunks of rows, whose logits are computed again in the backward."""
-
-    @jax.checkpoint
-    def add(total: Any, chunk: tuple[Any, Any]) -> tuple[Any, None]:
-        rows, labels = chunk
-        logits = wide_product(rows, matrix)
-        chosen = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
-        return total + (jax.nn.logsumexp(logits, axis=1) - chosen).sum(), None
-
-    with part("head"):
-        chunks = x.reshape(-1, size.chunk, size.dim), labels.reshape(-1, size.chunk)
-        total, _ = jax.lax.scan(add, jnp.float32(0), chunks)
-        return total / labels.shape[0]
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

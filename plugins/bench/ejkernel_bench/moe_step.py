@@ -50,6 +50,7 @@ from ejkernel_ops.moe_permute import definition as permutation
 from ._calls import describe_fault
 from ._errors import error
 from ._grouped_products import NotTuned, tuning_of_tokamax
+from ._memory import GIB, MEMORY_SHARE, memory_limit, planned_bytes
 from ._moe_model import (
     EPSILON,
     Arm,
@@ -91,9 +92,6 @@ TUNING_S = 300.0
 #: The profiler does not know to which instruction a kernel in a CUDA graph belongs. A layer took 25 ms on an H100 with
 #: graphs and without them.
 NO_GRAPHS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": str(1 << 30)}
-#: The share of the memory that a step may take by the compiler's plan.
-MEMORY_SHARE = 0.97
-GIB = 2**30
 SMALL = Size(
     layers=2,
     batch=2,
@@ -262,13 +260,6 @@ def _full_size(quick: bool) -> Size:
     return Size(min(layers, QUICK_LAYERS) if quick else layers)
 
 
-def memory_limit() -> int | None:
-    """The bytes that JAX may take of the device's memory; None where it does not say."""
-    statistics = jax.devices()[0].memory_stats()
-    limit = (statistics or {}).get("bytes_limit")
-    return None if limit is None else int(limit)
-
-
 def layers_that_fit(size: Size, limit: float) -> int:
     """A first guess, at least 1: twelve bytes for each parameter with its gradient and moments, and what layers keep.
 
@@ -284,13 +275,6 @@ def layers_that_fit(size: Size, limit: float) -> int:
 
 def _count(shapes: Mapping[str, Sequence[int]]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
-
-
-def planned_bytes(compiled: Any) -> int:
-    """What a compiled program takes at once, with its arguments and results."""
-    analysis = compiled.memory_analysis()
-    sizes = (analysis.argument_size_in_bytes, analysis.output_size_in_bytes, analysis.temp_size_in_bytes)
-    return int(sum(sizes) - analysis.alias_size_in_bytes)
 
 
 @attrs.define(eq=False)

@@ -28,11 +28,12 @@ import numpy as np
 
 from ejkernel_ops import ragged_paged_attention
 
+from ._memory import MEMORY_SHARE, memory_limit
 from ._profile import FORWARD, profile_of, seconds_by_part
 from ._report import ABSENT, Bar, Report, Table
 from ._rows import Rows, announce
 from ._timing import Times, in_bursts, on_the_device
-from .moe_step import MEMORY_SHARE, NO_GRAPHS, dense_rate, memory_limit
+from .moe_step import NO_GRAPHS, dense_rate
 from .serving.engine import Batch, decode
 from .serving.models import Decoder, decoder, init_params, shapes
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_bench import _moe_model, _profile, moe_step
+from ejkernel_bench import _losses, _moe_model, _profile, moe_step
 from ejkernel_bench._moe_model import Size
 from ejkernel_bench._timing import Times
 from ejkernel_bench.moe_step import JAX, OURS, SMALL, TOKAMAX, Contender, Figures, Run
@@ -31,7 +31,7 @@ def drawn(seed, *shape):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_of_a_wide_product_have_the_dtype_of_the_operands(dtype):
     x, matrix = drawn(2, 7, 24).astype(dtype), drawn(3, 24, 40).astype(dtype)
-    out, pull_back = jax.vjp(_moe_model.wide_product, x, matrix)
+    out, pull_back = jax.vjp(_losses.wide_product, x, matrix)
     assert out.dtype == jnp.float32
     d_out = drawn(4, 7, 40)
     d_x, d_matrix = pull_back(d_out)
@@ -76,12 +76,11 @@ def test_pairs_are_rotated_by_angles_of_their_position():
 def test_the_loss_in_chunks_is_that_of_all_rows():
     x, matrix = drawn(0, TINY.tokens, TINY.dim), drawn(1, TINY.dim, TINY.vocabulary)
     labels = jax.random.randint(jax.random.key(2), (TINY.tokens,), 0, TINY.vocabulary)
-    size = attrs.evolve(TINY, chunk=4)
 
     def whole(x, matrix):
         return -jax.nn.log_softmax(x @ matrix)[jnp.arange(TINY.tokens), labels].mean()
 
-    actual = jax.value_and_grad(lambda x, matrix: _moe_model.loss_of_head(size, x, matrix, labels), (0, 1))(x, matrix)
+    actual = jax.value_and_grad(lambda x, matrix: _losses.mean_in_chunks(x, matrix, labels, 4), (0, 1))(x, matrix)
     jax.tree.map(
         partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, jax.value_and_grad(whole, (0, 1))(x, matrix)
     )
