@@ -210,10 +210,10 @@ def test_layers_are_fewer_where_the_plan_is_too_large(monkeypatch):
 
 def test_the_share_of_the_product_rate_and_the_bars():
     times = {OURS: Times([0.5, 0.6, 0.7]), JAX: Times([1.5]), TOKAMAX: Times([0.7])}
-    figures = Figures(Size(2), times, dict.fromkeys(times, 2**31), rate=8e14, rest=Times([0.1]))
+    figures = Figures(Size(2), times, dict.fromkeys(times, 2**31), rate=8e14, rest=dict.fromkeys(times, Times([0.1])))
     share = Size(2).layer_flops() / 0.5 / 8e14
     assert figures.share(OURS) == pytest.approx(share)
-    assert figures.table().rows[0] == (OURS, 1.0, pytest.approx(share * 800), pytest.approx(share), 2.0)
+    assert figures.table().rows[0] == (OURS, 1.0, pytest.approx(share * 800), pytest.approx(share), 100.0, 2.0)
     full = {bar.name: (bar.measured, bar.is_held) for bar in figures.bars(is_full=True)}
     assert full == {
         "a step: over tokamax": (pytest.approx(0.7 / 0.6), False),
@@ -221,9 +221,10 @@ def test_the_share_of_the_product_rate_and_the_bars():
     }
     (bar,) = figures.bars(is_full=False)
     assert (bar.name, bar.measured, bar.is_held) == (f"a step: over {JAX}", pytest.approx(2.5), False)
-    slow = attrs.evolve(figures, rest=Times([0.9]))
+    slow = attrs.evolve(figures, rest={**figures.rest, OURS: Times([0.9])})
     assert slow.share(OURS) is None
-    assert slow.times_table().rows[1] == ("its layers", "-", "-", pytest.approx(600), 0.0, "-", "-")
+    others = (pytest.approx(1400), 0.0, pytest.approx(600), 0.0)
+    assert slow.times_table().rows[1] == ("its layers", "-", "-", *others)
 
 
 def event(name, duration, **stats):
