@@ -201,9 +201,9 @@ class Pass:
         self._next.update({name: results[place] for name, place in self.updated.items()})
         return results
 
-    def compile(self) -> None:
+    def compile(self) -> Any:
         """In any thread: JAX finds the compiled function when it is called."""
-        self.function.lower(*self.arguments).compile()
+        return self.function.lower(*self.arguments).compile()
 
     def kernels(self) -> str:
         """The names of our kernels in it, from the labels in its text."""

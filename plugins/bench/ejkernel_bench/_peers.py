@@ -100,6 +100,15 @@ class TorchFunction(Prepared):
 
 
 @attrs.frozen
+class JaxFunction(Prepared):
+    """A function of JAX that computes with fewer bits than the call."""
+
+    def prepared(self, inputs: Inputs, pass_name: str) -> Run:
+        """One pass, which its first run compiles."""
+        return jitted(self.function, pass_name, inputs)
+
+
+@attrs.frozen
 class OnOtherArrays(Prepared):
     """A function of JAX, forward alone, on other arrays than the call has."""
 

@@ -55,6 +55,7 @@ from ._calls import (
     tolerance_of,
 )
 from ._figures import Figures, figures_of
+from ._memory import GIB, MEMORY_SHARE, memory_limit, planned_bytes, temporary_bytes
 from ._peers import OnOtherArrays, Peer, Prepared, TorchFunction, bound, is_installed, optional, program_of
 from ._report import Bar, Cell, Report, Table
 from ._rows import Rows, announce
@@ -119,6 +120,13 @@ class Measurement:
     figures: Figures
     #: The names of our kernels.
     kernels: str
+    #: By contender of JAX, the bytes of its temporaries by the compiler; none where they are not asked for.
+    temporaries: Mapping[str, int] = attrs.field(factory=dict)
+
+    def beside(self) -> dict[str, Cell]:
+        """The columns behind the others."""
+        memory = {memory_column(name): size / GIB for name, size in self.temporaries.items() if name in self.times}
+        return {**self.figures.beside(), **memory}
 
     @property
     def times(self) -> Mapping[str, Times]:
@@ -148,6 +156,7 @@ def run(
     work: Work | None = None,
     check: Check | None = None,
     rounds: int = ROUNDS,
+    has_memory: bool = False,
     registry: Registry = ejkernel_core.registry,
 ) -> Report:
     """Measure an operation: each example forward, and forward+backward where it has gradients.
@@ -162,8 +171,10 @@ def run(
     ``names`` are measured. ``reference`` is the backend of the expected results, in a wider dtype, where the
     operation's own reference takes too long. ``work`` is the least work of a pass of an example, where the
     operation's cost, which knows shapes alone, is not that of the values. ``check`` says what is wrong with results
-    that may differ from the reference's, as those that are drawn at random. The programs of some calls are compiled
-    in parallel, and then these calls are measured; the device runs one thing at a time.
+    that may differ from the reference's, as those that are drawn at random. With ``has_memory`` there are columns of
+    the temporaries that the compiler plans. A contender that does not fit into the memory is told, and not measured.
+    The programs of some calls are compiled in parallel, and then these calls are measured; the device runs one thing
+    at a time.
     """
     if jax.default_backend() == "cpu" and names is None:
         return Report(operation, (), text=f"{operation}: there is no accelerator here; --small measures on the CPU")
@@ -184,13 +195,28 @@ def run(
     rows = Rows(title, (*start, *others, "kernels"), series=(OURS, COPY, *contenders.names()))
     measurements: list[Measurement] = []
     faults: list[str] = []
+    notes: list[str] = []
     for programs in _compiled_in_groups(contenders, examples):
+        notes += programs.notes
         for measurement in _measure(programs, registry, work, check, rounds, faults):
+            if has_memory:
+                measurement = attrs.evolve(measurement, temporaries=programs.temporaries[measurement.pass_name])
             measurements.append(measurement)
-            rows.add(*measurement.row(contenders.names()), beside=measurement.figures.beside())
-    return Report(
-        operation, [rows.table()], list(_bars(measurements, minima)), faults, _absences(operation, peers or {})
-    )
+            rows.add(*measurement.row(contenders.names()), beside=measurement.beside())
+    notes += [fault for fault in faults if is_out_of_memory(fault)]
+    faults = [fault for fault in faults if not is_out_of_memory(fault)]
+    text = "\n".join(line for line in (_absences(operation, peers or {}), *notes) if line)
+    return Report(operation, [rows.table()], list(_bars(measurements, minima)), faults, text)
+
+
+def memory_column(contender: str) -> str:
+    """The name of the column of its temporaries."""
+    return f"{contender}, GiB"
+
+
+def is_out_of_memory(fault: str) -> bool:
+    """Whether a call failed for want of memory, which says nothing about its results."""
+    return "RESOURCE_EXHAUSTED" in fault or "OutOfMemoryError" in fault
 
 
 def _absences(operation: str, peers: Mapping[str, Peer | str | None]) -> str:
@@ -284,6 +310,10 @@ class _Programs:
     expected: Mapping[str, Pass]
     contenders: Mapping[str, Mapping[str, Pass | Prepared]]
     faults: Sequence[str]
+    #: What does not fit, and is not run.
+    notes: Sequence[str] = ()
+    #: Bytes by pass and contender of JAX, by the compiler.
+    temporaries: Mapping[str, Mapping[str, int]] = attrs.field(factory=dict)
 
     def results(self, pass_name: str, inputs: Inputs) -> Results:
         """The results of the reference."""
@@ -324,14 +354,20 @@ class _Contenders:
         inputs = abstract_inputs(example, self.registry)
         contenders: dict[str, dict[str, Pass | Prepared]] = {}
         faults: list[str] = []
+        notes: list[str] = []
+        temporaries: dict[str, dict[str, int]] = {}
         passes = PASSES if example.wrt else PASSES[:1]
         for pass_name in passes:
-            contenders[pass_name] = {}
+            contenders[pass_name], temporaries[pass_name] = {}, {}
             for name in (OURS, *self.names()):
                 try:
                     program = self._program(name, example, inputs, pass_name)
                     if isinstance(program, Pass):
-                        program.compile()
+                        compiled = program.compile()
+                        temporaries[pass_name][name] = temporary_bytes(compiled)
+                        if excess := excess_of(compiled):
+                            notes.append(f"{name}, {pass_name}, {example.name}: {excess}")
+                            continue
                 except Exception as fault:  # the other contenders are measured all the same
                     faults.append(f"{name}, {pass_name}, {example.name}: {describe_fault(fault)}")
                     continue
@@ -347,7 +383,7 @@ class _Contenders:
             for program in expected.values():
                 with suppress(Exception):  # it is reported when it runs
                     program.compile()
-        return _Programs(example, wide_dtype, expected, contenders, faults)
+        return _Programs(example, wide_dtype, expected, contenders, faults, notes, temporaries)
 
     def _program(self, name: str, example: Example, inputs: Inputs, pass_name: str) -> Pass | Prepared | None:
         if name in self.peers:
@@ -357,6 +393,14 @@ class _Contenders:
         if not _takes(name, example, pass_name, self.registry):
             return None
         return jitted(by_core(example, name, self.registry), pass_name, inputs)
+
+
+def excess_of(compiled: Any) -> str:
+    """Why a program does not fit into the memory of the device; empty where it does, or nobody knows."""
+    limit, planned = memory_limit(), planned_bytes(compiled)
+    if limit is None or planned <= MEMORY_SHARE * limit:
+        return ""
+    return f"it does not fit: its plan takes {planned / GIB:.1f} of {limit / GIB:.1f} GiB"
 
 
 def _wide(dtype: str | None) -> AbstractContextManager[Any]:
