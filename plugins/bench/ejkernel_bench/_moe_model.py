@@ -1,6 +1,7 @@
-"""A model of layers with a mixture of experts in plain JAX, like Qwen3-30B-A3B, and its training step.
+"""A model of layers in plain JAX, with a mixture of experts like Qwen3-30B-A3B, or dense, and its training step.
 
-The model is defined once. What a library computes is in an ``Arm``: functions that the model is given.
+The model is defined once. What a library computes is in an ``Arm``: functions that the model is given. With a
+``DenseArm``, layers have no experts.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Size:
     #: The rows whose logits are there at once.
     chunk: int = 2048
     dtype: str = "bfloat16"
+    #: Of the rotation of queries and keys.
+    base: float = BASE
 
     @property
     def tokens(self) -> int:
@@ -78,13 +81,21 @@ class Size:
 
 
 @attrs.frozen(eq=False)
-class Arm:
-    """The functions of a library."""
+class DenseArm:
+    """The functions of a library that a model without experts needs."""
 
     #: Of x (..., dim) and the weight.
     norm: Callable[[Any, Any], Any]
     #: Causal, of query, key and value (batch, length, heads, head_dim).
     attention: Callable[[Any, Any, Any], Any]
+    #: The mean, of x (tokens, dim), a matrix (dim, vocabulary), labels, and the most rows whose logits may be there.
+    loss: Callable[[Any, Any, Any, int], Any] = attrs.field(default=mean_in_chunks, kw_only=True)
+
+
+@attrs.frozen(eq=False)
+class Arm(DenseArm):
+    """The functions of a library."""
+
     #: Of float32 logits and the number of experts of a token, to weights, experts, sizes of groups, order of tokens.
     route: Callable[[Any, int], tuple[Any, Any, Any, Any]]
     #: Of x (tokens, dim), the order, the number of experts of a token, matrices (experts, k, n) and sizes of groups. It
@@ -94,14 +105,12 @@ class Arm:
     product: Callable[[Any, Any, Any], Any]
     #: Of rows in the order of experts, the order, and the weights.
     combine: Callable[[Any, Any, Any], Any]
-    #: The mean, of x (tokens, dim), a matrix (dim, vocabulary), labels, and the most rows whose logits may be there.
-    loss: Callable[[Any, Any, Any, int], Any] = mean_in_chunks
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def loss(arm: Arm, size: Size, parameters: Parameters, tokens: Any) -> Any:
+def loss(arm: DenseArm, size: Size, parameters: Parameters, tokens: Any) -> Any:
     """The mean loss of predicting each token (batch, length + 1) from those before it."""
     with part("embedding"):
         x = parameters["embedding"][tokens[:, :-1]]
@@ -113,7 +122,7 @@ def loss(arm: Arm, size: Size, parameters: Parameters, tokens: Any) -> Any:
         return arm.loss(x.reshape(-1, size.dim), parameters["head"], tokens[:, 1:].reshape(-1), size.chunk)
 
 
-def block(arm: Arm, size: Size, layer: Parameters, x: Any) -> Any:
+def block(arm: DenseArm, size: Size, layer: Parameters, x: Any) -> Any:
     """A layer. All but attention is computed again in the backward, so only its arrays and x are kept."""
     query, key, value = jax.checkpoint(partial(before_attention, arm, size))(layer, x)
     with part("attention"):
@@ -121,36 +130,55 @@ def block(arm: Arm, size: Size, layer: Parameters, x: Any) -> Any:
     return jax.checkpoint(partial(after_attention, arm, size))(layer, x, attended)
 
 
-def before_attention(arm: Arm, size: Size, layer: Parameters, x: Any) -> tuple[Any, Any, Any]:
-    """Query, key and value, normalized by head and rotated."""
+def before_attention(arm: DenseArm, size: Size, layer: Parameters, x: Any) -> tuple[Any, Any, Any]:
+    """Query, key and value, normalized by head where the layer has weights for it, and rotated."""
     with part("norm"):
         normed = arm.norm(x, layer["norm_1"])
     with part("projections"):
         qkv = (normed @ layer["qkv"]).reshape(*x.shape[:2], -1, size.head_dim)
     query, key, value = jnp.split(qkv, (size.heads, size.heads + size.kv_heads), axis=2)
-    with part("norm"):
-        query, key = arm.norm(query, layer["norm_query"]), arm.norm(key, layer["norm_key"])
+    if "norm_query" in layer:
+        with part("norm"):
+            query, key = arm.norm(query, layer["norm_query"]), arm.norm(key, layer["norm_key"])
     with part("rotation"):
-        return rotated(query), rotated(key), value
+        return rotated(query, size.base), rotated(key, size.base), value
 
 
-def rotated(x: Any) -> Any:
+def rotated(x: Any, base: float = BASE) -> Any:
     """The two halves of each head as pairs, turned by angles that grow with the position."""
     length, half = x.shape[1], x.shape[-1] // 2
-    angles = jnp.arange(length)[:, None] * BASE ** (-jnp.arange(half) / half)
+    angles = jnp.arange(length)[:, None] * base ** (-jnp.arange(half) / half)
     cosine, sine = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
     return turned.astype(x.dtype)
 
 
-def after_attention(arm: Arm, size: Size, layer: Parameters, x: Any, attended: Any) -> Any:
-    """The projection of what attention returns, and the experts."""
+def after_attention(arm: DenseArm, size: Size, layer: Parameters, x: Any, attended: Any) -> Any:
+    """The projection of what attention returns, and the experts or the dense layer."""
     with part("projections"):
         x = x + attended.reshape(*x.shape[:2], -1) @ layer["out"]
     with part("norm"):
         normed = arm.norm(x, layer["norm_2"])
-    return x + experts(arm, size, layer, normed.reshape(-1, size.dim)).reshape(x.shape)
+    rows = normed.reshape(-1, size.dim)
+    made = experts(arm, size, layer, rows) if isinstance(arm, Arm) else feed_forward(layer, rows)
+    return x + made.reshape(x.shape)
+
+
+def feed_forward(layer: Parameters, x: Any) -> Any:
+    """The dense layer of each token (tokens, dim)."""
+    with part("feed_forward"):
+        hidden = x @ layer["up"]
+    with part("activation"):
+        hidden = gated(hidden)
+    with part("feed_forward"):
+        return hidden @ layer["down"]
+
+
+def gated(hidden: Any) -> Any:
+    """The second half, times the first one through its activation."""
+    gate, up = jnp.split(hidden, 2, axis=-1)
+    return jax.nn.silu(gate) * up
 
 
 def experts(arm: Arm, size: Size, layer: Parameters, x: Any) -> Any:
@@ -161,8 +189,7 @@ def experts(arm: Arm, size: Size, layer: Parameters, x: Any) -> Any:
     with part("experts"):
         hidden = arm.token_product(x, order, size.chosen, layer["up"], sizes)
     with part("activation"):
-        gate, up = jnp.split(hidden, 2, axis=-1)
-        hidden = jax.nn.silu(gate) * up
+        hidden = gated(hidden)
     with part("experts"):
         made = arm.product(hidden, layer["down"], sizes)
     with part("combine"):
@@ -172,7 +199,7 @@ def experts(arm: Arm, size: Size, layer: Parameters, x: Any) -> Any:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def training_step(arm: Arm, size: Size, state: State, tokens: Any) -> tuple[State, Any]:
+def training_step(arm: DenseArm, size: Size, state: State, tokens: Any) -> tuple[State, Any]:
     """The state after a step of Adam, and the loss."""
     value, gradients = jax.value_and_grad(partial(loss, arm, size))(state["parameters"], tokens)
     with part("adam"):

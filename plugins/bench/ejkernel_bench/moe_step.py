@@ -51,10 +51,11 @@ from ejkernel_ops.moe_permute import definition as permutation
 from ._calls import describe_fault
 from ._errors import error
 from ._grouped_products import NotTuned, tuning_of_tokamax
-from ._memory import GIB, MEMORY_SHARE, memory_limit, planned_bytes
+from ._memory import GIB, MEMORY_SHARE, memory_limit, peak_bytes, planned_bytes
 from ._moe_model import (
     EPSILON,
     Arm,
+    DenseArm,
     Size,
     State,
     loss,
@@ -153,10 +154,11 @@ def by_jax() -> Arm:
     """``jax.nn`` and ``jax.lax``, with plain JAX for what they do not have."""
     ragged_dot = jax.lax.ragged_dot
     rows = of_rows(_permute, ragged_dot)
-    return Arm(_norm, _attention_of_jax, _route, rows, ragged_dot, permutation.combined)
+    return Arm(plain_norm, attention_of_jax, _route, rows, ragged_dot, permutation.combined)
 
 
-def _attention_of_jax(query: Any, key: Any, value: Any) -> Any:
+def attention_of_jax(query: Any, key: Any, value: Any) -> Any:
+    """Causal, by cuDNN on a GPU."""
     implementation: Literal["cudnn", "xla"] = "cudnn" if jax.default_backend() == "gpu" else "xla"
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
 
@@ -176,12 +178,13 @@ def by_tokamax(size: Size, notes: list[str]) -> Arm:
         ).compile()
     except Exception as fault:
         notes.append(f"{TOKAMAX} has the attention of jax.nn: {' '.join(describe_fault(fault).split())}")
-        attention = _attention_of_jax
+        attention = attention_of_jax
     rows = of_rows(_permute, tokamax.ragged_dot)
-    return Arm(_norm, attention, _route, rows, tokamax.ragged_dot, permutation.combined)
+    return Arm(plain_norm, attention, _route, rows, tokamax.ragged_dot, permutation.combined)
 
 
-def _norm(x: Any, weight: Any) -> Any:
+def plain_norm(x: Any, weight: Any) -> Any:
+    """In float32, as models in plain JAX have it."""
     wide = x.astype(jnp.float32)
     unit = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + EPSILON)
     return (unit * weight).astype(x.dtype)
@@ -218,7 +221,7 @@ _permute.defvjp(_permute_fwd, _permute_bwd)
 class Contender:
     """An arm, and the context in which it is traced: that of tokamax's tuned configurations."""
 
-    arm: Arm
+    arm: DenseArm
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
@@ -274,13 +277,14 @@ def layers_that_fit(size: Size, limit: float) -> int:
     (14, 7)
     """
     kept = 2 * size.tokens * (size.dim + 2 * (size.heads + size.kv_heads) * size.head_dim)
-    layer = 12 * _count(size.layer_shapes()) + kept
+    layer = 12 * count(size.layer_shapes()) + kept
     rows = size.tokens * size.chosen * (4 * size.dim + 6 * size.inner) * 2
-    others = 12 * _count(size.other_shapes()) + rows + 3 * 4 * size.chunk * size.vocabulary
+    others = 12 * count(size.other_shapes()) + rows + 3 * 4 * size.chunk * size.vocabulary
     return max(1, int((MEMORY_SHARE * limit - others) / layer))
 
 
-def _count(shapes: Mapping[str, Sequence[int]]) -> int:
+def count(shapes: Mapping[str, Sequence[int]]) -> int:
+    """The numbers in all arrays."""
     return sum(math.prod(shape) for shape in shapes.values())
 
 
@@ -295,10 +299,12 @@ class Run:
     absences: Rows = attrs.field(factory=lambda: Rows("not measured", ("arm", "reason")))
     faults: list[str] = attrs.field(factory=list)
     notes: list[str] = attrs.field(factory=list)
+    #: By dtype, how far gradients may be apart.
+    gradient_limits: Mapping[str, float] = attrs.field(factory=lambda: GRADIENT_LIMITS)
 
     # -- compiling -----------------------------------------------------------------------------------------------------
 
-    def add(self, name: str, arm: Callable[[], Arm]) -> None:
+    def add(self, name: str, arm: Callable[[], DenseArm]) -> None:
         """Add an arm, unless its library cannot be imported, which is told."""
         if (functions := self._try(name, arm)) is not None:
             self.contenders[name] = Contender(functions)
@@ -306,7 +312,7 @@ class Run:
     def compiled(self, name: str, size: Size) -> Any:
         """The training step of an arm. The state is donated."""
         contender = self.contenders[name]
-        announce(f"compiling {name}: {_title(size)}")
+        announce(f"compiling {name}: {title_of(size)}")
         parameters = jax.eval_shape(lambda: parameters_of(size, jax.random.key(0)))
         state = jax.eval_shape(state_of, parameters)
         tokens = jax.eval_shape(lambda: tokens_of(size, jax.random.key(0)))
@@ -361,7 +367,7 @@ class Run:
         """The losses and gradients of few layers, relative to ours."""
         size = attrs.evolve(size, layers=min(size.layers, FEW_LAYERS))
         columns = ("", "loss", "loss, relative to ours", "largest distance of a gradient", "of")
-        rows = Rows(f"compared with {OURS}: {_title(size)}", columns)
+        rows = Rows(f"compared with {OURS}: {title_of(size)}", columns)
         parameters, tokens = parameters_of(size, jax.random.key(0)), tokens_of(size, jax.random.key(1))
         expected: tuple[Any, Any] | None = None
         for name in list(self.contenders):
@@ -394,7 +400,7 @@ class Run:
         worst = max(distances, key=lambda path: float("inf") if distances[path] != distances[path] else distances[path])
         if not distance <= LOSS_LIMITS[size.dtype]:
             self.faults.append(f"{name}: its loss is {float(results[0]):.6g} and ours {float(expected[0]):.6g}")
-        if not distances[worst] <= GRADIENT_LIMITS[size.dtype]:
+        if not distances[worst] <= self.gradient_limits[size.dtype]:
             self.faults.append(f"{name}: its gradient of {worst} is {distances[worst]:.1e} from ours")
         return name, float(results[0]), distance, distances[worst], worst
 
@@ -408,18 +414,36 @@ class Run:
         if OURS not in steps:
             return self.report([comparison])
         training = Training(size, steps)
-        for name in list(steps):
-            announce(f"running {name}")
-            if self._try(name, partial(training.run_to_end, name)) is None:
-                del steps[name]
-                training.restart()
+        memory = {name: planned_bytes(step) for name, step in steps.items()}
+        peaks = self._first_steps(training, steps, memory)
         times = in_bursts({name: partial(training.run, name) for name in steps}, self.rounds, BURST_S)
         profiles = {name: _by_part(partial(training.run, name), steps[name]) for name in steps}
         training.state = None  # so that the next one fits
-        rest = self._rest(size, list(times))
-        figures = Figures(size, times, {name: planned_bytes(step) for name, step in steps.items()}, rate, rest)
+        figures = self.figures(Measured(size, times, memory, peaks, rate))
         tables = [figures.times_table(), figures.table(), *_parts_table(size, profiles, self.notes), comparison]
         return self.report(tables, list(figures.bars(is_full=self.name == "full")))
+
+    def figures(self, measured: Measured) -> Figures:
+        """With the time of steps without layers."""
+        return Figures(measured, self._rest(measured.size, list(measured.times)))
+
+    def _first_steps(
+        self, training: Training, steps: dict[str, Any], memory: Mapping[str, int]
+    ) -> Mapping[str, int | None]:
+        """The peak of a step by the device, which only tells the most until now: so that with the smallest plan is
+        first, and one that does not raise it has none. A step that fails is told, and left out.
+        """
+        peaks: dict[str, int | None] = {}
+        for name in sorted(steps, key=memory.__getitem__):
+            announce(f"running {name}")
+            before = peak_bytes()
+            if self._try(name, partial(training.run_to_end, name)) is None:
+                del steps[name]
+                training.restart()
+            else:
+                after = peak_bytes()
+                peaks[name] = after if after is not None and before is not None and after > before else None
+        return peaks
 
     def _steps(self, size: Size) -> tuple[Size, dict[str, Any]]:
         """The compiled steps, of fewer layers if they do not fit."""
@@ -445,7 +469,8 @@ class Run:
         return Report(self.name, [*tables, *absences], bars, self.faults, "\n".join(self.notes))
 
 
-def _title(size: Size) -> str:
+def title_of(size: Size) -> str:
+    """The size, for a heading."""
     return f"{size.layers} layers, {size.batch} x {size.length} tokens, {size.dtype}"
 
 
@@ -487,17 +512,41 @@ def dense_rate(size: int, dtype: str) -> float:
 
 
 @attrs.frozen(eq=False)
-class Figures:
-    """What was measured of all arms."""
+class Measured:
+    """What was measured of the steps of all arms."""
 
     size: Size
     times: Mapping[str, Times]
-    #: Bytes, by arm.
+    #: Bytes by arm, by the compiler; and the peak by the device, None where it does not say.
     memory: Mapping[str, int]
+    peaks: Mapping[str, int | None]
     #: Of a dense product, operations in a second.
     rate: float
+
+    def gib(self, name: str) -> tuple[Cell, Cell]:
+        """By the compiler and by the device."""
+        peak = self.peaks.get(name)
+        return self.memory[name] / GIB, ABSENT if peak is None else peak / GIB
+
+
+MEMORY_COLUMNS = ("GiB, by the compiler", "GiB, by the device")
+
+
+@attrs.frozen(eq=False)
+class Figures:
+    """Those of steps of which the layers count."""
+
+    measured: Measured
     #: Of a step without layers, by arm.
     rest: Mapping[str, Times]
+
+    @property
+    def size(self) -> Size:
+        return self.measured.size
+
+    @property
+    def times(self) -> Mapping[str, Times]:
+        return self.measured.times
 
     def layers_seconds(self, name: str) -> float | None:
         """The time of the layers; None where a busy machine makes the step without layers the longer one."""
@@ -507,12 +556,12 @@ class Figures:
     def share(self, name: str) -> float | None:
         """Of the product rate, by the useful operations of the layers."""
         seconds = self.layers_seconds(name)
-        return None if seconds is None else self.size.layer_flops() / seconds / self.rate
+        return None if seconds is None else self.size.layer_flops() / seconds / self.measured.rate
 
     def times_table(self) -> Table:
         """Steps and layers, which a picture draws."""
         columns = ["", *(column for name in self.times for column in (name, "range"))]
-        rows = Rows(f"milliseconds, medians of rounds in turn: {_title(self.size)}", columns, series=[*self.times])
+        rows = Rows(f"milliseconds, medians of rounds in turn: {title_of(self.size)}", columns, series=[*self.times])
         rows.add("a step", *(cell for one in self.times.values() for cell in one.scaled(1e-3)[:2]))
         layers = {name: self.layers_seconds(name) for name in self.times}
         pairs = (
@@ -524,15 +573,15 @@ class Figures:
 
     def table(self) -> Table:
         """All else."""
-        rate = self.rate / 1e12
-        title = f"{_title(self.size)}; a dense product has {rate:.3g} TFLOP/s"
+        rate = self.measured.rate / 1e12
+        title = f"{title_of(self.size)}; a dense product has {rate:.3g} TFLOP/s"
         columns = ("", f"over {OURS}", "TFLOP/s of the layers", "of the product rate", "ms without layers")
-        rows = Rows(title, (*columns, "GiB, by the compiler"))
+        rows = Rows(title, (*columns, *MEMORY_COLUMNS))
         for name, one in self.times.items():
             share = self.share(name)
             ratio = one.median / self.times[OURS].median
             shares: Sequence[Cell] = (ABSENT, ABSENT) if share is None else (share * rate, share)
-            rows.add(name, ratio, *shares, 1e3 * self.rest[name].median, self.memory[name] / GIB)
+            rows.add(name, ratio, *shares, 1e3 * self.rest[name].median, *self.measured.gib(name))
         return rows.table()
 
     def bars(self, is_full: bool) -> Iterator[Bar]:
@@ -561,7 +610,7 @@ def _parts_table(
     by_arm = {name: seconds for name, (seconds, _) in profiles.items() if seconds}
     if OURS not in by_arm:
         return
-    rows = Rows(f"milliseconds by the profile of a step: {_title(size)}", ("", *by_arm), series=[*by_arm])
+    rows = Rows(f"milliseconds by the profile of a step: {title_of(size)}", ("", *by_arm), series=[*by_arm])
     rows.add("all kernels", *(1e3 * sum(seconds.values()) for seconds in by_arm.values()))
     labels = dict.fromkeys(label for seconds in by_arm.values() for label in seconds)
     passes = {name for name, when in labels if when != FORWARD}

@@ -138,7 +138,7 @@ def test_equal_arms_are_compared_and_timed():
     assert times.rows[0][0] == "a step"
     assert [row[0] for row in figures.rows] == [row[0] for row in comparison.rows] == [OURS, JAX]
     assert figures.rows[1][1] == pytest.approx(times.rows[0][3] / times.rows[0][1])
-    assert all(row[-1] > 0 for row in figures.rows)
+    assert all(row[-2] > 0 for row in figures.rows)
     assert comparison.rows[1][3] < 1e-4
 
 
@@ -210,10 +210,13 @@ def test_layers_are_fewer_where_the_plan_is_too_large(monkeypatch):
 
 def test_the_share_of_the_product_rate_and_the_bars():
     times = {OURS: Times([0.5, 0.6, 0.7]), JAX: Times([1.5]), TOKAMAX: Times([0.7])}
-    figures = Figures(Size(2), times, dict.fromkeys(times, 2**31), rate=8e14, rest=dict.fromkeys(times, Times([0.1])))
+    memory, peaks = dict.fromkeys(times, 2**31), {OURS: 2**30, JAX: None}
+    measured = moe_step.Measured(Size(2), times, memory, peaks, rate=8e14)
+    figures = Figures(measured, dict.fromkeys(times, Times([0.1])))
     share = Size(2).layer_flops() / 0.5 / 8e14
     assert figures.share(OURS) == pytest.approx(share)
-    assert figures.table().rows[0] == (OURS, 1.0, pytest.approx(share * 800), pytest.approx(share), 100.0, 2.0)
+    assert figures.table().rows[0] == (OURS, 1.0, pytest.approx(share * 800), pytest.approx(share), 100.0, 2.0, 1.0)
+    assert figures.table().rows[1][-2:] == (2.0, "-")
     full = {bar.name: (bar.measured, bar.is_held) for bar in figures.bars(is_full=True)}
     assert full == {
         "a step: over tokamax": (pytest.approx(0.7 / 0.6), False),
