@@ -33,12 +33,12 @@ from ejkernel_ops import ragged_paged_attention
 
 from ._calls import describe_fault
 from ._gather_engine import GATHER, GatherEngine, gather_attention
+from ._memory import memory_limit
 from ._report import Bar, Report
 from ._rows import Rows, announce
 from ._serve_load import Load, draw_load
 from ._serve_tokens import compared, logits_behind
 from ._served import Attention, Served, answered
-from .moe_step import memory_limit
 from .serve_step import MODELS, PAGE_SIZE, SMALL, SMALL_PAGE_SIZE
 from .serving import Decoder, Engine, Limits, init_params
 from .serving.models import shapes
