@@ -7,7 +7,7 @@ system of the reader is light.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +86,16 @@ def on_h100(text: str) -> Iterator[Case]:
 
 def memory(text: str) -> list[tuple[int, float, float]]:
     """Tokens, and MiB of ours and of ``jax.nn``."""
-    return [(int(row[0]), float(row[1]), float(row[2])) for row in table(text, "## Attention on the CPU", "tokens")]
+    return _by_tokens(table(text, "## Attention on the CPU", "tokens"))
+
+
+def memory_of_loss(text: str) -> list[tuple[int, float, float]]:
+    """Tokens, and MiB of ours and with all logits."""
+    return _by_tokens(table(text, "## The loss of a language model", "tokens"))
+
+
+def _by_tokens(rows: Sequence[Sequence[str]]) -> list[tuple[int, float, float]]:
+    return [(int(row[0]), float(row[1]), float(row[2])) for row in rows]
 
 
 def step(text: str) -> list[tuple[str, float, float]]:
@@ -140,12 +149,32 @@ def _rates(axes: Axes, pairs: Sequence[tuple[float, float]], theme: Theme) -> No
 
 
 def memory_by_length(text: str, theme: Theme) -> Figure:
-    """Two lines on logarithmic axes, each with its name at its end."""
-    rows = memory(text)
+    """Attention, beside ``jax.nn``."""
+    title = "Memory of attention on a CPU, forward and backward, beside inputs and outputs"
+    ticks = {16: "16 MiB", 128: "128 MiB", 1024: "1 GiB", 8192: "8 GiB", 65536: "64 GiB"}
+    return _memory_lines(memory(text), "jax.nn.dot_product_attention", title, ticks, (12, 2**16.6), theme)
+
+
+def memory_of_losses(text: str, theme: Theme) -> Figure:
+    """A loss, beside that with all logits."""
+    title = "Memory of a loss on a CPU, forward and backward, beside inputs and outputs"
+    ticks = {512: "512 MiB", 2048: "2 GiB", 8192: "8 GiB", 32768: "32 GiB"}
+    return _memory_lines(memory_of_loss(text), "all logits", title, ticks, (512, 2**15.9), theme)
+
+
+def _memory_lines(
+    rows: Sequence[tuple[int, float, float]],
+    peer: str,
+    title: str,
+    ticks: Mapping[int, str],
+    limits: tuple[float, float],
+    theme: Theme,
+) -> Figure:
+    """Two lines on logarithmic axes, each with its name beside it."""
     tokens = [row[0] for row in rows]
     figure = Figure(figsize=(WIDTH, 3.5), layout="constrained")
     axes = figure.subplots()
-    for column, name, colour in ((2, "jax.nn.dot_product_attention", theme.peer), (1, "ejkernel", theme.ours)):
+    for column, name, colour in ((2, peer, theme.peer), (1, "ejkernel", theme.ours)):
         amounts = [row[column] for row in rows]
         axes.plot(tokens, amounts, color=colour, linewidth=2.2, marker="o", markersize=5)
         for place in (0, len(tokens) - 1):
@@ -160,12 +189,11 @@ def memory_by_length(text: str, theme: Theme) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
-    axes.set_yticks([16, 128, 1024, 8192, 65536], ["16 MiB", "128 MiB", "1 GiB", "8 GiB", "64 GiB"])
+    axes.set_yticks([*ticks], [*ticks.values()])
     axes.minorticks_off()
-    axes.set_ylim(12, 2**16.6)
+    axes.set_ylim(*limits)
     axes.set_xlim(tokens[0] / 1.25, tokens[-1] * 1.25)
     axes.set_xlabel("tokens")
-    title = "Memory of attention on a CPU, forward and backward, beside inputs and outputs"
     axes.set_title(title, loc="left", fontsize=TEXT + 1, color=theme.text, weight="bold")
     axes.grid(axis="y", color=theme.faint, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -197,7 +225,8 @@ def training_step(text: str, theme: Theme) -> Figure:
 
 
 def _size(mib: float) -> str:
-    return f"{mib:.0f} MiB" if mib < 1024 else f"{mib / 1024:.0f} GiB"
+    """With two digits."""
+    return f"{mib:.0f} MiB" if mib < 1024 else f"{mib / 1024:.{0 if mib >= 10 * 1024 else 1}f} GiB"
 
 
 def settings(theme: Theme) -> dict[str, Any]:
@@ -219,7 +248,12 @@ def settings(theme: Theme) -> dict[str, Any]:
     }
 
 
-PICTURES = {"attention": attention, "memory": memory_by_length, "training-step": training_step}
+PICTURES = {
+    "attention": attention,
+    "memory": memory_by_length,
+    "loss-memory": memory_of_losses,
+    "training-step": training_step,
+}
 
 
 def draw(folder: Path, text: str) -> Iterator[Path]:

@@ -50,14 +50,21 @@ def test_the_description_has_the_least_and_the_greatest_ratio(page):
     assert description in " ".join((ROOT / page).read_text().split())
 
 
+def size(mib: str) -> str:
+    gib = float(mib) / 1024
+    return f"{float(mib):.0f} MiB" if gib < 1 else f"{gib:.0f} GiB" if gib >= 10 else f"{gib:.1f} GiB"
+
+
 @pytest.mark.parametrize("theme", ["", "-dark"])
-def test_the_memory_is_that_of_the_table(theme):
-    tokens = rows("| 1024 | ", 5)
-    shown = texts(f"memory{theme}.svg")
+@pytest.mark.parametrize(("name", "first"), [("memory", "| 1024 | "), ("loss-memory", "| 2048 | 1049 | ")])
+def test_the_memory_is_that_of_the_table(name, first, theme):
+    tokens = rows(first, 5)
+    shown = texts(f"{name}{theme}.svg")
     assert [shown[f"{int(row[0]):,}"] for row in tokens] == [1] * 5
-    (_, first_ours, first_peer), (_, last_ours, last_peer) = (map(float, row) for row in (tokens[0], tokens[-1]))
-    ends = [*(f"{mib:.0f} MiB" for mib in (first_ours, first_peer, last_ours)), f"{last_peer / 1024:.0f} GiB"]
-    assert [shown[end] for end in ends] == [1] * 4
+    ends = Counter(size(mib) for row in (tokens[0], tokens[-1]) for mib in row[1:])
+    assert {end: shown[end] for end in ends} == dict(ends)
+    words = f"at {int(tokens[-1][0]):,} tokens {size(tokens[-1][1])} by ejkernel and {size(tokens[-1][2])}"
+    assert words in " ".join(TEXT.split())
 
 
 @pytest.mark.parametrize("theme", ["", "-dark"])
@@ -71,7 +78,7 @@ def test_the_parts_of_a_step_are_those_of_the_table(theme):
     assert {text: count for text, count in shown.items() if re.match(r"\d+\.\d", text)} == dict(Counter(sums))
 
 
-@pytest.mark.parametrize("name", ["attention", "memory", "training-step"])
+@pytest.mark.parametrize("name", ["attention", "memory", "loss-memory", "training-step"])
 def test_each_theme_has_a_background_and_the_same_words(name):
     light, dark = (f"{name}{theme}.svg" for theme in ("", "-dark"))
     assert texts(light) == texts(dark)

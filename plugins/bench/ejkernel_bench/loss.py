@@ -6,9 +6,11 @@ Calls are tokens x hidden_dim x vocab in bfloat16. Parts and calls are named wit
   --part grid               4096, 8192 and 32768 tokens, hidden dims 2048 and 4096, three vocabularies
   --part none               losses and lse of each row, which the program reduces itself
   --part peaks              the peak memory of the calls of the bars by the device, each after those that need less
+  --part plans              temporaries by the compiler for 2,048 to 32,768 tokens; nothing runs, also on a CPU
   --part 8192x4096x128256   a call
 
-Without a part, it measures peaks and bars. Forward alone keeps no gradient. Losses and gradients are compared with
+Without a part, it measures peaks and bars. Calls that differ in their tokens alone are also tables of time and memory
+by tokens, which a picture draws as lines. Forward alone keeps no gradient. Losses and gradients are compared with
 those in float32, ours in chunks of rows and the others with ours. Temporaries are GiB beyond arrays and results, by the
 compiler. Of our kernels only the chosen one is measured, and those that --kernels names. --small has tiny sizes, which
 a CPU can run.
@@ -27,12 +29,14 @@ import jax
 from ejkernel_core import Cost, Example
 
 from . import suite
-from ._calls import PASSES
+from ._calls import PASSES, by_core, describe
 from ._loss_memory import peaks
-from ._loss_peers import LIGER, XLA, peers
+from ._loss_peers import LIGER, XLA, by_xla, peers
 from ._memory import GIB
-from ._report import joined
+from ._report import ABSENT, joined
+from .memory import MIB, temporaries
 from .moe_step import dense_rate
+from .pictures import TOKENS
 
 __all__ = ["OPERATION", "peers", "run"]
 
@@ -85,7 +89,9 @@ GRID = tuple(
     for tokens in (4096, 8192, 32768)
 )
 SMALL = (LossCall(24, 16, 97, "float32"), LossCall(50, 8, 130, "float32"))
-PARTS: dict[str, tuple[LossCall, ...]] = {"peaks": BARS, "bars": BARS, "grid": GRID, "none": BARS}
+#: Compiled, and not run.
+PLANS = tuple(LossCall(tokens, 2048, 128256) for tokens in (2048, 4096, 8192, 16384, 32768))
+PARTS: dict[str, tuple[LossCall, ...]] = {"peaks": BARS, "bars": BARS, "grid": GRID, "none": BARS, "plans": PLANS}
 DEFAULT = ("peaks", "bars")
 
 #: Relative to XLA; relative to Liger, where Liger is slower than XLA and elsewhere; of a product's rate; in GiB.
@@ -102,11 +108,14 @@ def run(
     kernels: str | None = None,
 ) -> suite.Report:
     """Parts and calls by name, or with ``small`` all kinds of tables for two calls that a CPU can run."""
-    if jax.default_backend() == "cpu" and not small:
+    if jax.default_backend() == "cpu" and not small and part != "plans":
         return suite.Report("loss", (), text="loss: there is no accelerator here; --small measures on the CPU")
     chosen = {"peaks": SMALL, "bars": SMALL, "none": SMALL} if small else named_calls(part)
     reports = []
     for name, calls in chosen.items():
+        if name == "plans":
+            reports.append(suite.Report(name, [plans(calls, backend)]))
+            continue
         if name == "peaks":
             table, notes = peaks([call.example() for call in calls], peers(), backend)
             reports.append(suite.Report("peaks", [table], text="\n".join(notes)))
@@ -119,7 +128,8 @@ def run(
         report = suite.run(op, peers(), minima, examples=[call.example(op) for call in calls], **options)
         if op == OPERATION and not small:
             report = attrs.evolve(report, bars=(*report.bars, *bars(report, calls, dense_rate(DENSE, "bfloat16"))))
-        reports.append(attrs.evolve(report, benchmark=name))
+        tables = [*report.tables, *by_tokens(report, calls)]
+        reports.append(attrs.evolve(report, benchmark=name, tables=tables))
     return joined("loss", reports)
 
 
@@ -141,6 +151,39 @@ def work(example: Example, pass_name: str) -> Cost:
     moved = (tokens + vocab) * hidden_dim * (2.0 if example.dtype == "bfloat16" else 4.0) + 4.0 * tokens
     count, times = (1, 1) if pass_name == FORWARD else (3, 2)
     return Cost(count * 2.0 * tokens * hidden_dim * vocab, times * moved)
+
+
+def plans(calls: Sequence[LossCall], backend: str | None) -> suite.Table:
+    """MiB of temporaries by tokens, ours and of XLA with all logits; in float32 on a CPU, which widens bfloat16."""
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    title = f"MiB of temporaries, by the compiler: {BOTH}, {calls[0].hidden_dim} x {calls[0].vocab} {dtype}"
+    rows = suite.Rows(title, (TOKENS, suite.OURS, XLA), series=(suite.OURS, XLA))
+    for call in calls:
+        example = attrs.evolve(call, dtype=dtype).example()
+        peer = by_xla(describe(example))
+        assert peer is not None  # it takes every plain call
+        rows.add(str(call.tokens), *(temporaries(example, one) / MIB for one in (by_core(example, backend), peer)))
+    return rows.table()
+
+
+def by_tokens(report: suite.Report, calls: Sequence[LossCall]) -> Iterator[suite.Table]:
+    """Milliseconds, and GiB of temporaries, of the calls of a head that are measured for several numbers of tokens."""
+    table = report.tables[0]
+    cells = {str(row[0]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    heads: dict[tuple[int, int], list[LossCall]] = {}
+    for call in sorted(calls, key=lambda call: call.tokens):
+        if f"{call.name}, {BOTH}" in cells:
+            heads.setdefault((call.hidden_dim, call.vocab), []).append(call)
+    names = [name for name in table.series if name != suite.COPY]
+    for (hidden_dim, vocab), of_head in heads.items():
+        if len(of_head) == 1:
+            continue
+        for title, column in (("milliseconds", str), ("GiB of temporaries, by the compiler", suite.memory_column)):
+            rows = [
+                (str(call.tokens), *(cells[f"{call.name}, {BOTH}"].get(column(name), ABSENT) for name in names))
+                for call in of_head
+            ]
+            yield suite.Table(f"{title}: {BOTH}, {hidden_dim} x {vocab}", (TOKENS, *names), rows, names)
 
 
 def bars(report: suite.Report, calls: Sequence[LossCall], rate: float) -> Iterator[suite.Bar]:

@@ -1,8 +1,8 @@
-"""Pictures of reports: bars by case, and the roofline of a card whose rates are known.
+"""Pictures of reports: bars by case, lines by tokens, and the roofline of a card whose rates are known.
 
 A picture is drawn from a report as ``--json`` writes it, so that it can be drawn again, on another machine. A table
-says by ``Table.series`` which of its columns are bars. Where it also has a rate, the bars are rates, because times of
-calls of different sizes do not fit on one axis.
+says by ``Table.series`` which of its columns are drawn. Where it also has a rate, the bars are rates, because times of
+calls of different sizes do not fit on one axis. A table whose first column is that of tokens is drawn as lines.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
@@ -32,6 +32,11 @@ WIDTH, BAR, MARGIN, ROOFLINE = 9.0, 0.16, 0.75, 4.5
 #: Operations for each byte, above which a call is shown by its arithmetic and not by its traffic.
 INTENSITY = 10.0
 RATES = ("TFLOP/s", "TB/s")
+#: The first column of a table that is drawn as lines.
+TOKENS = "tokens"
+
+
+Panel: TypeAlias = "Bars | Lines | Roofline"
 
 
 def is_picture(path: Path) -> bool:
@@ -44,7 +49,7 @@ def draw(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    panels: list[Bars | Roofline] = [panel for report in reports for panel in panels_of(report)]
+    panels: list[Panel] = [panel for report in reports for panel in panels_of(report)]
     if not panels:
         raise ValueError("there is nothing to draw: no table has measured cases")
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "ejkernel", "axes.spines.right": False}):
@@ -57,13 +62,15 @@ def draw(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
         figure.savefig(path, dpi=150, metadata={"Date": None} if is_svg else None)
 
 
-def panels_of(report: Mapping[str, Any]) -> Iterator[Bars | Roofline]:
-    """Bars for each pass of each table, and a roofline where the rates of the card are known."""
+def panels_of(report: Mapping[str, Any]) -> Iterator[Panel]:
+    """Bars for each pass of each table, or lines, and a roofline where the rates of the card are known."""
     device = report["circumstances"]["device"]
     card = CARDS.get(device.partition(" ")[2])
     for table in report["tables"]:
         rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
-        if table.get("series") and rows:
+        if table.get("series") and rows and table["columns"][0] == TOKENS:
+            yield lines(f"{report['benchmark']}, {device}\n{table['title']}", rows, table["series"])
+        elif table.get("series") and rows:
             for name, rows_of_pass in _by_pass(rows).items():
                 title = ", ".join(part for part in (report["benchmark"], name, device) if part)
                 yield bars(f"{title}\n{table['title']}", rows_of_pass, table["series"])
@@ -170,6 +177,47 @@ def _rate(rows: Sequence[Row]) -> tuple[str | None, float]:
     is_arithmetic = not traffic or (flops and median(flops) / max(median(traffic), 1e-12) > INTENSITY)
     unit, values = (RATES[0], flops) if is_arithmetic else (RATES[1], traffic)
     return unit, 1.0 if max(values) >= 1 else 1e3
+
+
+@attrs.frozen
+class Lines:
+    """A line for each contender by the number of tokens, on logarithmic axes."""
+
+    title: str
+    #: By contender: tokens, and a figure.
+    points: Mapping[str, Sequence[tuple[float, float]]]
+    height: float = ROOFLINE
+
+    def draw(self, axes: Axes) -> None:
+        """Each has its name and its last figure at its end, so there is no legend."""
+        for colour, (contender, points) in zip(itertools.cycle(COLOURS), self.points.items(), strict=False):
+            tokens, amounts = zip(*points, strict=True)
+            axes.plot(tokens, amounts, color=colour, marker="o", markersize=4)
+            text = f" {contender} {cell_text(amounts[-1])}"
+            axes.text(tokens[-1], amounts[-1], text, va="center", fontsize=7, color=colour)
+        every = sorted({tokens for points in self.points.values() for tokens, _ in points})
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(every, [f"{tokens:,.0f}" for tokens in every])
+        axes.set_xlim(every[0] / 1.1, every[-1] * 1.6)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+        axes.set_title(self.title, fontsize=9, loc="left")
+        axes.set_xlabel(TOKENS, fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.grid(axis="y", linewidth=0.5)
+        axes.spines["top"].set_visible(False)
+
+
+def lines(title: str, rows: Sequence[Row], series: Sequence[str]) -> Lines:
+    """The lines of a table: a contender has the points that were measured."""
+    points = {
+        contender: [
+            (float(row[TOKENS]), float(value)) for row in rows if isinstance(value := row.get(contender), int | float)
+        ]
+        for contender in series
+    }
+    return Lines(title, {contender: measured for contender, measured in points.items() if measured})
 
 
 @attrs.frozen

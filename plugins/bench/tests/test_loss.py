@@ -39,7 +39,7 @@ def in_float64(arrays):
 def test_small_calls_are_right_and_measured_beside_what_is_here():
     report = loss.run(rounds=1, small=True)
     assert report.faults == ()
-    peaks, mean, rows = report.tables
+    peaks, mean, rows, *_ = report.tables
     assert [row[0] for row in peaks.rows] == [call.name for call in SMALL]
     assert peaks.series == (suite.OURS, XLA, CHUNKS)
     for table, peer in ((mean, CHUNKS), (rows, XLA)):
@@ -55,7 +55,9 @@ def test_parts_and_calls_are_named():
     assert [*loss.named_calls(None)] == ["peaks", "bars"]
     single = {"calls": (LossCall(4096, 2048, 32000),)}
     assert loss.named_calls("none,4096x2048x32000") == {"none": loss.BARS} | single
-    with pytest.raises(click.UsageError, match="no part or call of loss is named all; there are peaks, bars"):
+    with pytest.raises(
+        click.UsageError, match="no part or call of loss is named all; there are peaks, bars, grid, none, plans"
+    ):
         loss.named_calls("all")
 
 
@@ -64,6 +66,31 @@ def test_the_work_is_one_product_forward_and_three_with_the_gradients():
     forward, both = (loss.work(call.example(), name) for name in PASSES)
     assert (forward.flops, forward.bytes) == (2 * 10 * 20 * 30, 2 * (200 + 600) + 40)
     assert (both.flops, both.bytes) == (3 * forward.flops, 2 * forward.bytes)
+
+
+def test_heads_of_several_numbers_of_tokens_have_tables_by_tokens():
+    calls = [LossCall(40, 8, 130), LossCall(9, 8, 130), LossCall(40, 8, 131), LossCall(5, 8, 130)]
+    columns = ("", suite.OURS, suite.COPY, XLA, suite.memory_column(suite.OURS))
+    rows = [
+        (f"{call.name}, {name}", call.tokens / 2, 9.0, "-", 0.1 * call.tokens) for call in calls[:3] for name in PASSES
+    ]
+    table = suite.Table("", columns, rows, (suite.OURS, suite.COPY, XLA))
+    milliseconds, gib = loss.by_tokens(suite.Report("loss", [table]), calls)
+    assert milliseconds.columns == gib.columns == ("tokens", suite.OURS, XLA)
+    assert milliseconds.rows == (("9", 4.5, "-"), ("40", 20.0, "-"))
+    assert gib.rows == (("9", pytest.approx(0.9), "-"), ("40", pytest.approx(4.0), "-"))
+    assert "milliseconds" in milliseconds.title
+    assert "8 x 130" in gib.title
+
+
+def test_the_plan_of_all_logits_grows_and_ours_does_not():
+    """Of chunks of 32 MB on a CPU: 40 and 80 MB of logits."""
+    table = loss.plans([LossCall(tokens, 4, 20000) for tokens in (500, 1000, 4000)], None)
+    assert [row[0] for row in table.rows] == ["500", "1000", "4000"]
+    ours, all_logits = ([row[place] for row in table.rows] for place in (1, 2))
+    logits = [tokens * 20000 * 4 / 2**20 for tokens in (500, 1000, 4000)]
+    assert all(one >= size for one, size in zip(all_logits, logits, strict=True))
+    assert ours[2] < 1.1 * ours[1] < 0.5 * logits[2]
 
 
 @pytest.mark.parametrize(

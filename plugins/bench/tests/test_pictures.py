@@ -97,3 +97,18 @@ def test_a_picture_has_the_cases_the_contenders_and_the_roof(tmp_path):
         assert texts.count(text) == 1
     assert texts.count("long") == 2
     assert sum("the line is the roof" in (text or "") for text in texts) == 2
+
+
+def test_a_table_by_tokens_is_drawn_as_lines(tmp_path):
+    rows = [["1024", 2.0, "-"], ["4096", 8.0, 30.0], ["16384", 32.0, 480.0]]
+    given = report(rows, ["tokens", "ejkernel", "xla"])
+    (panel,) = pictures.panels_of(given)
+    assert panel.points == {"ejkernel": [(1024, 2), (4096, 8), (16384, 32)], "xla": [(4096, 30), (16384, 480)]}
+    assert panel.title == "suite, gpu NVIDIA H200\nmilliseconds"
+    assert [*pictures.lines("", [{"tokens": "8", "it": "-"}, {"tokens": "9", "it": 1}], ["it"]).points["it"]] == [
+        (9, 1)
+    ]
+    picture = tmp_path / "picture.svg"
+    pictures.draw([given], picture)
+    texts = {element.text for element in ElementTree.parse(picture).iter(f"{SVG}text")}
+    assert {" ejkernel 32", " xla 480", "1,024", "16,384", "tokens"} <= texts
