@@ -38,7 +38,7 @@ from ._report import Bar, Report
 from ._rows import Rows, announce
 from ._serve_load import Load, draw_load
 from ._serve_tokens import compared, logits_behind
-from ._served import Attention, Served, answered
+from ._served import Attention, Served, answered, speed_up
 from .serve_step import MODELS, PAGE_SIZE, SMALL, SMALL_PAGE_SIZE
 from .serving import Decoder, Engine, Limits, init_params
 from .serving.models import shapes
@@ -86,14 +86,20 @@ def run(
     limits = _limits(sizes, small, batch, pages, longest)
     count, shorter = requests or (24 if small else 512), SHORTER if small else 1
     load = draw_load(count, sizes.vocabulary, limits.most_length, seed, arrivals, shorter)
+    report = measured(sizes, limits, load, backend, seconds)
+    return attrs.evolve(report, bars=()) if small or arrivals is not None else report
+
+
+def measured(sizes: Decoder, limits: Limits, load: Load, backend: str | None, seconds: float | None) -> Report:
+    """The figures of both engines, and their ratio."""
     params = jax.jit(partial(init_params, sizes))(jax.random.key(0))
     engines: dict[str, tuple[type[Engine], Attention]] = {
         OURS: (Engine, partial(ragged_paged_attention, backend=backend)),
         GATHER: (GatherEngine, gather_attention),
     }
-    speeds, waits = _tables(sizes, limits, count)
+    speeds, waits = _tables(sizes, limits, len(load.requests))
     done: dict[str, Served] = {}
-    faults: list[str] = []
+    lines, bars, faults = [_description(load)], list[Bar](), list[str]()
     for name, (engine, attention) in engines.items():
         announce(f"serve: compiling {name}")
         try:
@@ -101,15 +107,15 @@ def run(
         except Exception as fault:  # the other one is measured all the same
             faults.append(f"{name}: {describe_fault(fault)}")
             continue
-        _add(speeds, waits, name, done[name], count)
+        _add(speeds, waits, name, done[name])
         faults += [f"{name}: {error}" for error in done[name].errors]
-    lines, bars = [_description(load)], list[Bar]()
     if len(done) == len(engines):
         ours, others = done[OURS], done[GATHER]
+        if (ratio := speed_up(ours, others)) is not None:
+            lines.append(f"serve: {GATHER} takes {ratio:.3g} times as long for as many new tokens")
+            bars.append(Bar(f"as many new tokens, over {GATHER}", ratio, LEAST, "times", at_least=True))
         line, new_faults = compared(ours, others, load, partial(logits_behind, sizes, params, limits), sizes.dtype)
         lines, faults = [*lines, line], [*faults, *new_faults]
-        if others.speed and not small:
-            bars.append(Bar(f"new tokens a second, over {GATHER}", ours.speed / others.speed, LEAST, "times", True))
     return Report("serve", [speeds.table(), waits.table()], bars, faults, "\n".join(lines))
 
 
@@ -162,8 +168,8 @@ def _tables(sizes: Decoder, limits: Limits, count: int) -> tuple[Rows, Rows]:
     return Rows(what, columns, shown), Rows("milliseconds to the tokens of requests", ("", *PERCENTILES), PERCENTILES)
 
 
-def _add(speeds: Rows, waits: Rows, name: str, served: Served, count: int) -> None:
-    ended = f"{served.ended} of {count}"
+def _add(speeds: Rows, waits: Rows, name: str, served: Served) -> None:
+    ended = f"{served.ended} of {len(served.prompts)}"
     counted = served.preemptions, served.programs, served.compile_seconds
     speeds.add(name, served.speed, served.whole_speed, served.seconds, ended, *counted)
     for title, values in (("to the first token", served.to_first), ("between tokens", served.between)):

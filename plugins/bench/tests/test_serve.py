@@ -17,7 +17,7 @@ from ejkernel_bench._gather_engine import GatherEngine, gather_attention
 from ejkernel_bench._paged_calls import PagedCall, Sequences
 from ejkernel_bench._serve_load import Load, draw_lengths, draw_load
 from ejkernel_bench._serve_tokens import compared, differing, logits_behind
-from ejkernel_bench._served import Served, answered
+from ejkernel_bench._served import Served, answered, speed_up
 from ejkernel_bench.serve_step import MODELS, SMALL
 from ejkernel_bench.serving import Engine, Limits, Request, init_params
 from ejkernel_ops import ragged_paged_attention
@@ -129,8 +129,14 @@ def report() -> Any:
 def test_both_engines_answer_all_requests_alike(report: Any) -> None:
     assert report.faults == ()
     assert report.bars == ()
-    assert report.text.splitlines()[1] == "serve: 0 of 14 requests have other tokens than by gather"
+    ratio, tokens = report.text.splitlines()[1:]
+    assert tokens == "serve: 0 of 14 requests have other tokens than by gather"
     speeds = [dict(zip(report.tables[0].columns, row, strict=True)) for row in report.tables[0].rows]
+    seconds = {row[""]: row["seconds"] for row in speeds}
+    assert (
+        ratio
+        == f"serve: gather takes {seconds['gather'] / seconds['ejkernel']:.3g} times as long for as many new tokens"
+    )
     assert [(row[""], row["ended"], row["programs"]) for row in speeds] == [
         ("ejkernel", "14 of 14", 3),
         ("gather", "14 of 14", 5),
@@ -187,6 +193,15 @@ def test_speeds_and_times_are_those_of_the_tokens() -> None:
     assert served.between.tolist() == [0.5, 1.0, 0.25]
     nothing = Served([10], [0.0], [[]], [[]], seconds=1.0)
     assert (nothing.speed, nothing.whole_speed, len(nothing.to_first), len(nothing.between)) == (0, 0, 0, 0)
+
+
+def test_speeds_are_compared_for_as_many_tokens() -> None:
+    ours, others = (
+        Served([1, 1], [0.0, 0.0], [], times) for times in ([[1.0, 3.0, 6.0], [2.0, 4.0]], [[4.0, 9.0], [6.0]])
+    )
+    assert speed_up(ours, others) == 9.0 / 3.0
+    assert speed_up(others, ours) == 3.0 / 9.0
+    assert speed_up(ours, Served([1], [0.0], [], [[], []])) is None
 
 
 def test_tokens_differ_from_the_first_place_on() -> None:
