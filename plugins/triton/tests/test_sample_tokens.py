@@ -132,6 +132,41 @@ def test_few_and_many_words_to_choose_from(
     check(registry, logits, **filters)
 
 
+#: Words in their order, of nearly the same weight: the best ones share chunks, and one word more would be drawn often.
+SLOPE = -1e-3 * np.arange(6001, dtype=np.float32)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 9}, {"top_k": 30, "top_p": 0.5}, {"top_k": 60, "min_p": 0.98}], ids=str)
+def test_few_words_of_the_same_weight(registry: Any, filters: dict[str, Any]) -> None:
+    assert len({*check(registry, np.repeat(SLOPE[None], 60, 0), **filters)}) >= 6
+
+
+@pytest.mark.parametrize(
+    ("k", "p", "is_large"),
+    [
+        (100, 1.0, False),
+        (250, 0.5, False),
+        (0, 0.8, False),
+        (300, 1.0, True),
+        (370, 0.7, True),
+        (900, 0.4, True),
+        (0, 0.99, True),
+    ],
+)
+def test_many_words_of_the_same_weight(registry: Any, k: int, p: float, is_large: bool) -> None:
+    """The limit lies behind the last word that is kept, and before the next."""
+    call = {"top_k": jnp.full(1, k), "top_p": jnp.full(1, p)}
+    (count,) = listed(SLOPE[None], **call)
+    assert 64 < count <= 376
+    assert (count > 256) == is_large
+    launches = launches_of(logits=jnp.asarray(SLOPE[None]), key=keys(1), **call)
+    best, _, *lists = launches.choose(*launches.survey())
+    limit = np.asarray(launches.search(best, *lists)[0]).view(np.float32)[0]
+    weights = np.exp(SLOPE[: k or 6001].astype(np.float64))
+    expected = (np.cumsum(weights) - weights < p * weights.sum()).sum()
+    assert (-SLOPE <= limit).sum() == expected
+
+
 def test_every_word_that_is_kept_may_be_drawn(registry: Any) -> None:
     """And no other: by many keys."""
     logits = np.repeat(normal(1, 1200, 1.0), 300, 0)
