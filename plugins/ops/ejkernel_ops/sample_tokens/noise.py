@@ -23,7 +23,12 @@ def gumbel(key: jax.Array, vocabulary: int, dtype: Any) -> jax.Array:
 
 def gumbel_of(bits: jax.Array, dtype: Any) -> jax.Array:
     """From 32 random bits. The largest numbers, which decide, are those with the most of their digits."""
-    share = (bits.astype(dtype) + 0.5) * 2.0**-32
+    return gumbel_of_number(bits.astype(dtype))
+
+
+def gumbel_of_number(number: jax.Array) -> jax.Array:
+    """The same, from the bits as a floating number."""
+    share = (number + 0.5) * 2.0**-32
     exponential = -jnp.log1p(-jnp.minimum(share, 1 - 2.0**-24))
     return -jnp.log(exponential)
 
