@@ -75,7 +75,10 @@ def by_chunks(call: Call) -> Callable[..., Any] | None:
 
 
 def by_tokamax(call: Call) -> JaxFunction | None:
-    """Its chunks: its other implementation for GPUs is all logits by XLA."""
+    """Its chunks: its other implementation for GPUs is all logits by XLA.
+
+    Words that pad the last chunk of the vocabulary count in its lse, with logits of 0: 3e-4 of the loss for 128,256.
+    """
     if not takes(call, "mean"):
         return None
 
