@@ -107,6 +107,31 @@ def test_a_key_gives_one_token_in_any_batch() -> None:
     np.testing.assert_array_equal(tokens({**call, "logits": padded}), together)
 
 
+@pytest.mark.parametrize("lane_words", [0, 16])
+def test_the_first_of_equal_logits_is_the_best_one(lane_words: int) -> None:
+    """Of one lane and of others, in one step and in several."""
+    places = ([2500, 4000, 2501], [7, 135], [300, 301, 302], [4999], [130, 129, 4096 + 1])
+    logits = np.zeros((len(places), 5000), np.float32)
+    for row, words in enumerate(places):
+        logits[row, words] = 1.0
+    cfg = Config(8, lane_words=lane_words)
+    tokens = REGISTRY.call(OP, logits, drawn_call(0, 5, 2)["key"], temperature=0.0, backend="pallas_tpu", cfg=cfg)
+    assert tokens.tolist() == [min(words) for words in places]
+
+
+@pytest.mark.parametrize("lane_words", [0, 4, 16])
+def test_noise_is_made_for_the_words_that_are_kept(lane_words: int) -> None:
+    """Several of a lane, all of which are drawn from."""
+    logits = 1e-2 * np.random.default_rng(3).normal(size=(24, 6000)).astype(np.float32)
+    is_kept = np.pad(logits >= np.sort(logits)[:, -200:-199], ((0, 0), (0, 16)))
+    most = is_kept.reshape(24, -1, 128).sum(1).max()
+    assert 4 < most <= 16
+    call = {"logits": logits, "key": drawn_call(1, 24, 2)["key"], "top_k": np.full(24, 200)}
+    cfg = Config(8, lane_words=lane_words)
+    tokens = REGISTRY.call(OP, **call, backend="pallas_tpu", cfg=cfg)
+    np.testing.assert_array_equal(tokens, in_float64(call)[0])
+
+
 def test_a_call_without_rows() -> None:
     call = {name: array[:0] for name, array in drawn_call(0, 1, 30).items()}
     tokens, logprobs = REGISTRY.call(OP, **call, return_logprobs=True, backend="pallas_tpu")

@@ -97,11 +97,11 @@ def draw(a: Arguments, blocks: Blocks, cfg: Config, needs_logprobs: bool) -> Lau
         """The largest depth of each row that all filters keep."""
         largest = blocks.full(LAST, jnp.int32)
         if a["top_k"] is not None:
-            largest = first_depth(refs, lambda columns: 1.0, refs.top_k[...], largest)
+            largest = first_depth(refs, lambda columns: 1.0, refs.top_k[...])
         if a["top_p"] is not None:
             share, weights = refs.top_p[...], weights_of(refs)
             enough = share * sum_up_to(refs, weights, [largest])[0]
-            nucleus = first_depth(refs, weights, enough, largest)
+            nucleus = first_depth(refs, weights, enough)
             largest = jnp.where(share >= 1, largest, jnp.minimum(largest, nucleus))
         if a["min_p"] is not None:
             largest = jnp.minimum(largest, refs.min_p_depth[...])
@@ -112,8 +112,8 @@ def draw(a: Arguments, blocks: Blocks, cfg: Config, needs_logprobs: bool) -> Lau
             return lambda columns: refs.weights[:, columns]
         return lambda columns: jnp.exp(-number_of(refs.depth[:, columns]))
 
-    def first_depth(refs: Any, weights: Any, enough: jax.Array, largest: jax.Array) -> jax.Array:
-        """The first depth up to which the sum of the weights is enough, of those up to the largest."""
+    def first_depth(refs: Any, weights: Any, enough: jax.Array) -> jax.Array:
+        """The first depth up to which the sum of the weights is enough."""
         passes = -(-BITS // cfg.bits)
 
         def with_next_bits(i: Any, known: Any) -> Any:
@@ -121,7 +121,7 @@ def draw(a: Arguments, blocks: Blocks, cfg: Config, needs_logprobs: bool) -> Lau
             shift = cfg.bits * (passes - 1 - i)
             ends = [known | (choice << shift) | ((1 << shift) - 1) for choice in range(2**cfg.bits - 1)]
             # A sign bit means that the choice has a bit too many.
-            ends = [jnp.minimum(jnp.where(end < 0, LAST, end), largest) for end in ends]
+            ends = [jnp.where(end < 0, LAST, end) for end in ends]
             digit = blocks.full(0, jnp.int32)
             for sums in sum_up_to(refs, weights, ends):
                 digit += (sums < enough).astype(jnp.int32)
