@@ -169,7 +169,7 @@ def test_many_words_of_the_same_weight(registry: Any, k: int, p: float, is_large
 
 def test_every_word_that_is_kept_may_be_drawn(registry: Any) -> None:
     """And no other: by many keys."""
-    logits = np.repeat(normal(1, 1200, 1.0), 300, 0)
+    logits = np.repeat(normal(1, 1200, 1.0), 120, 0)
     tokens = check(registry, logits, top_k=6, top_p=0.9)
     assert {*tokens} <= {*np.argsort(-logits[0])[:6].tolist()}
     assert len({*tokens}) >= 5
@@ -180,8 +180,8 @@ def test_every_word_that_is_kept_may_be_drawn(registry: Any) -> None:
 
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.2}, {"top_k": 3, "top_p": 0.2}, {"min_p": 1.0}, {}])
 def test_equal_logits_are_kept_together(registry: Any, filters: dict[str, Any]) -> None:
-    assert len({*check(registry, np.full((60, 2100), 0.25), **filters)}) > 40
-    assert len({*check(registry, np.round(normal(60, 2100, 1.0)), **filters)}) > 4
+    assert len({*check(registry, np.full((24, 2100), 0.25), **filters)}) > 16
+    assert len({*check(registry, np.round(normal(24, 2100, 1.0)), **filters)}) > 4
 
 
 @pytest.mark.parametrize("temperature", [1e6, 1e20])
