@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 import ejkernel_core
 import ejkernel_xla.fused_linear_cross_entropy
 from ejkernel_ops import fused_linear_cross_entropy
-from ejkernel_ops.fused_linear_cross_entropy import random_calls
-from ejkernel_xla.fused_linear_cross_entropy import chunks, total
+from ejkernel_ops.fused_linear_cross_entropy import chunks, random_calls
+from ejkernel_xla.fused_linear_cross_entropy import total
 
 COUNT = int(os.environ.get("EJKERNEL_RANDOM_CALLS", "16"))
 DTYPES = ("float32", "bfloat16", "float16", "float64")

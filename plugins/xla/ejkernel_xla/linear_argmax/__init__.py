@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-import attrs
 import jax
 import jax.numpy as jnp
 
 from ejkernel_core import Invocation, hookimpl
+from ejkernel_ops.fused_linear_cross_entropy import chunks
 from ejkernel_ops.fused_linear_cross_entropy.definition import logits_of
-from ejkernel_ops.symbolic import refuse_symbolic
-from ejkernel_xla.fused_linear_cross_entropy import chunks
+from ejkernel_xla.fused_linear_cross_entropy.rows import Config, check_cfg, config_space, heuristic_cfg
+
+__all__ = ["PLATFORMS", "VERSION", "Config", "check_cfg", "config_space", "heuristic_cfg", "run_backend"]
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
 #: Where it runs, and how strongly it is preferred there.
 PLATFORMS = {"cpu": 10, "gpu": 10, "tpu": 10}
-
-
-@attrs.frozen
-class Config(chunks.Rows):
-    """The most rows of a chunk."""
-
-
-@hookimpl
-def heuristic_cfg(inv: Invocation) -> Config:
-    """As many rows as the memory for logits allows."""
-    refuse_symbolic(inv)
-    return Config(chunks.rows_of_memory(inv))
-
-
-@hookimpl
-def config_space(inv: Invocation) -> Iterable[Config]:
-    """The heuristic's rows, and half, twice and four times as many."""
-    return [Config(rows) for rows in chunks.neighbours(inv)]
-
-
-@hookimpl
-def check_cfg(inv: Invocation, cfg: Config) -> None:
-    """Raise for symbolic sizes; with others, any number of rows that a Config takes is right."""
-    refuse_symbolic(inv)
 
 
 @hookimpl
