@@ -189,9 +189,21 @@ def products(
     """The gradients from that of the logits of rows, which is rounded to the dtype of the arrays that it is multiplied
     with. Rows that are not active may hold anything.
     """
-    weight, is_transposed = arguments["weight"], arguments["transpose_weight"]
     d_bias = gradient.sum(0) if needs["bias"] else None
-    narrow, scale = rounded(gradient, hidden.dtype)
+    matrices = products_of_rounded(*rounded(gradient, hidden.dtype), hidden, arguments, is_active, needs)
+    return matrices._replace(bias=d_bias)
+
+
+def products_of_rounded(
+    narrow: jax.Array,
+    scale: jax.Array | None,
+    hidden: jax.Array,
+    arguments: Arguments,
+    is_active: jax.Array,
+    needs: Mapping[str, bool],
+) -> Gradients:
+    """The gradients of the matrices, from what `rounded` returns."""
+    weight, is_transposed = arguments["weight"], arguments["transpose_weight"]
     d_hidden = d_weight = None
     if needs["hidden"]:
         d_hidden = product(narrow, weight, 1, 0 if is_transposed else 1)
@@ -203,7 +215,7 @@ def products(
             own = (own * (scale / jnp.where(largest == 0, 1, largest))).astype(hidden.dtype)
         d_weight = product(narrow, own, 0, 0) if is_transposed else product(own, narrow, 0, 0)
         d_weight = d_weight if largest is None else d_weight * largest
-    return Gradients(d_hidden, d_weight, d_bias)
+    return Gradients(d_hidden, d_weight)
 
 
 def rounded(gradient: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:

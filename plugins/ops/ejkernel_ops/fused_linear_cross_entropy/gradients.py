@@ -19,6 +19,8 @@ Arrays = dict[str, Any]
 #: From the logits of a chunk and its arrays: the gradient of the logits before the cap, the rows that have a part in
 #: it, and what the rows give.
 OfChunk = Callable[[jax.Array, Arrays], tuple[jax.Array, jax.Array, Arrays]]
+#: From the arrays of a chunk: its part of the gradients, and what the rows give.
+Products = Callable[[Arrays], tuple[Gradients, Arrays]]
 
 
 def with_gradients(
@@ -50,9 +52,25 @@ def over_rows(
     its rows.
     """
 
-    def step(sums: Gradients, arrays: Arrays) -> tuple[Gradients, Arrays]:
+    def products(arrays: Arrays) -> tuple[Gradients, Arrays]:
         gradient, is_active, rows = of_chunk(definition.logits_of(arrays["hidden"], arguments), arrays)
-        parts = definition.products(gradient, arrays["hidden"], arguments, is_active, needs)
+        return definition.products(gradient, arrays["hidden"], arguments, is_active, needs), rows
+
+    return summed(products, arguments, most_rows, row_arrays, needs, dtype)
+
+
+def summed(
+    products: Products,
+    arguments: Arguments,
+    most_rows: int,
+    row_arrays: Mapping[str, Any],
+    needs: Mapping[str, bool],
+    dtype: Any,
+) -> tuple[Arrays, Gradients]:
+    """What rows give, and the needed gradients, by a function of the arrays of a chunk."""
+
+    def step(sums: Gradients, arrays: Arrays) -> tuple[Gradients, Arrays]:
+        parts, rows = products(arrays)
         if parts.hidden is not None:
             rows["hidden"] = parts.hidden.astype(dtype)
         return Gradients(None, _plus(sums.weight, parts.weight), _plus(sums.bias, parts.bias)), rows

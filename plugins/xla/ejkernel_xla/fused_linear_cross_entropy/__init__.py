@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from ejkernel_core import Invocation, hookimpl
-from ejkernel_ops.fused_linear_cross_entropy import chunks, definition
+from ejkernel_ops.fused_linear_cross_entropy import chunks, definition, results
 
 from .rows import Config, check_cfg, config_space, heuristic_cfg
 
@@ -29,8 +29,5 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
         losses = definition.row_losses(logits, statistics, chunks.labels_of(arrays), inv)
         return None, {"losses": losses, "lse": statistics.lse}
 
-    _, results = chunks.over_chunks(step, None, chunks.rows_of(inv), cfg.rows)
-    shape = inv["labels"].shape
-    losses, lse = results["losses"], results["lse"]
-    weighted = losses * definition.weights_of(inv, definition.labels_of(inv))
-    return weighted.reshape(shape), lse.reshape(shape), losses.reshape(shape)
+    _, rows = chunks.over_chunks(step, None, chunks.rows_of(inv), cfg.rows)
+    return results.of_rows(inv, rows["losses"], rows["lse"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 
 from ejkernel_core import Invocation, hookimpl
-from ejkernel_ops.fused_linear_cross_entropy import gradients
-from ejkernel_ops.fused_linear_cross_entropy.definition import arithmetic_dtype, labels_of, weights_of
+from ejkernel_ops.fused_linear_cross_entropy import gradients, results
 
 from .rows import Config, check_cfg, config_space, heuristic_cfg
 
@@ -21,10 +22,4 @@ PLATFORMS = {"cpu": 10, "gpu": 10, "tpu": 10}
 @hookimpl
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array | None, ...]:
     """The sum, the lse and the loss of each row, and the gradients that are needed."""
-    shape, row_weights = inv["labels"].shape, weights_of(inv, labels_of(inv))
-    needs = {name: inv.needs(f"{name}_gradient") for name in ("hidden", "weight", "bias")}
-    dtype = arithmetic_dtype(inv["hidden"])
-    rows, by_name = gradients.with_gradients(inv, cfg.rows, {"d_loss": row_weights}, needs, dtype)
-    loss = (rows["losses"] * row_weights).sum()
-    losses, lse = rows["losses"].reshape(shape), rows["lse"].reshape(shape)
-    return loss, lse, losses, by_name.hidden, by_name.weight, by_name.bias
+    return results.of_sum(inv, partial(gradients.with_gradients, inv, cfg.rows))
