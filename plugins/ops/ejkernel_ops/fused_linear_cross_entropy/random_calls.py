@@ -41,19 +41,19 @@ class RandomCall:
 
 def check(seed: int, *, dtype: str = "float32", vocabularies: tuple[int, ...] = VOCABULARIES, **options: Any) -> None:
     """Raise AssertionError unless a kernel has the right values and gradients for the random call ``seed``. ``options``
-    are those of every call, such as ``backend``.
+    are those of every call, such as ``backend`` or a ``registry``.
     """
     with jax.enable_x64(dtype == "float64"):
         call = random_call(seed, dtype, vocabularies)
         values, gradients = outcome(call, **options)
     right_values, right_gradients, terms = expected(call)
     for name, right in right_values.items():
-        _compare(f"random call {seed}: {name}", values[name], right, min(TOLERANCES[dtype], TOLERANCES["float32"]), 1.0)
+        compare(f"random call {seed}: {name}", values[name], right, min(TOLERANCES[dtype], TOLERANCES["float32"]), 1.0)
     assert gradients.keys() == right_gradients.keys()
     for name, right in right_gradients.items():
         # Where the cap is reached, a slope of 0 is rounded to a unit in the last place.
         beside = terms if name == "token_weights" else 2e-2
-        _compare(f"random call {seed}: gradient of {name}", gradients[name], right, TOLERANCES[dtype], beside)
+        compare(f"random call {seed}: gradient of {name}", gradients[name], right, TOLERANCES[dtype], beside)
 
 
 def outcome(call: RandomCall, **options: Any) -> tuple[Arguments, Arguments]:
@@ -62,7 +62,7 @@ def outcome(call: RandomCall, **options: Any) -> tuple[Arguments, Arguments]:
     has_lse = call.arguments.get("return_lse", False)
 
     def run(arrays: Arguments) -> tuple[Any, ...]:
-        results = ejkernel_ops.fused_linear_cross_entropy(**{**call.arguments, **arrays}, **options)
+        results = _call(**{**call.arguments, **arrays}, **options)
         return results if has_lse else (results,)
 
     results, pullback = jax.vjp(jax.jit(run), {name: jnp.asarray(call.arguments[name]) for name in names})
@@ -71,7 +71,17 @@ def outcome(call: RandomCall, **options: Any) -> tuple[Arguments, Arguments]:
     return dict(zip(("loss", "lse"), results, strict=False)), gradients
 
 
-def _compare(name: str, array: Any, right: np.ndarray, tolerance: float, beside: float) -> None:
+def _call(registry: Any = None, **call: Any) -> Any:
+    """The results of a call, by the kernels of a registry."""
+    if registry is None:
+        return ejkernel_ops.fused_linear_cross_entropy(**call)
+    reduction = call.pop("reduction")
+    if reduction == "none":
+        return registry.call("fused_linear_cross_entropy", **call)
+    return registry.call("fused_linear_cross_entropy_sum", **call, reduction=reduction)
+
+
+def compare(name: str, array: Any, right: np.ndarray, tolerance: float, beside: float) -> None:
     """``beside``: the least number that an error is a part of."""
     actual = np.asarray(array, np.float64)
     is_finite = np.isfinite(right)

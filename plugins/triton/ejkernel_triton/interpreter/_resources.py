@@ -78,6 +78,15 @@ class Program:
         return Resources(kernel.shared_memory, kernel.registers, kernel.spilled)
 
 
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Those of a program, and of loops and other programs inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for parameter in equation.params.values():
+            if hasattr(parameter, "eqns"):
+                yield from _equations(parameter)
+
+
 @attrs.frozen(eq=False)
 class Case:
     """A kernel on a card, for an example, in one configuration."""
@@ -106,7 +115,7 @@ class Case:
         traced = jax.make_jaxpr(lambda arrays: self.module.run_backend(inv.with_arrays(arrays), self.cfg))(arrays)
         return [
             Program(equation.params["launch"], tuple(variable.aval for variable in equation.invars))
-            for equation in traced.eqns
+            for equation in _equations(traced)
             if equation.primitive is launch_p
         ]
 

@@ -1,0 +1,27 @@
+"""``fused_linear_cross_entropy`` in Triton, beside XLA's products: the loss of each row."""
+
+from __future__ import annotations
+
+import jax
+
+from ejkernel_core import Invocation, hookimpl
+from ejkernel_ops.fused_linear_cross_entropy import results
+from ejkernel_triton.fused_linear_cross_entropy import _launch
+from ejkernel_triton.fused_linear_cross_entropy._tiling import Config, check_cfg, config_space, heuristic_cfg
+
+__all__ = ["COMPILERS", "OPAQUE", "PLATFORMS", "VERSION", "Config", "check_cfg", "config_space", "heuristic_cfg"]
+
+#: The version of the kernel and its Config. Calls with a record of another version are measured again.
+VERSION = 1
+#: Where it runs, and how strongly it is preferred there: it has met no card yet, and comes after that in plain JAX.
+PLATFORMS = {"gpu": 5}
+#: XLA sees a custom call, which it cannot partition.
+OPAQUE = ("gpu",)
+COMPILERS = ("triton", "jax-triton")
+
+
+@hookimpl
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
+    """The loss and the lse of each row, and the loss without its weight."""
+    rows = _launch.forward(inv, cfg)
+    return results.of_rows(inv, rows["losses"], rows["lse"])

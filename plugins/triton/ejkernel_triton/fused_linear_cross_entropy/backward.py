@@ -1,0 +1,28 @@
+"""``fused_linear_cross_entropy_bwd`` in Triton, beside XLA's products: the logits again."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+
+from ejkernel_core import Invocation, hookimpl
+from ejkernel_ops.fused_linear_cross_entropy import results
+from ejkernel_triton.fused_linear_cross_entropy import _launch
+from ejkernel_triton.fused_linear_cross_entropy._tiling import Config, check_cfg, config_space, heuristic_cfg
+
+__all__ = ["COMPILERS", "OPAQUE", "PLATFORMS", "VERSION", "Config", "check_cfg", "config_space", "heuristic_cfg"]
+
+#: The version of the kernel and its Config. Calls with a record of another version are measured again.
+VERSION = 1
+#: Where it runs, and how strongly it is preferred there: it has met no card yet, and comes after that in plain JAX.
+PLATFORMS = {"gpu": 5}
+#: XLA sees a custom call, which it cannot partition.
+OPAQUE = ("gpu",)
+COMPILERS = ("triton", "jax-triton")
+
+
+@hookimpl
+def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array | None, ...]:
+    """The gradients of the arrays that ``wrt`` names."""
+    return results.of_gradients(inv, partial(_launch.with_gradients, inv, cfg))
