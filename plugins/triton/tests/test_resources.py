@@ -154,6 +154,13 @@ def test_every_exception_is_a_configuration_that_is_offered() -> None:
     assert {*SPILLED} <= configurations
 
 
+def test_launches_inside_of_loops_are_found() -> None:
+    """Of each chunk of rows there is one."""
+    for kernel in ("fused_linear_cross_entropy.triton", "fused_linear_cross_entropy_sum.triton"):
+        case = next(cases([H200], [kernel], "8192 x 4096"))
+        assert [program.name for program in case.programs()] == ["lose"]
+
+
 # -- hashes ----------------------------------------------------------------------------------------------------------
 
 

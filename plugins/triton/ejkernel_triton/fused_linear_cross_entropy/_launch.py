@@ -118,7 +118,7 @@ def _call(
     columns = _columns(chunks.labels_of(arrays))
     optional = [inv["bias"], arrays.get("d_loss"), arrays.get("d_lse")]
     bias, d_loss, d_lse = (logits if array is None else array for array in optional)  # not read then
-    # As many columns as a thread stores at once, 16 bytes: else tiles go through shared memory before they are stored.
+    # As many columns as are 16 bytes of what a thread stores.
     vector = 8 if is_rounded and not is_in_place else 4
     lanes = min(cfg.block // vector, THREADS * cfg.num_warps)
     # jax-triton 0.3 passes a result in place among the results. Where there is none, its parameter is a constant.
