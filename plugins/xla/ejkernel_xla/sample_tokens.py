@@ -7,6 +7,7 @@ from its highest bits on, by what is counted or summed up to each candidate: pas
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -53,14 +54,17 @@ def _kept(scaled: jax.Array, inv: Invocation, bits: int) -> jax.Array | None:
     vocabulary, is_kept = scaled.shape[1], None
     # Of numbers from 0 to -inf: the larger, the farther below.
     depth = jax.lax.bitcast_convert_type(jnp.abs(scaled), jnp.dtype(f"uint{8 * scaled.dtype.itemsize}"))
+    is_drawn = True if inv["temperature"] is None else inv["temperature"] != 0
     if inv["top_k"] is not None:
-        count = jnp.where(inv["top_k"] > 0, jnp.minimum(inv["top_k"], vocabulary), vocabulary)
-        is_kept = depth <= _first_depth(depth, jnp.ones_like(depth, jnp.int32), count, bits)
+        is_filter = (inv["top_k"] > 0) & (inv["top_k"] < vocabulary)
+        count = jnp.where(is_filter, inv["top_k"], vocabulary)
+        is_kept = depth <= _first_depth(depth, jnp.ones_like(depth, jnp.int32), count, is_filter & is_drawn, bits)
     if inv["top_p"] is not None:
         weights = jnp.exp(scaled) if is_kept is None else jnp.where(is_kept, jnp.exp(scaled), 0)
         share = inv["top_p"].astype(scaled.dtype)
         enough = share * weights.sum(-1)
-        is_needed = (depth <= _first_depth(depth, weights, enough, bits)) | (share >= 1)[:, None]
+        last = _first_depth(depth, weights, enough, (share < 1) & is_drawn, bits)
+        is_needed = (depth <= last) | (share >= 1)[:, None]
         is_kept = is_needed if is_kept is None else is_kept & is_needed
     if inv["min_p"] is not None:
         is_likely = scaled >= definition.least_by_min_p(inv, scaled.dtype)
@@ -68,8 +72,18 @@ def _kept(scaled: jax.Array, inv: Invocation, bits: int) -> jax.Array | None:
     return is_kept
 
 
-def _first_depth(depth: jax.Array, weights: jax.Array, enough: jax.Array, bits: int) -> jax.Array:
-    """(rows, 1): for each row the first depth up to which the sum of the weights is enough; the largest if none is."""
+def _first_depth(depth: jax.Array, weights: jax.Array, enough: jax.Array, is_filter: jax.Array, bits: int) -> jax.Array:
+    """(rows, 1): for each row the first depth up to which the sum of the weights is enough; the largest if none is.
+
+    Where there is no filter in any row, it is the largest, without a search: a server has steps of greedy requests.
+    """
+    largest = jnp.full((depth.shape[0], 1), jnp.iinfo(depth.dtype).max, depth.dtype)
+    search = partial(_search, depth, weights, enough, bits)
+    last: jax.Array = jax.lax.cond(is_filter.any(), search, lambda: largest)
+    return last
+
+
+def _search(depth: jax.Array, weights: jax.Array, enough: jax.Array, bits: int) -> jax.Array:
     width = 8 * depth.dtype.itemsize
     choices = jnp.arange(1 << bits, dtype=depth.dtype)
 
