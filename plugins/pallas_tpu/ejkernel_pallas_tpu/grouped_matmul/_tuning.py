@@ -57,7 +57,7 @@ def _whole_lanes(_: Any, field: Any, value: int) -> None:
 
 #: The longest side of a tile, far more than any memory holds: places are counted in 32 bits.
 LARGEST = 1 << 30
-_SIZE = and_(instance_of(int), ge(LANES), le(LARGEST), _whole_lanes)
+SIZE = and_(instance_of(int), ge(LANES), le(LARGEST), _whole_lanes)
 
 
 @attrs.frozen
@@ -65,8 +65,8 @@ class Config:
     """The sizes of a tile: rows of ``lhs``, columns of n, and entries of k, or None for all of them."""
 
     rows: int = attrs.field(default=512, validator=in_(ROWS))
-    columns: int = attrs.field(default=512, validator=_SIZE)
-    depth: int | None = attrs.field(default=None, validator=optional(_SIZE))
+    columns: int = attrs.field(default=512, validator=SIZE)
+    depth: int | None = attrs.field(default=None, validator=optional(SIZE))
     #: How many rows are multiplied at a time: those of other groups among them are multiplied in vain.
     chunk: int = attrs.field(default=128, validator=in_(CHUNKS))
     #: Run in the interpreter of Pallas, on any device, for debugging.
@@ -200,14 +200,18 @@ def _forward_vmem(inv: Invocation, tile: Tile) -> int:
     lhs, parts = inv["lhs"].dtype.itemsize, _parts(inv)
     # An activation outside of the kernel gets float32.
     size = result_dtype(inv).itemsize if inv["activation"] is None or is_gated(inv) else 4
-    matrix = _bytes(tile.columns, tile.depth, lhs) if inv["transpose_rhs"] else _bytes(tile.depth, tile.columns, lhs)
-    moving = _bytes(tile.rows, tile.depth, lhs) + parts * (matrix + _bytes(8, tile.columns, 4))
-    moving += _bytes(tile.rows, tile.columns, size)
-    kept = parts * _bytes(tile.rows, tile.columns, 4) if tile.depth_tiles > 1 else 0
-    kept += (2 + 2 * parts) * _bytes(tile.chunk, tile.columns, 4) + _bytes(tile.chunk, tile.depth, lhs)
+    matrix = (
+        register_bytes(tile.columns, tile.depth, lhs)
+        if inv["transpose_rhs"]
+        else register_bytes(tile.depth, tile.columns, lhs)
+    )
+    moving = register_bytes(tile.rows, tile.depth, lhs) + parts * (matrix + register_bytes(8, tile.columns, 4))
+    moving += register_bytes(tile.rows, tile.columns, size)
+    kept = parts * register_bytes(tile.rows, tile.columns, 4) if tile.depth_tiles > 1 else 0
+    kept += (2 + 2 * parts) * register_bytes(tile.chunk, tile.columns, 4) + register_bytes(tile.chunk, tile.depth, lhs)
     if tile.all_depth % tile.depth:  # the entries behind the end are masked
-        kept += 2 * (matrix + _bytes(tile.chunk, tile.depth, lhs)) * (1 + 4 // lhs)
-    split = _split(inv, parts * (matrix + _bytes(tile.chunk, tile.depth, lhs)))
+        kept += 2 * (matrix + register_bytes(tile.chunk, tile.depth, lhs)) * (1 + 4 // lhs)
+    split = _split(inv, parts * (matrix + register_bytes(tile.chunk, tile.depth, lhs)))
     return 2 * moving + kept + split + parts * matrix // SPILLED + SPILLS
 
 
@@ -240,12 +244,12 @@ FORWARD = Kernel(
 def _d_rhs_vmem(inv: Invocation, tile: Tile) -> int:
     size = inv["lhs"].dtype.itemsize
     (output,) = D_RHS_AXES.outputs(inv)
-    moving = _bytes(tile.rows, tile.depth, size) + _bytes(tile.rows, tile.columns, size)
-    moving += _bytes(tile.depth, tile.columns, output.dtype.itemsize)
+    moving = register_bytes(tile.rows, tile.depth, size) + register_bytes(tile.rows, tile.columns, size)
+    moving += register_bytes(tile.depth, tile.columns, output.dtype.itemsize)
     chunk = max(tile.chunk, LANES)  # fewer rows are transposed as so many
-    chunks = _bytes(chunk, tile.depth, size) + _bytes(chunk, tile.columns, size)
+    chunks = register_bytes(chunk, tile.depth, size) + register_bytes(chunk, tile.columns, size)
     # The sums, and what is masked and transposed.
-    return 2 * moving + _bytes(tile.depth, tile.columns, 4) + 3 * chunks + _split(inv, 2 * chunks) + SPILLS
+    return 2 * moving + register_bytes(tile.depth, tile.columns, 4) + 3 * chunks + _split(inv, 2 * chunks) + SPILLS
 
 
 def _d_rhs_traffic(inv: Invocation, tile: Tile) -> int:
@@ -266,7 +270,7 @@ D_RHS = Kernel(
 )
 
 
-def _bytes(rows: int, lanes: int, size: int) -> int:
+def register_bytes(rows: int, lanes: int, size: int) -> int:
     """Of an array in vector memory, where registers of 4096 bytes are filled up."""
     multiple = 32 // size
     return -(-rows // multiple) * multiple * -(-lanes // LANES) * LANES * size
