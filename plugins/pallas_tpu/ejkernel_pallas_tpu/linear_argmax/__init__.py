@@ -1,0 +1,72 @@
+"""``linear_argmax`` on TPUs, in Pallas: the pass over the logits of ``fused_linear_cross_entropy``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel_core import Invocation, hookimpl
+from ejkernel_pallas_tpu.fused_linear_cross_entropy import _tuning
+from ejkernel_pallas_tpu.fused_linear_cross_entropy._tuning import Config
+from ejkernel_pallas_tpu.grouped_matmul._tiles import Tile
+
+#: The version of the kernel and its Config. Calls with a record of another version are measured again.
+VERSION = 1
+#: Behind plain JAX, as long as the compiler for TPUs has not estimated its time: see docs/pallas-tpu.md.
+PLATFORMS = {"tpu": 5}
+#: XLA sees a custom call, which it cannot partition.
+OPAQUE = ("tpu",)
+COMPILERS = ("jaxlib",)
+
+
+@hookimpl
+def heuristic_cfg(inv: Invocation) -> Config:
+    """The tile that takes the least time, by the bytes that it moves and the products that it makes."""
+    return next(iter(config_space(inv)))
+
+
+@hookimpl
+def config_space(inv: Invocation) -> Iterable[Config]:
+    """The tiles that fit into vector memory."""
+    _tuning.check(inv)
+    return _tuning.configs(inv, _memory)
+
+
+@hookimpl
+def check_cfg(inv: Invocation, cfg: Config) -> None:
+    """Raise for what the kernel does not support; the interpreter runs on any device."""
+    _tuning.check_config(inv, cfg, _memory)
+
+
+@hookimpl
+def run_backend(inv: Invocation, cfg: Config) -> jax.Array:
+    """The column of the largest logit of each row."""
+    return compute(inv, cfg, cfg.interpret)
+
+
+def compute(inv: Invocation, cfg: Config, interpret: Any) -> jax.Array:
+    """The same; ``interpret`` is that of ``pl.pallas_call``."""
+    from ejkernel_pallas_tpu.fused_linear_cross_entropy._logits import over_logits
+    from ejkernel_pallas_tpu.fused_linear_cross_entropy._operands import filled_up, in_rows, of_rows
+    from ejkernel_pallas_tpu.linear_argmax._argmax import Argmax
+
+    shape = inv["hidden"].shape[:-1]
+    if not _tuning.has_rows(inv):
+        return jnp.zeros(shape, jnp.int32)
+    tile = _tuning.tile_of(inv, cfg)
+    launch = over_logits(filled_up(in_rows(inv), tile), tile, Argmax(), None)
+    (numbers,) = launch((), interpret, _tuning.vmem_limit(inv))
+    (column,) = of_rows(numbers, tile)
+    return column.astype(jnp.int32).reshape(shape)
+
+
+def vmem(inv: Invocation, cfg: Config) -> int:
+    """At most how many bytes of vector memory the kernel takes."""
+    return _memory(inv, _tuning.tile_of(inv, cfg))
+
+
+def _memory(inv: Invocation, tile: Tile) -> int:
+    return _tuning.forward_memory(inv, tile, kept_of_rows=2, results=1)
