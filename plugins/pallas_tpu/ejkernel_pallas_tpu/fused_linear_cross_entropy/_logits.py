@@ -69,7 +69,7 @@ def over_logits(inv: Arguments, tile: Tile, fold: Fold, labels: jax.Array | None
             fold.start(refs)
             if labels is not None:
                 for rows in squares(tile.rows):
-                    refs.label_column[rows] = from_lanes(refs.labels, rows).astype(jnp.int32)
+                    refs.label_column[rows] = from_lanes(refs.labels, rows, 0).astype(jnp.int32)
 
         def work(rows: Any, is_rest: bool, has_end: bool) -> None:
             """Multiply these rows; after the last entries, fold their logits. ``has_end`` says that the tile has
@@ -108,7 +108,7 @@ def over_logits(inv: Arguments, tile: Tile, fold: Fold, labels: jax.Array | None
                 for place, number in enumerate(fold.finish(refs, rows)):
                     refs.numbers[place : place + 1, rows] = into_lanes(number, rows.size)
 
-    of_labels = {} if labels is None else {"labels": by_blocks(labels, tile)}
+    of_labels = {} if labels is None else {"labels": by_blocks([labels], tile)}
     scratch = {} if labels is None else {"label_column": Scratch((tile.rows, LANES), "int32")}
     return Launch(
         name="fold_logits",
@@ -190,9 +190,10 @@ def into_lanes(column: jax.Array, rows: int) -> jax.Array:
     return jnp.where(_diagonal(rows), column, 0.0).sum(0, keepdims=True)[:, :rows]
 
 
-def from_lanes(row: Any, rows: Any) -> jax.Array:
+def from_lanes(numbers: Any, rows: Any, place: int) -> jax.Array:
     """Numbers of rows that are side by side, as (rows, lanes), the same in all lanes."""
-    column = jnp.where(_diagonal(rows.size)[:, : rows.size], row[:, rows], 0.0).sum(1, keepdims=True)
+    row = numbers[place : place + 1, rows]
+    column = jnp.where(_diagonal(rows.size)[:, : rows.size], row, 0.0).sum(1, keepdims=True)
     return jnp.broadcast_to(column, (rows.size, LANES))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,6 +35,11 @@ def filled_up(arguments: dict[str, Any], tile: Tile) -> dict[str, Any]:
     }
 
 
+def without_filling(gradient: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The gradient of the weight, from that of the one that was filled up."""
+    return gradient[: shape[0], : shape[1]]
+
+
 def matrix(weight: jax.Array, tile: Tile, is_transposed: bool) -> Operand:
     """The weight, in tiles."""
     if is_transposed:
@@ -46,10 +52,11 @@ def bias_row(bias: jax.Array, tile: Tile) -> Operand:
     return Operand(bias.astype(jnp.float32)[None, :], (1, tile.columns), lambda i, j, k: (0, j))
 
 
-def by_blocks(numbers: jax.Array, tile: Tile) -> Operand:
-    """One number for each row, side by side in the lanes."""
-    padded = jnp.pad(numbers, (0, tile.row_tiles * tile.rows - tile.all_rows))
-    return Operand(padded.reshape(tile.row_tiles, 1, tile.rows), (None, 1, tile.rows), lambda i, j, k: (i, 0, 0))
+def by_blocks(numbers: Sequence[jax.Array], tile: Tile) -> Operand:
+    """A few numbers for each row. Those of neighbouring rows are in neighbouring lanes."""
+    behind = tile.row_tiles * tile.rows - tile.all_rows
+    padded = jnp.pad(jnp.stack(numbers), ((0, 0), (0, behind))).reshape(-1, tile.row_tiles, tile.rows)
+    return Operand(padded.transpose(1, 0, 2), (None, len(numbers), tile.rows), lambda i, j, k: (i, 0, 0))
 
 
 def of_rows(numbers: jax.Array, tile: Tile) -> list[jax.Array]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -69,19 +69,23 @@ def tile_of(inv: Invocation, cfg: Config) -> Tile:
     return Tile(row_size, min(cfg.columns, width), min(cfg.depth or depth, depth), chunk, rows, columns, depth)
 
 
-def configs(inv: Invocation, memory: Memory) -> list[Config]:
+def configs(inv: Invocation, memory: Memory, depths: Sequence[int | None] = TRIED_DEPTHS) -> list[Config]:
     """Those that fit into vector memory and are worth measuring, the best first."""
     chip = generation(inv.device_kind or "")
     assert chip is not None  # `check` refuses others
     depth = inv["hidden"].shape[-1]
-    depths = [size for size in TRIED_DEPTHS if size is None or size < depth]
-    sizes = {
-        tile_of(inv, cfg): cfg
-        for rows, columns, size in product(TRIED_ROWS, TRIED_COLUMNS, depths)
-        if columns * (size or depth) * passes(inv) <= MOST_ENTRIES
-        for cfg in [Config(rows, columns, size)]
-    }
-    fits = [tile for tile in sizes if memory(inv, tile) <= chip.budget]
+    depths = [size for size in depths if size is None or size < depth]
+    fits: list[Tile] = []
+    for chunk in (CHUNK, CHUNKS[0]):  # fewer rows only where nothing fits otherwise
+        sizes = {
+            tile_of(inv, cfg): cfg
+            for rows, columns, size in product(TRIED_ROWS, TRIED_COLUMNS, depths)
+            if columns == LANES or columns * (size or depth) * passes(inv) <= MOST_ENTRIES
+            for cfg in [Config(rows, columns, size, chunk)]
+        }
+        fits = [tile for tile in sizes if memory(inv, tile) <= chip.budget]
+        if fits:
+            break
     if not fits:
         raise Unsupported(f"no tile of this call fits into the {chip.budget >> 20} MiB that {chip.name} has")
     costs = {tile: _cost(inv, tile, memory(inv, tile), chip.name, chip.cores) for tile in fits}
@@ -125,6 +129,22 @@ def forward_memory(inv: Invocation, tile: Tile, kept_of_rows: int, results: int)
     if tile.all_depth % tile.depth:  # the entries behind the end are masked
         kept += 2 * part * (1 + 4 // size)
     return 2 * moving + kept + split_bytes(inv, part) + weight // SPILLED + SPILLS
+
+
+def gradient_memory(inv: Invocation, tile: Tile) -> int:
+    """That of either kernel of the gradients: which of them takes more depends on the sides of a tile."""
+    size, side = inv["hidden"].dtype.itemsize, max(tile.rows, tile.columns)
+    weight, hidden = matrix_bytes(inv, tile), register_bytes(tile.rows, tile.depth, size)
+    result = 4 if inv["partial_sums"] else size
+    moving = weight + hidden + 2 * register_bytes(8, tile.columns, 4) + register_bytes(8, tile.rows, 4)
+    moving += max(register_bytes(side, tile.depth, result), register_bytes(tile.depth, side, result))
+    kept = max(register_bytes(side, tile.depth, 4), register_bytes(tile.depth, side, 4))
+    kept += 6 * register_bytes(tile.rows, LANES, 4) + (CHUNK_ARRAYS + 2) * register_bytes(tile.chunk, tile.columns, 4)
+    chunk = register_bytes(tile.chunk, tile.depth, 4)
+    part = weight + 2 * chunk
+    if tile.all_columns % tile.columns:  # the words behind the end are masked
+        kept += weight * (1 + 4 // size)
+    return 2 * moving + kept + 3 * chunk + split_bytes(inv, part) + weight // SPILLED + SPILLS
 
 
 def matrix_bytes(inv: Invocation, tile: Tile) -> int:
