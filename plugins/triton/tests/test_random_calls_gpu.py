@@ -1,4 +1,5 @@
-"""Random calls against a cache, and over its pages, compiled on a card: values, and gradients where there are any.
+"""Random calls against a cache, over its pages, of the loss and of sampling, compiled on a card: values, and gradients
+where there are any.
 
 ``EJKERNEL_RANDOM_CALLS=1000 pytest -m gpu plugins/triton/tests/test_random_calls_gpu.py`` runs a thousand of them, and
 ``1000-2000`` the next thousand.
@@ -8,11 +9,13 @@ from __future__ import annotations
 
 import os
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ejkernel_core
 from ejkernel_ops.flash_attention.random_calls import check, random_call
+from ejkernel_ops.fused_linear_cross_entropy.random_calls import check as check_loss
 from ejkernel_ops.ragged_paged_attention.examples import Sizes, drawn
 from ejkernel_ops.ragged_paged_attention.random_calls import as_dtype
 from ejkernel_ops.ragged_paged_attention.random_calls import check as check_over_pages
@@ -81,3 +84,32 @@ def test_a_sequence_has_the_same_bits_alone_and_among_255_others(backend: str, q
         own = slice(queries * place, queries * (place + 1))
         assert np.asarray(own_out).tobytes() == np.asarray(out[own]).tobytes()
         assert np.asarray(own_lse).tobytes() == np.ascontiguousarray(np.asarray(lse[:, own])).tobytes()
+
+
+@pytest.mark.parametrize("backend", ["triton", "xla"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_calls_of_the_loss(seed: int, backend: str) -> None:
+    """With all gradients."""
+    check_loss(seed, dtype=DTYPES[seed % len(DTYPES)], backend=backend)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_calls_of_sampling(seed: int) -> None:
+    """Of large vocabularies: the tokens of the reference, but for sums that are rounded near a limit."""
+    rng = np.random.default_rng([seed, 51])
+    rows, words = int(rng.integers(1, 70)), int(rng.choice([1000, 32_000, 50_257, 128_256, 300_001]))
+    choices = {
+        "temperature": [0, 0.6, 1, 2],
+        "top_k": [0, 1, 50, 2000],
+        "top_p": [0.3, 0.9, 0.999, 1],
+        "min_p": [0, 0.1],
+    }
+    numbers = {name: rng.choice(values, rows) for name, values in choices.items() if rng.random() < 0.6}
+    logits = (rng.choice([0.3, 1, 4]) * rng.normal(size=(rows, words))).astype(np.float32)
+    given = {"logits": jnp.asarray(logits, DTYPES[seed % len(DTYPES)]), **numbers, "return_logprobs": True}
+    given["key"] = jnp.asarray(rng.integers(0, 2**32, (rows, 2), dtype=np.uint32))
+    tokens, logprobs = ejkernel_core.call("sample_tokens", **given, backend="triton")
+    expected, expected_logprobs = ejkernel_core.call("sample_tokens", **given, backend="reference")
+    is_same = np.asarray(tokens == expected)
+    assert (~is_same).sum() <= (1 if "top_p" in numbers else 0), (tokens, expected)
+    np.testing.assert_allclose(logprobs[is_same], expected_logprobs[is_same], rtol=2e-6, atol=1e-5)
