@@ -133,7 +133,7 @@ def _sizes(model: str | None, layers: int | None, small: bool) -> Decoder:
 def _limits(sizes: Decoder, small: bool, batch: int | None, pages: int | None, longest: int | None) -> Limits:
     most, length = batch or (6 if small else 128), longest or (128 if small else 8192)
     limits = Limits(
-        pages=0,
+        pages=1,  # until it is known how many fit
         page_size=SMALL_PAGE_SIZE if small else PAGE_SIZE,
         most_length=length,
         most_sequences=most,

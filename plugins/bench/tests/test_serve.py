@@ -255,7 +255,7 @@ def test_logits_of_a_request_alone_are_those_of_the_engine() -> None:
 
 def test_pages_that_fit_beside_weights_and_a_gather() -> None:
     llama = MODELS["llama-8b"]
-    limits = Limits(0, 64, 8192, most_sequences=128, most_tokens=2048)
+    limits = Limits(1, 64, 8192, most_sequences=128, most_tokens=2048)
     assert serve.pages_that_fit(llama, limits, None) == 128 * 128 // 4
     weights, of_page = 16.06e9, 32 * 2 * 64 * 8 * 128 * 2
     gathered = 2 * 128 * 8192 * 2 * 8 * 128 * 2

@@ -327,23 +327,32 @@ def test_requests_that_cannot_be_answered_have_errors_and_the_others_go_on() -> 
         Request((1,), 2, temperature=float("nan")),
         Request((1,), 2, top_p=-0.5),
         Request((1,), 2, min_p=1.5),
+        Request((1, 2.5), 2),
+        Request((1,), 2.5),  # type: ignore[arg-type]
+        Request((1,), 2, seed=None),  # type: ignore[arg-type]
+        Request((1,), 2, stop_tokens={"</s>"}),  # type: ignore[arg-type]
+        Request(np.array([1, 2]), np.int64(3), seed=np.uint32(3)),  # type: ignore[arg-type]
     ]
     outputs = list(generate(engine, requests))
     errors = {out.number: out.error for out in outputs if out.finish == "error"}
     assert errors == {
         0: "the prompt is empty",
-        2: "38 tokens and max_tokens 3 are more than 40",
+        2: "38 tokens and max_tokens 3 are more than most_length, 40",
         3: "max_tokens: must be at least 1; got 0",
-        4: "temperature: must be at least 0; got -1.0",
-        6: f"the prompt has the token {2**40}; the model's are 0 to 60",
-        7: "the prompt has the token -1; the model's are 0 to 60",
-        8: "temperature: must be at least 0; got nan",
+        4: "temperature: must be finite and at least 0; got -1.0",
+        6: f"prompt: has {2**40}; the model's tokens are 0 to 60",
+        7: "prompt: has -1; the model's tokens are 0 to 60",
+        8: "temperature: must be finite and at least 0; got nan",
         9: "top_p: must be at least 0; got -0.5",
         10: "min_p: must be at most 1; got 1.5",
+        11: "prompt: has 2.5; the model's tokens are 0 to 60",
+        12: "max_tokens: must be an integer; got 2.5",
+        13: "seed: must be an integer; got None",
+        14: "stop_tokens: has '</s>'; the model's tokens are 0 to 60",
     }
-    for number in (1, 5):
+    for number, request in ((1, requests[1]), (5, requests[5]), (15, Request((1, 2), 3, seed=3))):
         tokens = tuple(out.token for out in outputs if out.number == number and out.token is not None)
-        assert tokens == alone(DENSE, requests[number])
+        assert tokens == alone(DENSE, request)
 
 
 def test_a_request_of_more_tokens_than_the_pool_is_refused() -> None:
@@ -351,7 +360,7 @@ def test_a_request_of_more_tokens_than_the_pool_is_refused() -> None:
     engine.limits = attrs.evolve(engine.limits, pages=3)
     (output,) = generate(engine, [Request((1,) * 10, 5)])
     engine.limits = attrs.evolve(engine.limits, pages=14)
-    assert output == Output(0, finish="error", error="10 tokens and max_tokens 5 are more than 12")
+    assert output == Output(0, finish="error", error="10 tokens and max_tokens 5 are more than all pages have, 12")
 
 
 def test_a_request_without_a_finite_logit_has_an_error_and_the_others_go_on() -> None:
@@ -373,6 +382,18 @@ def test_a_request_without_a_finite_logit_has_an_error_and_the_others_go_on() ->
     assert engine.pool.free == 14
 
 
+def test_pages_behind_a_token_that_overflows_are_not_shared() -> None:
+    """Its keys and values are inf from the first layer on, and so are those before it in the second."""
+    params = {**params_of(DENSE), "embedding": params_of(DENSE)["embedding"].at[60].set(jnp.inf)}
+    engine = Engine(serving.decoder(DENSE), params, DENSE.cache(24, 4), Limits(24, 4, 40, 4, 16))
+    shared, good = tuple(range(8)), Request((*range(8), 9), 3)
+    outputs = list(generate(engine, [Request((*shared, 60), 3), Request((*shared, 60, *shared, *shared), 3)]))
+    assert [out.error for out in outputs] == ["no logit of the model is finite"] * 2
+    number = engine.add(good)
+    tokens = tuple(out.token for out in generate(engine, []) if out.number == number and out.token is not None)
+    assert tokens == alone(DENSE, good)
+
+
 def test_a_stop_token_ends_a_request_and_is_not_returned() -> None:
     request = Request((7, 8, 9), 6)
     tokens = alone(DENSE, request)
@@ -383,8 +404,8 @@ def test_a_stop_token_ends_a_request_and_is_not_returned() -> None:
     assert output == Output(0, finish="stop")
 
 
-def test_requests_are_read_as_they_are_admitted() -> None:
-    """A request is read only when no other one waits, and no step is computed before its outputs are wanted."""
+def test_requests_are_read_when_there_is_a_place() -> None:
+    """No more than there are places, and no step is computed before its outputs are wanted."""
     read = []
 
     def requests() -> Any:
@@ -396,7 +417,7 @@ def test_requests_are_read_as_they_are_admitted() -> None:
     stream = generate(engine, requests())
     assert read == []
     next(stream)
-    assert len(read) <= 5
+    assert len(read) == 4
     assert sum(output.finish == "length" for output in stream) == 30
 
 

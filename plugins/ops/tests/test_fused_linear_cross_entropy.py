@@ -88,6 +88,53 @@ def test_rows_that_are_ignored_may_hold_anything(backend: str, reduction: Any, v
         np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_second_derivatives_where_ignored_rows_are_nan(backend: str, reduction: Any) -> None:
+    def second(hidden: Any) -> Any:
+        def run(hidden: Any, weight: Any) -> Any:
+            return fused_linear_cross_entropy(hidden, weight, LABELS, reduction=reduction, backend=backend).sum()
+
+        def squares(hidden: Any, weight: Any) -> Any:
+            return sum((gradient**2).sum() for gradient in jax.grad(run, (0, 1))(hidden, weight))
+
+        return jax.grad(squares, (0, 1))(jnp.asarray(hidden), jnp.asarray(WEIGHT))
+
+    hidden = np.where((LABELS == -100)[:, None], np.nan, HIDDEN).astype(np.float32)
+    for actual, expected in zip(second(hidden), second(HIDDEN), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_whose_lse_has_a_cotangent_of_0_has_derivatives_by_it(backend: str) -> None:
+    """Also an ignored one."""
+
+    def sums(cotangents: Any) -> Any:
+        def run(hidden: Any) -> Any:
+            call = {"reduction": "none", "return_lse": True, "backend": backend}
+            return (fused_linear_cross_entropy(hidden, WEIGHT, LABELS, **call)[1] * cotangents).sum()
+
+        return (jax.grad(run)(jnp.asarray(HIDDEN)) * np.arange(HIDDEN.size).reshape(HIDDEN.shape)).sum()
+
+    gradient, zeros = jax.grad(sums)(jnp.zeros(len(LABELS))), np.zeros(len(LABELS), np.float32)
+    expected = [sums(zeros + (np.arange(len(LABELS)) == row)) for row in range(len(LABELS))]
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4)
+
+
+def test_labels_of_64_bits_are_not_cut(backend: str) -> None:
+    with jax.enable_x64(True):
+        labels = jnp.array([2**32 + 4, 2**32 - 100, -(2**32), 3, 0, -100])
+        call = {"reduction": "none", "return_lse": True, "backend": backend}
+        loss, lse = fused_linear_cross_entropy(HIDDEN, WEIGHT, labels, **call)
+    np.testing.assert_allclose(loss[:3], lse[:3], rtol=1e-6)
+    assert abs(loss[3] - lse[3]) > 1e-3
+
+
+def test_a_label_far_before_a_shard_is_not_in_it(backend: str) -> None:
+    labels = np.full(6, -(2**31) + 3, np.int32)
+    call = {"vocab_start": 2**31 - 5, "reduction": "none", "return_lse": True, "backend": backend}
+    loss, lse = fused_linear_cross_entropy(HIDDEN, WEIGHT, labels, **call)
+    np.testing.assert_allclose(loss, lse, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradients_of_small_probabilities_are_not_filtered_away(backend: str, reduction: Any, dtype: str) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
 import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attrs.validators import ge, instance_of
 
 from ejkernel_bench._profile import part
 from ejkernel_ops import paged_attention_metadata, sample_tokens
@@ -21,19 +23,20 @@ from .scheduler import Request, Scheduler, Sequence
 
 Finish = Literal["length", "stop", "cancelled", "error"]
 _NUMBERS = ("temperature", "top_k", "top_p", "min_p")
+COUNT = (instance_of(int), ge(1))
 
 
 @attrs.frozen
 class Limits:
     """The sizes of an engine, by which its programs are compiled."""
 
-    pages: int
-    page_size: int = 16
+    pages: int = attrs.field(validator=COUNT)
+    page_size: int = attrs.field(default=16, validator=COUNT)
     #: Of a sequence, with its prompt.
-    most_length: int = 2048
-    most_sequences: int = 64
+    most_length: int = attrs.field(default=2048, validator=COUNT)
+    most_sequences: int = attrs.field(default=64, validator=COUNT)
     #: Of all sequences of a step; prompts that are longer are computed in chunks.
-    most_tokens: int = 256
+    most_tokens: int = attrs.field(default=256, validator=COUNT)
 
 
 Array = jax.Array | np.ndarray
@@ -89,8 +92,8 @@ class Engine:
         self.compile_seconds = self._compile()
 
     @property
-    def waiting(self) -> int:
-        return len(self.scheduler.waiting)
+    def has_place(self) -> bool:
+        return len(self.scheduler.waiting) + len(self.scheduler.running) < self.limits.most_sequences
 
     def add(self, request: Request) -> int:
         """The number of the request in the outputs. One that can never be answered has an error there."""
@@ -98,7 +101,7 @@ class Engine:
         if (error := self._error(request)) is not None:
             self._outputs.append(Output(number, finish="error", error=error))
         else:
-            self.scheduler.waiting.append(Sequence(number, request, list(request.prompt)))
+            self.scheduler.waiting.append(Sequence(number, request, [*map(int, request.prompt)]))
         return number
 
     def cancel(self, number: int) -> None:
@@ -129,19 +132,24 @@ class Engine:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def _error(self, request: Request) -> str | None:
-        length = len(request.prompt) + request.max_tokens
+        for name in ("max_tokens", "seed", "top_k"):
+            if not isinstance(getattr(request, name), Integral):
+                return f"{name}: must be an integer; got {getattr(request, name)!r}"
+        for name, (words, is_valid) in VALID.items():
+            if not (isinstance(value := getattr(request, name), Real) and is_valid(value)):
+                return f"{name}: must be {words}; got {value!r}"
+        for name in ("prompt", "stop_tokens"):
+            for token in getattr(request, name):
+                if not (isinstance(token, Integral) and 0 <= int(token) < self._vocabulary):
+                    return f"{name}: has {token!r}; the model's tokens are 0 to {self._vocabulary - 1}"
         most = min(self.limits.most_length, self.limits.pages * self.limits.page_size)
-        if not request.prompt:
+        if not len(request.prompt):
             return "the prompt is empty"
         if request.max_tokens < 1:
             return f"max_tokens: must be at least 1; got {request.max_tokens}"
-        if length > most:
-            return f"{len(request.prompt)} tokens and max_tokens {request.max_tokens} are more than {most}"
-        if (wrong := next((token for token in request.prompt if not 0 <= token < self._vocabulary), None)) is not None:
-            return f"the prompt has the token {wrong}; the model's are 0 to {self._vocabulary - 1}"
-        for name, (words, is_valid) in VALID.items():
-            if not is_valid(getattr(request, name)):
-                return f"{name}: must be {words}; got {getattr(request, name)}"
+        if len(request.prompt) + request.max_tokens > most:
+            limit = "most_length" if most == self.limits.most_length else "all pages have"
+            return f"{len(request.prompt)} tokens and max_tokens {request.max_tokens} are more than {limit}, {most}"
         return None
 
     def _remove_cancelled(self) -> None:
@@ -160,13 +168,13 @@ class Engine:
     def _advance(self, sequence: Sequence, count: int, token: int) -> None:
         """Note that ``count`` more tokens are computed, and after the last one add the one that was drawn."""
         sequence.computed += count
+        if token < 0:  # also before the last one: no other request may find these pages
+            self._end(sequence, "error", "no logit of the model is finite")
+            return
         self.scheduler.publish(sequence)
         if sequence.left:
             return
         request = sequence.request
-        if token < 0:
-            self._end(sequence, "error", "no logit of the model is finite")
-            return
         if token in request.stop_tokens:
             self._end(sequence, "stop")
             return
@@ -191,7 +199,7 @@ class Engine:
             tokens[part], positions[part] = sequence.tokens[begin:end], places
             slots[part] = pages[places // page_size] * page_size + places % page_size
             lengths[row], tables[row, : len(pages)], starts[row + 1 :] = end, pages, part.stop
-            seeds[row] = sequence.request.seed % 2**32
+            seeds[row] = int(sequence.request.seed) % 2**32
             numbers[:, row] = [getattr(sequence.request, name) for name in _NUMBERS]
         last = np.maximum(starts[1:] - 1, 0)
         batch = Batch(slots, lengths, tables, starts, np.array([len(shares)], np.int32), last)
@@ -205,6 +213,8 @@ class Engine:
 
     def _words_of(self, model: Model) -> int:
         """How many tokens the model knows."""
+        if any(not leaf.ndim or leaf.shape[0] % self.limits.pages for leaf in jax.tree.leaves(self.cache)):
+            raise ValueError(f"cache: the first axis must be that of layers * {self.limits.pages} pages")
         tokens, positions, batch, *_ = self._arrays([], self.limits.most_sequences)
         logits, cache = jax.eval_shape(model, self.params, tokens, positions, self.cache, batch)
         _check(logits, batch.last, cache, self.cache)
@@ -249,8 +259,8 @@ def decode(
 def _check(logits: jax.Array, last: Array, new_cache: Any, cache: Any) -> None:
     if logits.ndim != 2 or logits.shape[0] != last.shape[0]:
         raise ValueError(f"the model returns logits ({last.shape[0]}, vocabulary); got shape {logits.shape}")
-    if jax.tree.map(jnp.shape, new_cache) != jax.tree.map(jnp.shape, cache):
-        raise ValueError("the model returns the cache that it got, with its shapes")
+    if jax.tree.map(jax.typeof, new_cache) != jax.tree.map(jax.typeof, cache):
+        raise ValueError("the model returns the cache that it got, with its shapes and dtypes")
 
 
 def _copy_pages(pages: int, cache: Any, sources: jax.Array, targets: jax.Array) -> Any:
@@ -264,12 +274,12 @@ def _copy_pages(pages: int, cache: Any, sources: jax.Array, targets: jax.Array) 
 
 
 def generate(engine: Engine, requests: Iterable[Request]) -> Iterator[Output]:
-    """Stream the tokens of requests as they are computed. A request is read when one before it has been admitted, and a
-    step is computed when its outputs are read.
+    """Stream the tokens of requests as they are computed. A request is read when there is a place for it, and a step is
+    computed when its outputs are read.
     """
     source, is_more = iter(requests), True
     while is_more or not engine.is_idle:
-        while is_more and not engine.waiting:
+        while is_more and engine.has_place:
             request = next(source, None)
             if request is None:
                 is_more = False

@@ -13,6 +13,7 @@ import numpy as np
 from ejkernel_ops.arrays import check_floats, check_integers
 from ejkernel_ops.attention_options import flag, soft_cap
 from ejkernel_ops.options import brief, finite, type_and_value
+from ejkernel_ops.pages import int32
 
 Arguments = dict[str, Any]
 Restore = Callable[[tuple[Any, ...]], Any]
@@ -94,9 +95,9 @@ def _labels(arguments: Arguments) -> Arguments:
 
 
 def label_array(labels: Any) -> Any:
-    """The checked labels in int32."""
+    """The checked labels in int32. One of more bits that has no logit has none after it, either."""
     check_integers("labels", labels)
-    return labels.astype(jnp.int32)
+    return int32(labels)
 
 
 def _ignore_index(value: Any) -> int:

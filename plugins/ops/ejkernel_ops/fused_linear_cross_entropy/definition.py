@@ -61,7 +61,8 @@ def labels_of(arguments: Arguments) -> Labels:
     counts = labels != arguments.get("ignore_index", IGNORED)
     start = arguments.get("vocab_start")
     column = labels if start is None else labels - start[0]
-    is_here = counts & (column >= 0) & (column < vocab(arguments))
+    is_not_before = labels >= (0 if start is None else start[0])  # the difference of large numbers overflows
+    is_here = counts & is_not_before & (column >= 0) & (column < vocab(arguments))
     return Labels(jnp.where(is_here, column, 0), is_here, counts)
 
 
@@ -232,9 +233,9 @@ def rounded(gradient: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | Non
 # -- all rows at once --------------------------------------------------------------------------------------------------
 
 
-def forward(arguments: Arguments, has_lse: bool = True) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The loss and the lse of each row, and the loss without its weight. Without ``has_lse``, the lse has no
-    derivative.
+def forward(arguments: Arguments, has_lse: bool | jax.Array = True) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The loss and the lse of each row, and the loss without its weight. ``has_lse`` is whether anything depends on the
+    lse of ignored rows, for all of them or for each: else those that are not finite count as zeros.
     """
     hidden, labels = arguments["hidden"].reshape(-1, arguments["hidden"].shape[-1]), labels_of(arguments)
     counts, shape = labels.counts[:, None], arguments["labels"].shape
@@ -242,14 +243,20 @@ def forward(arguments: Arguments, has_lse: bool = True) -> tuple[jax.Array, jax.
     logits = logits_of(jnp.where(counts, hidden, 0), arguments, precise=True)
     statistics = statistics_of(logits)
     losses = row_losses(logits, statistics, labels, arguments)
-    ignored = jnp.where(counts, 0, hidden)
-    of_ignored = statistics_of(logits_of(ignored if has_lse else lax.stop_gradient(ignored), arguments, precise=True))
-    lse = jnp.where(labels.counts, statistics.lse, of_ignored.lse if has_lse else lax.stop_gradient(of_ignored.lse))
+    is_read = jnp.reshape(jnp.asarray(has_lse), (-1, 1)) | jnp.isfinite(hidden).all(-1, keepdims=True)
+    ignored = jnp.where(counts | ~is_read, 0, hidden)
+    of_ignored = statistics_of(logits_of(ignored, arguments, precise=True))
+    lse = jnp.where(labels.counts, statistics.lse, of_ignored.lse)
     weighted = losses * weights_of(arguments, labels)
     return weighted.reshape(shape), lse.reshape(shape), losses.reshape(shape)
 
 
-def sum_forward(arguments: Arguments, has_lse: bool = True) -> tuple[jax.Array, ...]:
+def has_lse_of(d_lse: jax.Array | None) -> bool | jax.Array:
+    """Whether a gradient depends on the lse of rows. Zeros of a second derivative may stand beside rows of NaN."""
+    return False if d_lse is None else d_lse != 0
+
+
+def sum_forward(arguments: Arguments, has_lse: bool | jax.Array = True) -> tuple[jax.Array, ...]:
     """The sum of the losses, the lse and the losses of the rows, and the gradients of the sum."""
     hidden, labels = arguments["hidden"].reshape(-1, arguments["hidden"].shape[-1]), labels_of(arguments)
     weighted, lse, losses = forward(arguments, has_lse)

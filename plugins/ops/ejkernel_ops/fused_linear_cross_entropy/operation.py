@@ -31,7 +31,7 @@ OTHER_NAMES = {
     **OTHER_NAMES_OF_LOGITS,
     **dict.fromkeys(("target", "targets", "y"), "labels"),
     **dict.fromkeys(("lse_square_scale", "z_loss_multiplier", "logsumexp_weight"), "z_loss"),
-    **dict.fromkeys(("loss_weights", "sample_weight", "mask", "where"), "token_weights"),
+    **dict.fromkeys(("loss_weights", "sample_weight"), "token_weights"),
 }
 
 

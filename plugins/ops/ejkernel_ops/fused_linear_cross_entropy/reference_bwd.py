@@ -15,4 +15,5 @@ PLATFORMS = {"cpu": 0, "gpu": 0, "tpu": 0}
 
 @hookimpl
 def run_backend(inv: Invocation, cfg: None) -> Any:
-    return operation.forward.gradients_by_jax(partial(definition.forward, has_lse=inv["d_lse"] is not None), inv)
+    forward = partial(definition.forward, has_lse=definition.has_lse_of(inv["d_lse"]))
+    return operation.forward.gradients_by_jax(forward, inv)

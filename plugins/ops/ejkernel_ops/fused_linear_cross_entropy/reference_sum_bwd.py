@@ -20,5 +20,5 @@ PLATFORMS = {"cpu": 0, "gpu": 0, "tpu": 0}
 def run_backend(inv: Invocation, cfg: None) -> Any:
     if is_of_sum_alone(inv):
         return definition.multiples(inv)
-    forward = partial(definition.sum_forward, has_lse=inv["d_lse"] is not None)
+    forward = partial(definition.sum_forward, has_lse=definition.has_lse_of(inv["d_lse"]))
     return operation.total.gradients_by_jax(forward, inv)

@@ -20,7 +20,7 @@ Restore = Callable[[tuple[Any, ...]], Any]
 
 #: For each number of a row: what is valid, in words and as a function.
 VALID: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "temperature": ("at least 0", lambda x: (x >= 0) & (x < np.inf)),
+    "temperature": ("finite and at least 0", lambda x: (x >= 0) & (x < np.inf)),
     "top_p": ("at least 0", lambda x: x >= 0),
     "min_p": ("at most 1", lambda x: x <= 1),
 }
