@@ -20,13 +20,11 @@ names. What a step plans once is made before. --small has tiny sizes, which a CP
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from statistics import geometric_mean
 from typing import Any
 
 import attrs
-import click
 
 from . import suite
 from ._paged_calls import OP, PagedCall, Sequences, uniform, work
@@ -137,17 +135,7 @@ def run(
 
 def named_calls(part: str | None) -> dict[str, PagedCall]:
     """By name: those of parts, and single ones, which are named with commas."""
-    every = {call.name: call for calls in PARTS.values() for call in calls}
-    chosen: dict[str, PagedCall] = {}
-    for word in DEFAULT if part is None else part.split(","):
-        calls = PARTS.get(word, (every[word],) if word in every else ())
-        if not calls:
-            similar = [name for name in every if name.startswith(word)]
-            similar = similar or difflib.get_close_matches(word, [*PARTS, *every], 1)
-            hint = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(PARTS)}"
-            raise click.UsageError(f"no part or call of paged is named {word}; {hint}")
-        chosen |= {call.name: call for call in calls}
-    return chosen
+    return suite.named_calls("paged", PARTS, DEFAULT if part is None else part.split(","))
 
 
 def bars(report: suite.Report) -> Iterator[suite.Bar]:

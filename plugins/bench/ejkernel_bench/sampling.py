@@ -14,10 +14,7 @@ peer starts from probabilities, the softmax counts. --small has tiny sizes, whic
 
 from __future__ import annotations
 
-import difflib
-
 import attrs
-import click
 
 from . import suite
 from ._sampling_calls import FILTERS, OP, SamplingCall, check
@@ -67,14 +64,4 @@ def run(
 
 def named_calls(part: str | None) -> dict[str, SamplingCall]:
     """By name: those of parts, and single ones, which are named with commas."""
-    every = {call.name: call for calls in PARTS.values() for call in calls}
-    chosen: dict[str, SamplingCall] = {}
-    for word in PARTS if part is None else part.split(","):
-        calls = PARTS.get(word, (every[word],) if word in every else ())
-        if not calls:
-            similar = [name for name in every if name.startswith(word)]
-            similar = similar or difflib.get_close_matches(word, [*PARTS, *every], 1)
-            hint = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(PARTS)}"
-            raise click.UsageError(f"no part or call of sampling is named {word}; {hint}")
-        chosen |= {call.name: call for call in calls}
-    return chosen
+    return suite.named_calls("sampling", PARTS, PARTS if part is None else part.split(","))

@@ -15,7 +15,7 @@ tokens are random. Its own options, which --small changes the defaults of:
   --seconds N     end each of both engines after this time, and report what was done
 
 Both engines answer the same requests with one schedule, greedily. Where their tokens differ, the logits of both are
-computed again by the request alone: that they are nearly equal is no fault, because sums are rounded differently.
+computed again by the request alone: nearly equal ones are not a fault, because sums are rounded differently.
 --small has a tiny model and short lengths, which a CPU can run.
 """
 

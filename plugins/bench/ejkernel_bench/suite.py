@@ -22,6 +22,7 @@ and an entry point ``rms_norm = "my_package.rms_norm"`` in the group ``ejkernel.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -238,6 +239,21 @@ def backends_of(operation: str, kernels: str | None, registry: Registry = ejkern
             f"--kernels: {operation} has no {', '.join(unknown)}; it has {', '.join(installed)}, or all"
         )
     return names
+
+
+def named_calls(benchmark: str, parts: Mapping[str, Sequence[Any]], words: Iterable[str]) -> dict[str, Any]:
+    """By name, the calls of parts and single ones."""
+    every = {call.name: call for calls in parts.values() for call in calls}
+    chosen: dict[str, Any] = {}
+    for word in words:
+        calls = parts.get(word, (every[word],) if word in every else ())
+        if not calls:
+            similar = [name for name in every if name.startswith(word)]
+            similar = similar or difflib.get_close_matches(word, [*parts, *every], 1)
+            hint = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(parts)}"
+            raise click.UsageError(f"no part or call of {benchmark} is named {word}; {hint}")
+        chosen |= {call.name: call for call in calls}
+    return chosen
 
 
 def _compiled_in_groups(contenders: _Contenders, examples: Sequence[Example]) -> Iterator[_Programs]:

@@ -461,9 +461,10 @@ def test_the_cache_stays_in_its_place() -> None:
     [
         (lambda logits, cache: (logits[:2], cache), r"logits \(4, vocabulary\); got shape \(2, 61\)"),
         (lambda logits, cache: (logits, cache[1:]), "the cache that it got, with its shapes"),
+        (lambda logits, cache: (logits, cache.astype("bfloat16")), "the cache that it got, with its shapes and dtypes"),
     ],
 )
-def test_a_model_that_returns_other_shapes_is_refused(change: Any, message: str) -> None:
+def test_a_model_that_returns_other_arrays_is_refused(change: Any, message: str) -> None:
     right = serving.decoder(DENSE)
     model = lambda *arguments: change(*right(*arguments))
     with pytest.raises(ValueError, match=message):
@@ -473,6 +474,18 @@ def test_a_model_that_returns_other_shapes_is_refused(change: Any, message: str)
 def test_all_sequences_must_fit_into_a_step() -> None:
     with pytest.raises(ValueError, match="most_tokens: must be at least most_sequences"):
         Engine(serving.decoder(DENSE), params_of(DENSE), DENSE.cache(14, 4), Limits(14, 4, 40, 4, 3))
+
+
+@pytest.mark.parametrize("cache", [DENSE.cache(14, 4)[1:], jnp.zeros(())])
+def test_a_cache_of_other_pages_is_refused(cache: Any) -> None:
+    with pytest.raises(ValueError, match="cache: the first axis must be that of layers \\* 14 pages"):
+        Engine(serving.decoder(DENSE), params_of(DENSE), cache, Limits(14, 4, 40, 4, 12))
+
+
+@pytest.mark.parametrize("name", ["pages", "page_size", "most_length", "most_sequences", "most_tokens"])
+def test_sizes_of_an_engine_are_at_least_1(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' must be >= 1: 0"):
+        Limits(**{"pages": 14, name: 0})
 
 
 # -- published weights -----------------------------------------------------------------------------------------------

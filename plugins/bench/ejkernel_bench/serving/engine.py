@@ -23,20 +23,20 @@ from .scheduler import Request, Scheduler, Sequence
 
 Finish = Literal["length", "stop", "cancelled", "error"]
 _NUMBERS = ("temperature", "top_k", "top_p", "min_p")
-COUNT = (instance_of(int), ge(1))
+_COUNT = (instance_of(int), ge(1))
 
 
 @attrs.frozen
 class Limits:
     """The sizes of an engine, by which its programs are compiled."""
 
-    pages: int = attrs.field(validator=COUNT)
-    page_size: int = attrs.field(default=16, validator=COUNT)
+    pages: int = attrs.field(validator=_COUNT)
+    page_size: int = attrs.field(default=16, validator=_COUNT)
     #: Of a sequence, with its prompt.
-    most_length: int = attrs.field(default=2048, validator=COUNT)
-    most_sequences: int = attrs.field(default=64, validator=COUNT)
+    most_length: int = attrs.field(default=2048, validator=_COUNT)
+    most_sequences: int = attrs.field(default=64, validator=_COUNT)
     #: Of all sequences of a step; prompts that are longer are computed in chunks.
-    most_tokens: int = attrs.field(default=256, validator=COUNT)
+    most_tokens: int = attrs.field(default=256, validator=_COUNT)
 
 
 Array = jax.Array | np.ndarray
