@@ -794,6 +794,14 @@ def test_an_output_aliases_an_input():
     np.testing.assert_array_equal(y, before)
 
 
+@pytest.mark.skipif(not NEW, reason="jax-triton 0.3 has a parameter for every output")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_output_that_aliases_an_input_is_the_last_one():
+    """On a device, a parameter for a result would get the output before its own."""
+    with pytest.raises(NotImplementedError, match="unless the outputs that alias inputs are its last ones"):
+        call(normal(32), kernel=in_place_04, out=(shape(32), shape(32)), grid=1, BLOCK=32, input_output_aliases={0: 0})
+
+
 @pytest.mark.skipif(not NEW, reason="jax-triton 0.3 takes no references")
 def test_references():
     ref = jax.new_ref(normal(32))

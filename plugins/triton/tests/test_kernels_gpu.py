@@ -306,3 +306,34 @@ def wide(*arrays: jax.Array) -> list[jax.Array]:
 
 def close(found: jax.Array, right: jax.Array) -> None:
     np.testing.assert_allclose(*wide(found, right), rtol=0, atol=0.02 * float(abs(right).max()))
+
+
+# -- parts of arrays ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_norm_of_parts_of_one_array(first: int, dtype: str) -> None:
+    """XLA passes them to the launch as they are, and they begin anywhere."""
+    parameters = jax.random.normal(jax.random.key(first), (first + 40 * 64 + 64,), dtype)
+
+    def loss(parameters: jax.Array, backend: str) -> jax.Array:
+        weight, x = parameters[first : first + 64], parameters[first + 64 :].reshape(40, 64)
+        return (call("rms_norm", x, weight, backend=backend).astype(jnp.float32) ** 3).sum()
+
+    ours, plain = (jax.jit(jax.value_and_grad(loss), static_argnums=1)(parameters, name) for name in ("triton", "xla"))
+    for own, right in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(own.astype(jnp.float32), right.astype(jnp.float32), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("backend", ["triton", "gluon_sm90"])
+def test_attention_of_parts_of_one_array(backend: str) -> None:
+    size = 2 * 256 * 4 * 64
+    parameters = jax.random.normal(jax.random.key(7), (3 * size + 3,), "bfloat16")
+
+    def attention(parameters: jax.Array, backend: str) -> jax.Array:
+        parts = (parameters[3 + size * place :][:size].reshape(2, 256, 4, 64) for place in range(3))
+        return call("flash_attention", *parts, backend=backend).astype(jnp.float32)
+
+    own, right = (jax.jit(attention, static_argnums=1)(parameters, name) for name in (backend, "xla"))
+    np.testing.assert_allclose(own, right, atol=1e-2)

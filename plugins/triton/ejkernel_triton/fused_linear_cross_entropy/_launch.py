@@ -8,7 +8,7 @@ has to be right to 3e-5 of its size.
 step                                 in plain JAX               here
 ===================================  =========================  =====================================
 largest logit, sum of exponentials   4 + 4 read                 4 read
-gradient of the logits               4 read, 2 written          2 written; what L2 has lost of 4 read
+gradient of the logits               4 read, 2 written          4 read (in part by L2), 2 written
 products of the gradients            2 + 2 read                 2 + 2 read
 ===================================  =========================  =====================================
 
@@ -117,7 +117,8 @@ def _call(
 ) -> tuple[jax.Array, ...]:
     columns = _columns(chunks.labels_of(arrays))
     optional = [inv["bias"], arrays.get("d_loss"), arrays.get("d_lse")]
-    bias, d_loss, d_lse = (logits if array is None else array for array in optional)  # not read then
+    # What is not read may be any array but the logits, which XLA would copy before they are updated.
+    bias, d_loss, d_lse = (columns if array is None else array for array in optional)
     # As many columns as are 16 bytes of what a thread stores.
     vector = 8 if is_rounded and not is_in_place else 4
     lanes = min(cfg.block // vector, THREADS * cfg.num_warps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -131,6 +131,7 @@ def _gluon_launch(kernel: Any, launch: _jax_triton.Launch, outputs: Sequence[Any
     ]
     scalars = [Scalar(scalar, "i32") for scalar in launch.scalars]
     results = [Result(position) for position in range(len(outputs)) if position not in aliases.values()]
+    _check_order_of_results(results)
     arguments = dict(zip(kernel.arg_names, [*arrays, *scalars, *results], strict=False))
     x, y, z = (*launch.grid, 1, 1)[:3]
     return Launch(
@@ -194,7 +195,18 @@ def _bound(params: Mapping[str, Any], inputs: Sequence[Any]) -> tuple[dict[str, 
         return Operand(next(positions), aliases.get(number))
 
     tree = params["in_tree"].unflatten(list(inputs))
-    return {name: argument(part) for name, part in zip(names, tree, strict=True)}, dict(params["metaparams"])
+    arguments = {name: argument(part) for name, part in zip(names, tree, strict=True)}
+    _check_order_of_results(arguments.values())
+    return arguments, dict(params["metaparams"])
+
+
+def _check_order_of_results(arguments: Iterable[Any]) -> None:
+    """On a device, parameters for results get the first results, whichever they are for: see `_jax_triton`."""
+    results = [argument.position for argument in arguments if isinstance(argument, Result)]
+    if results != [*range(len(results))]:
+        raise NotImplementedError(
+            "jax-triton 0.4 passes the wrong arrays to a kernel unless the outputs that alias inputs are its last ones"
+        )
 
 
 def _bound_by_0_3(

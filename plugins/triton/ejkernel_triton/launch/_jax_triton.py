@@ -10,6 +10,8 @@ all           -                   importing it deletes TRITON_CACHE_DIR from the
 to 0.4.1      all                 warp-specialized kernels are launched with fewer threads than they are compiled for
 to 0.4.1      all                 Gluon kernels go through Triton's passes, which rewrite them or fail
 to 0.4.1      all                 compiled kernels are stored in memory alone: see `_compile_cache` and `_launch`
+0.4 to 0.4.1  all                 parameters get wrong results if that of an updated array is not behind the others
+all           jax 0.11 and later  XLA passes parts of arrays to kernels that are not compiled for them
 to 0.4.1      triton 3.6          it requires a key in descriptors of the copy engine that Triton does not write
 all           triton 3.6, 3.7     they import torch where it is installed, which takes 2.5 s
 to 0.4.1      triton 3.8, 3.9     their PTX needs CUDA 12.9 and 13.4: an older CUDA of JAX cannot read it
@@ -33,7 +35,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -165,25 +167,39 @@ def call(
     parameter for the output; with jax-triton 0.3 it has one all the same. An array may be a result of ``describe``.
     ``max_registers``, which Gluon kernels may have, leaves room for more programs on a multiprocessor.
     """
+    aliases = aliases or {}
+    order = _order_of_outputs(len(outputs), aliases)
+    places = {output: place for place, output in enumerate(order)}
     launch = Launch(
         kernel,
         tuple(array.descriptor if isinstance(array, DescribedArray) else None for array in arrays),
         # The native code refuses subclasses of int, which JAX's numbers are.
         tuple(int(scalar) for scalar in scalars),
-        tuple((tuple(output.shape), jnp.dtype(output.dtype).name) for output in outputs),
+        tuple((tuple(outputs[output].shape), jnp.dtype(outputs[output].dtype).name) for output in order),
         tuple(grid),
         tuple(constants.items()),
         num_warps,
         num_stages,
         None if compute_capability is None else _capability_number(compute_capability),
         name,
-        tuple(zeroed_outputs),
-        tuple((aliases or {}).items()),
+        tuple(places[output] for output in zeroed_outputs),
+        tuple((array, places[output]) for array, output in aliases.items()),
         max_registers,
     )
     operands = [array.array if isinstance(array, DescribedArray) else array for array in arrays]
-    updated = dict(launch.aliases)
-    return tuple(_with_barriers(_launched(launch, _with_barriers(operands, updated)), updated.values()))
+    results = _with_barriers(_launched(launch, _with_barriers(operands)))
+    return tuple(results[places[output]] for output in range(len(outputs)))
+
+
+def _order_of_outputs(count: int, aliases: Mapping[int, int]) -> list[int]:
+    """The outputs as jax-triton gets them: since 0.4, those of updated arrays last.
+
+    A kernel has no parameter for them then. The native code does not know, and gives each parameter for an array the
+    next buffer of all arguments and results.
+    """
+    if version() < (0, 4):
+        return [*range(count)]
+    return sorted(range(count), key=lambda output: output in aliases.values())
 
 
 def _launched(launch: Launch, operands: Sequence[Any]) -> Sequence[Any]:
@@ -195,14 +211,19 @@ def _launched(launch: Launch, operands: Sequence[Any]) -> Sequence[Any]:
     return results
 
 
-def _with_barriers(arrays: Sequence[Any], places: Collection[int]) -> list[Any]:
-    """The arrays, those at these places as XLA may not fuse them: what a kernel updates in place.
+def _with_barriers(arrays: Sequence[Any]) -> list[Any]:
+    """The arrays, behind barriers that keep a kernel from getting parts of others.
 
-    XLA passes a slice of a larger array to a custom call without a copy, and has it write its result into a slice
-    (seen with jaxlib 0.11.2 on an H100). It does not look whether the call updates the slice: the larger array changed,
-    which may be the caller's, and the result was never written.
+    XLA passes a part of a larger array to a custom call without a copy, also in another shape, and has it write its
+    result into a part (seen with jaxlib 0.11.2 on an H100 and an H200). Behind a barrier it copies parts, and passes
+    all other arrays as they are.
+
+    - It does not look whether the call updates the part: the larger array changed, which may be the caller's, and the
+      result was never written.
+    - A part may begin anywhere. Kernels are compiled for arrays that begin at a multiple of 16 bytes, and the launch
+      fails otherwise.
     """
-    return [jax.lax.optimization_barrier(array) if place in places else array for place, array in enumerate(arrays)]
+    return [jax.lax.optimization_barrier(array) for array in arrays]
 
 
 def call_jax_triton(launch: Launch, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
