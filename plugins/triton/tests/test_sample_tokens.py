@@ -264,10 +264,17 @@ def test_no_rows(registry: Any) -> None:
 # -- what is chosen, and refused -------------------------------------------------------------------------------------
 
 
-def on_card(rows: int, words: int, dtype: Any = jnp.float32) -> Any:
+def on_card(rows: int, words: int, dtype: Any = jnp.float32, **numbers: Any) -> Any:
     array = jax.ShapeDtypeStruct((rows, words), dtype)
-    inv = ejkernel_core.invocation("sample_tokens", array, jax.ShapeDtypeStruct((rows, 2), jnp.uint32), top_k=50)
+    inv = ejkernel_core.invocation("sample_tokens", array, jax.ShapeDtypeStruct((rows, 2), jnp.uint32), **numbers)
     return attrs.evolve(inv, platform="gpu", device_kind="NVIDIA H200", compute_capability=(9, 0))
+
+
+def test_plain_jax_comes_first_where_there_is_no_filter() -> None:
+    plain = 10  # the rank of sample_tokens.xla
+    ranks = [sample_tokens.rank(on_card(64, 1000, **{name: 1.0})) for name in ("top_p", "min_p", "temperature")]
+    assert [rank > plain for rank in ranks] == [True, True, False]
+    assert sample_tokens.rank(on_card(64, 1000, top_k=3)) > plain > sample_tokens.rank(on_card(64, 1000))
 
 
 @pytest.mark.parametrize(
@@ -282,8 +289,11 @@ def on_card(rows: int, words: int, dtype: Any = jnp.float32) -> Any:
     ],
 )
 def test_blocks_fill_the_card(rows: int, words: int, cfg: Config) -> None:
-    inv = on_card(rows, words)
+    inv = on_card(rows, words, top_p=0.9)
     assert sample_tokens.heuristic_cfg(inv) == cfg
+    # What top_k leaves is searched by fewer warps.
+    fewer = sample_tokens.heuristic_cfg(on_card(rows, words, top_p=0.9, top_k=50))
+    assert fewer == attrs.evolve(cfg, num_warps=min(cfg.num_warps, 8))
     space = [*sample_tokens.config_space(inv)]
     assert space[0] == cfg
     assert len({*space}) == len(space) <= 8

@@ -2,7 +2,7 @@
 
 The logits are the product alone, in float32: the bias and the cap are applied where they are loaded. A program has
 whole rows, one after another, and reads each of them twice: once for the statistics, and once more for the gradient,
-which the L2 cache has then.
+which is in the L2 cache in part.
 
 A tile is a step of a row, of ``DEPTH`` times ``LANES`` times ``VECTOR`` columns. A lane is a thread: it loads
 ``VECTOR`` neighbours at once, ``DEPTH`` times. Statistics are those of a lane until the end of the row, so that the
@@ -131,7 +131,7 @@ def statistics(
     VOCAB: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit of a row, or 0 if that is no number; the sum of the exponentials relative to it; and with
+    """The largest logit of a row, or 0 if that is not finite; the sum of the exponentials relative to it; and with
     ``SMOOTHING`` the sum of the differences to it.
 
     Each lane has statistics of its own, relative to the largest logit that it has met.

@@ -23,8 +23,6 @@ THREADS, MOST_COLUMNS = 32, 16
 MOST_WARPS = 16
 #: The most rows of a chunk and programs of a launch that a configuration may have.
 MOST = 1 << 20
-#: The bytes of logits that stay in the L2 cache until they are read again: that of Hopper has 50 MB, Ampere's 40.
-L2 = 1 << 25
 
 
 @attrs.frozen
@@ -42,7 +40,7 @@ class Config(chunks.Rows):
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> Config:
     """Chunks by memory; 16 columns for a thread, or 8 where it also has those of a bias or sums of logits; as many
-    programs as have their rows in the L2 cache.
+    programs as run at a time.
     """
     check(inv)
     is_simple = inv["bias"] is None and not inv["label_smoothing"]
@@ -55,13 +53,8 @@ def heuristic_cfg(inv: Invocation) -> Config:
 
 
 def _programs(inv: Invocation) -> int:
-    """As many as have their rows in the L2 cache, but one for two multiprocessors; at most two for each. If no row is
-    read twice, one for each row.
-    """
-    if not _has_gradients(inv):
-        return 0
-    count = multiprocessors(inv)
-    return max(count // 2, min(2 * count, L2 // (4 * vocab(inv))))
+    """Two for each multiprocessor, which read their rows again soon. If no row is read twice, one for each row."""
+    return 2 * multiprocessors(inv) if _has_gradients(inv) else 0
 
 
 def _has_gradients(inv: Invocation) -> bool:
@@ -70,7 +63,7 @@ def _has_gradients(inv: Invocation) -> bool:
 
 @hookimpl
 def config_space(inv: Invocation) -> Iterable[Config]:
-    """More and fewer rows, half and twice as many warps, and one program for each row or multiprocessor."""
+    """More and fewer rows, half and twice as many warps, and other numbers of programs."""
     first = heuristic_cfg(inv)
     rows = [attrs.evolve(first, rows=count) for count in chunks.neighbours(inv)]
     sizes = ((first.block // 2, first.num_warps // 2), (2 * first.block, 2 * first.num_warps))
@@ -79,8 +72,9 @@ def config_space(inv: Invocation) -> Iterable[Config]:
         for block, warps in sizes
         if block in BLOCKS and warps in WARPS
     ]
-    programs = (0, multiprocessors(inv)) if first.programs else ()
-    return dict.fromkeys([first, *rows, *others, *(attrs.evolve(first, programs=count) for count in programs)])
+    count = multiprocessors(inv)
+    programs = (0, count, count // 2) if first.programs else ()
+    return dict.fromkeys([first, *rows, *others, *(attrs.evolve(first, programs=number) for number in programs)])
 
 
 def _columns(cfg: Config) -> int:

@@ -15,7 +15,7 @@ __all__ = ["COMPILERS", "OPAQUE", "PLATFORMS", "VERSION", "Config", "check_cfg",
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
-#: Where it runs, and how strongly it is preferred there: it has met no card yet, and comes after that in plain JAX.
+#: Where it runs, and how strongly it is preferred there: after the kernel in plain JAX, which is as fast.
 PLATFORMS = {"gpu": 5}
 #: XLA sees a custom call, which it cannot partition.
 OPAQUE = ("gpu",)

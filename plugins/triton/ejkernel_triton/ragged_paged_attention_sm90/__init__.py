@@ -16,8 +16,8 @@ from ejkernel_triton.ragged_paged_attention_sm90._refusals import check
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
-#: Where it runs, and how strongly it is preferred there: it has met no card yet, and comes after the portable kernel.
-PLATFORMS = {"gpu": 15}
+#: Where it runs, and how strongly it is preferred there: before the portable kernel.
+PLATFORMS = {"gpu": 25}
 #: XLA sees a custom call, which it cannot partition.
 OPAQUE = ("gpu",)
 COMPILERS = ("triton", "jax-triton")

@@ -13,15 +13,22 @@ from ejkernel_triton.launch._multiprocessors import multiprocessors
 from ejkernel_triton.launch._requirements import require_card
 from ejkernel_triton.sample_tokens import _launch
 
+
+def rank(inv: Invocation) -> int:
+    """Before plain JAX where there is a filter. Without one, that draws in the pass that reads the logits."""
+    return 20 if any(inv[name] is not None for name in FILTERS) else 5
+
+
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
-#: Where it runs, and how strongly it is preferred there: it has met no card yet, and comes after the kernel in XLA.
-PLATFORMS = {"gpu": 5}
+#: Where it runs, and how strongly it is preferred there.
+PLATFORMS = {"gpu": rank}
 #: XLA sees a custom call, which it cannot partition.
 OPAQUE = ("gpu",)
 COMPILERS = ("triton", "jax-triton")
 
 DTYPES = ("float16", "bfloat16", "float32")
+FILTERS = ("top_k", "top_p", "min_p")
 #: The largest vocabulary. One program has the best words of all chunks of a row.
 MOST_WORDS = 1 << 20
 BLOCKS = (512, 1024, 2048, 4096, 8192)
@@ -31,7 +38,7 @@ WARPS = (4, 8, 16)
 PROGRAMS = 4
 #: The chunks that a tile has at least, if it may: one for each word that a common top-k keeps.
 LISTED = 64
-#: From so many words on, the programs for a row are as large as they can be.
+#: From so many words on, the programs for a row are large.
 MANY_WORDS = 1 << 15
 
 
@@ -49,13 +56,16 @@ class Config:
 
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> Config:
-    """The largest blocks that fill the card, and tiles with as many chunks as most filters leave."""
+    """The largest blocks that fill the card, and tiles with as many chunks as most filters leave. After ``top_k`` these
+    are few: with fewer warps, each step of the search waits for fewer.
+    """
     check(inv)
     rows, words = inv["logits"].shape
     enough = PROGRAMS * multiprocessors(inv)
     fitting = [block for block in BLOCKS[:-1] if rows * _launch.blocks(words, block) >= enough]
     tile = next((tile for tile in TILES[1:] if tile >= LISTED * _launch.chunk_size(words)), TILES[-1])
-    return Config(max(fitting, default=BLOCKS[0]), tile, 16 if words >= MANY_WORDS else 4)
+    warps = 8 if inv["top_k"] is not None else 16
+    return Config(max(fitting, default=BLOCKS[0]), tile, warps if words >= MANY_WORDS else 4)
 
 
 @hookimpl
