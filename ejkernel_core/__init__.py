@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from ._operation import gradient_signature as gradient_signature
     from ._partitioning import PartialSums as PartialSums
     from ._partitioning import Partitioning as Partitioning
+    from ._plain import plain_kernel as plain_kernel
     from ._plan import Choice as Choice
     from ._plan import Explanation as Explanation
     from ._plan import Plan as Plan
@@ -100,6 +101,7 @@ _MODULES = {
     "hookimpl": "_hooks",
     "invocation": "_default",
     "matching_record": "_kernel",
+    "plain_kernel": "_plain",
     "plan": "_default",
     "recall": "_policies",
     "record_from_json": "_records",

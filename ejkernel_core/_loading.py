@@ -142,7 +142,7 @@ def _wrong_attributes(plugin: Any) -> Iterator[str]:
             yield f"{name} takes a tuple of the names of {meaning}; got {brief(names)}"
         elif name == "OPAQUE" and isinstance(platforms, Mapping) and not {*names} <= {*platforms}:
             yield f"OPAQUE names platforms that PLATFORMS has; got {brief(names)}"
-    if type(version := getattr(plugin, "VERSION", 0)) is not int:
+    if (version := getattr(plugin, "VERSION", None)) is not None and type(version) is not int:
         yield f"VERSION takes a whole number; got {brief(version)}"
     if not isinstance(getattr(plugin, "RANK", 0), int):
         yield f"RANK takes a whole number; got {brief(plugin.RANK)}"

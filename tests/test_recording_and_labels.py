@@ -354,10 +354,11 @@ KERNELS = ("xla", "triton", "gluon_sm90", "pallas_tpu", "reference")
 @pytest.mark.parametrize("op", ["flash_attention", "flash_attention_bwd"])
 def test_the_labels_of_all_kernels_can_be_read(op: str, backend: str) -> None:
     config_type: Any = ejkernel_core.config_type(f"{op}.{backend}")
-    text = call_label(f"{op}.{backend}", config_type())
+    cfg = None if config_type is None else config_type()
+    text = call_label(f"{op}.{backend}", cfg)
     (label,) = extract_labels_from_hlo_text(f'op_name="jit(f)/{text}/mul"')
-    assert labels_to_configs([label]) == {label: config_type()}
-    assert "=" in text or not attrs.fields(config_type)
+    assert labels_to_configs([label]) == {label: cfg}
+    assert ("=" in text) is (cfg is not None)
 
 
 SCRIPT = """

@@ -6,27 +6,18 @@ It differs from them in how it says what a query sees: by the positions of queri
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import ejkernel_core
-from ejkernel_core import Invocation, hookimpl
+from ejkernel_core import plain_kernel
 
+from . import operation
 from .parts import OPTIONS
 from .positions import shard_index, shard_positions
-
-#: The version of the kernel.
-VERSION = 1
-#: The lowest rank, on every platform.
-PLATFORMS = {"cpu": 0, "gpu": 0, "tpu": 0}
-
-
-@hookimpl
-def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, jax.Array]:
-    """The results for the queries of this device."""
-    return dense_attention(inv)
 
 
 def dense_attention(arguments: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
@@ -66,3 +57,8 @@ def _visible(arguments: Mapping[str, Any]) -> jax.Array:
         left, right = arguments["sliding_window"]
         is_visible &= (-left <= distance) & (distance <= right)
     return is_visible[None, None]
+
+
+forward = plain_kernel(dense_attention, 0, version=1)
+#: Without ``out`` and ``lse``, derivatives of any order are right.
+backward = plain_kernel(partial(operation.forward.gradients_by_jax, dense_attention), 0, version=1)

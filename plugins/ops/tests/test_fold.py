@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ejkernel_core import Registry, hookimpl
-from ejkernel_ops.flash_attention import reference, reference_bwd
+from ejkernel_ops.flash_attention import reference
 from ejkernel_ops.flash_attention.operation import DIFFERENTIABLE
 
 SIZE, BATCH, TQ, TK = 3, 2, 5, 7
@@ -21,8 +21,8 @@ class Recorder:
 
     PLATFORMS = {"cpu": 50, "gpu": 50}
 
-    def __init__(self, module: Any) -> None:
-        self.module, self.shapes = module, []
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.shapes = kernel, []
 
     @hookimpl
     def heuristic_cfg(self, inv: Any) -> Any:
@@ -31,12 +31,12 @@ class Recorder:
 
     @hookimpl
     def run_backend(self, inv: Any, cfg: Any) -> Any:
-        return self.module.run_backend(inv, cfg)
+        return self.kernel.run_backend(inv, cfg)
 
 
 def registry_with_recorders() -> tuple[Any, Recorder, Recorder]:
     registry = Registry(plugins="ejkernel-ops")
-    kernels = Recorder(reference), Recorder(reference_bwd)
+    kernels = Recorder(reference.forward), Recorder(reference.backward)
     registry.register(kernels[0], "flash_attention.recorder")
     registry.register(kernels[1], "flash_attention_bwd.recorder")
     return registry, *kernels

@@ -114,7 +114,7 @@ def test_layers_share_a_pool_that_is_not_copied(backend: str) -> None:
 def registry_with_an_opaque_kernel() -> Registry:
     """A kernel of a GPU is a custom call, which XLA cannot partition: it asks for the rule of the operation."""
     registry = Registry()
-    opaque = SimpleNamespace(run_backend=reference.run_backend, PLATFORMS={"cpu": 90}, OPAQUE=("cpu",))
+    opaque = SimpleNamespace(run_backend=reference.forward.run_backend, PLATFORMS={"cpu": 90}, OPAQUE=("cpu",))
     registry.register(opaque, f"{ATTENTION}.opaque")
     return registry
 

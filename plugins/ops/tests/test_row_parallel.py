@@ -18,7 +18,6 @@ import ejkernel_core
 import ejkernel_xla.grouped_matmul
 import ejkernel_xla.grouped_matmul.backward
 import ejkernel_xla.moe_permute_matmul
-import ejkernel_xla.moe_permute_matmul.backward
 from ejkernel_core import Registry
 
 RNG = np.random.default_rng(48)
@@ -38,14 +37,14 @@ Call = Callable[..., Any]
 def call() -> Call:
     """Calls of kernels in plain JAX, which the compiler may not partition: the core divides them, as those on GPUs."""
     registry = Registry(plugins="ejkernel-ops,ejkernel-xla")
-    for name, module in (
+    for name, kernel in (
         ("grouped_matmul", ejkernel_xla.grouped_matmul),
-        ("grouped_matmul_bwd", ejkernel_xla.grouped_matmul.backward),
-        ("moe_permute_matmul", ejkernel_xla.moe_permute_matmul),
+        ("grouped_matmul_bwd", ejkernel_xla.grouped_matmul.backward.backward),
+        ("moe_permute_matmul", ejkernel_xla.moe_permute_matmul.forward),
         ("moe_permute_matmul_bwd", ejkernel_xla.moe_permute_matmul.backward),
     ):
         fields = {
-            name: getattr(module, name) for name in ("heuristic_cfg", "run_backend", "Config") if hasattr(module, name)
+            name: getattr(kernel, name) for name in ("heuristic_cfg", "run_backend", "Config") if hasattr(kernel, name)
         }
         registry.register(SimpleNamespace(**fields, OPAQUE=("cpu",), PLATFORMS={"cpu": 90}), f"{name}.opaque")
     return registry.call

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import ejkernel_core
 from ejkernel_core import NotDifferentiable, Registry
 from ejkernel_ops import update_kv_pages
-from ejkernel_ops.update_kv_pages import reference, reference_pair
+from ejkernel_ops.update_kv_pages import reference
 from ejkernel_ops.update_kv_pages.operation import forward, pair
 
 RNG = np.random.default_rng(11)
@@ -280,7 +280,7 @@ def test_mapped(backend: str) -> None:
 def registry_with_opaque_kernels() -> Registry:
     """Those of a GPU are custom calls, which XLA cannot partition: it asks for the rule of the operation."""
     registry = Registry()
-    for op, kernel in (("update_kv_pages", reference), ("update_kv_page_pair", reference_pair)):
+    for op, kernel in (("update_kv_pages", reference.forward), ("update_kv_page_pair", reference.pair)):
         opaque = SimpleNamespace(run_backend=kernel.run_backend, PLATFORMS={"cpu": 90}, OPAQUE=("cpu",))
         registry.register(opaque, f"{op}.opaque")
     return registry

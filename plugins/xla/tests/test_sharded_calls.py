@@ -23,8 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_xla.flash_attention
 import ejkernel_xla.flash_attention.backward
-import ejkernel_xla.rms_norm
-import ejkernel_xla.rms_norm.backward
+import ejkernel_xla.norms
 from ejkernel_core import Operation, PluginError, Registry, hookimpl
 
 KINDS = (AxisType.Auto, AxisType.Explicit)
@@ -67,8 +66,8 @@ def opaque_registry() -> Any:
     for name, module in (
         ("flash_attention", ejkernel_xla.flash_attention),
         ("flash_attention_bwd", ejkernel_xla.flash_attention.backward),
-        ("rms_norm", ejkernel_xla.rms_norm),
-        ("rms_norm_bwd", ejkernel_xla.rms_norm.backward),
+        ("rms_norm", ejkernel_xla.norms.rms_norm),
+        ("rms_norm_bwd", ejkernel_xla.norms.rms_norm_bwd),
     ):
         registry.register(opaque_kernel(module, shapes), f"{name}.opaque")
     registry.shapes = shapes

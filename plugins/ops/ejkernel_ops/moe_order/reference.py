@@ -1,16 +1,8 @@
-"""``moe_order`` in plain JAX, by its definition."""
+"""``moe_order`` by the definition: other kernels are compared with it."""
 
 from __future__ import annotations
 
-import jax
-
-from ejkernel_core import Invocation, hookimpl
+from ejkernel_core import plain_kernel
 from ejkernel_ops.moe_route import definition
 
-VERSION = 1
-PLATFORMS = {"cpu": 0, "gpu": 0, "tpu": 0}
-
-
-@hookimpl
-def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, jax.Array]:
-    return definition.ordered(inv["experts"], inv["num_experts"])
+forward = plain_kernel(lambda inv: definition.ordered(inv["experts"], inv["num_experts"]), 0, version=1)

@@ -1,18 +1,10 @@
-"""``moe_permute_matmul`` by the best kernel for each of its parts."""
+"""``moe_permute_matmul`` and its gradients by the best kernels of its parts."""
 
 from __future__ import annotations
 
-import jax
-
-from ejkernel_core import Invocation, hookimpl
+from ejkernel_core import plain_kernel
 
 from . import parts
 
-VERSION = 1
-PLATFORMS = {"cpu": 50, "gpu": 50, "tpu": 50}
-PARTS = ("moe_permute", "grouped_matmul")
-
-
-@hookimpl
-def run_backend(inv: Invocation, cfg: None) -> jax.Array:
-    return parts.forward(inv)
+forward = plain_kernel(parts.forward, 50, parts=("moe_permute", "grouped_matmul"), version=1)
+backward = plain_kernel(parts.gradients, 50, parts=("moe_permute", "grouped_matmul_bwd", "moe_combine"), version=1)

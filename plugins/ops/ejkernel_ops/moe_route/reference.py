@@ -1,17 +1,12 @@
-"""``moe_route`` in plain JAX, by its definition."""
+"""The choice of experts and its gradients by the definition: other kernels are compared with these."""
 
 from __future__ import annotations
 
-import jax
+from functools import partial
 
-from ejkernel_core import Invocation, hookimpl
+from ejkernel_core import plain_kernel
 
-from . import definition
+from . import definition, operation
 
-VERSION = 1
-PLATFORMS = {"cpu": 0, "gpu": 0, "tpu": 0}
-
-
-@hookimpl
-def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, ...]:
-    return definition.forward(inv)
+forward = plain_kernel(definition.forward, 0, version=1)
+backward = plain_kernel(partial(operation.forward.gradients_by_jax, definition.forward), 0, version=1)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ejkernel_core import Invocation, hookimpl
+from ejkernel_core import Invocation, plain_kernel
 
 from . import definition
 
-VERSION = 1
-PLATFORMS = {"cpu": 0, "gpu": 0, "tpu": 0}
 
-
-@hookimpl
-def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, jax.Array]:
+def _attention(inv: Invocation) -> tuple[jax.Array, jax.Array]:
     token, query = jnp.arange(inv["query"].shape[0]), definition.queries(inv)
     out, lse = jax.lax.map(lambda x: _of_token(inv, *x), (token, query))
     return out.astype(definition.output_dtype(inv)), lse.T
@@ -42,3 +38,6 @@ def _sinks(inv: Invocation, query: jax.Array) -> jax.Array:
     """(heads, sinks)."""
     sinks = inv["softmax_aux"]
     return jnp.zeros((query.shape[0], 0), query.dtype) if sinks is None else sinks.astype(query.dtype)
+
+
+forward = plain_kernel(_attention, 0, version=1)

@@ -1,16 +1,16 @@
-"""``rms_norm`` in plain JAX, by its definition."""
+"""``rms_norm``, its gradients and its results of 8 bits by the definition: other kernels are compared with these."""
 
 from __future__ import annotations
 
-import jax
+from functools import partial
 
-from ejkernel_core import Invocation, hookimpl
+from ejkernel_core import plain_kernel
 from ejkernel_ops.rms_norm import definition
 
-VERSION = 1
-PLATFORMS = {"cpu": 0, "gpu": 0, "tpu": 0}
+from . import operation
 
+_normalized = partial(definition.forward, centered=False)
 
-@hookimpl
-def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, ...]:
-    return definition.forward(inv, centered=False)
+forward = plain_kernel(_normalized, 0, version=1)
+backward = plain_kernel(partial(operation.forward.gradients_by_jax, _normalized), 0, version=1)
+quantized = plain_kernel(partial(definition.quantized, centered=False), 0, version=1)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ejkernel_core import Invocation, hookimpl
+from ejkernel_core import Invocation, plain_kernel
 
 from . import definition
 
-VERSION = 1
-PLATFORMS = {"cpu": 0, "gpu": 0, "tpu": 0}
 
-
-@hookimpl
-def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, jax.Array | None]:
+def _tokens(inv: Invocation) -> tuple[jax.Array, jax.Array | None]:
     distances = definition.below_best(definition.in_range(inv["logits"]))
     scaled = definition.tempered(distances, inv)
     token = definition.drawn(scaled, scaled >= _least(scaled, inv), inv)
@@ -42,3 +38,6 @@ def _least(scaled: jax.Array, inv: Invocation) -> jax.Array:
 
 def _at(ordered: jax.Array, place: jax.Array) -> jax.Array:
     return jnp.take_along_axis(ordered, place[:, None], -1)
+
+
+forward = plain_kernel(_tokens, 0, version=1)

@@ -39,6 +39,19 @@ def interleaved(key: jax.Array, value: jax.Array) -> jax.Array:
     return jnp.stack([key, value], axis=2).reshape(tokens, 2 * heads, dim)
 
 
+def joined(inv: Mapping[str, Any]) -> jax.Array:
+    """The updated pages of keys and values."""
+    pages = inv["kv_pages"]
+    return written(inv, pages, interleaved(*stored_tokens(inv, pages.dtype)))
+
+
+def pair(inv: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """The updated pages of keys, and those of values."""
+    key_pages, value_pages = inv["key_pages"], inv["value_pages"]
+    key, value = stored_tokens(inv, key_pages.dtype)
+    return written(inv, key_pages, key), written(inv, value_pages, value)
+
+
 def written(inv: Mapping[str, Any], pages: jax.Array, rows: jax.Array) -> jax.Array:
     """The pages, with the row of each token at its slot. A token without a slot in the pages is not stored."""
     flat = pages.reshape(pages.shape[0] * pages.shape[1], *pages.shape[2:])

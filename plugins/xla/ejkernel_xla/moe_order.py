@@ -5,17 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ejkernel_core import Invocation, hookimpl
+from ejkernel_core import plain_kernel
 from ejkernel_ops.moe_route import definition
 from ejkernel_ops.symbolic import is_symbolic
-
-VERSION = 1
-PLATFORMS = {"cpu": 10, "gpu": 10, "tpu": 10}
-
-
-@hookimpl
-def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, jax.Array]:
-    return ordered(inv["experts"], inv["num_experts"])
 
 
 def ordered(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -28,3 +20,6 @@ def ordered(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         return definition.ordered(experts, count)
     keys = experts.reshape(-1) * places + jnp.arange(places, dtype=jnp.int32)
     return definition.group_sizes(experts, count), jnp.sort(keys, stable=False) % max(places, 1)
+
+
+forward = plain_kernel(lambda inv: ordered(inv["experts"], inv["num_experts"]), 10, version=1)

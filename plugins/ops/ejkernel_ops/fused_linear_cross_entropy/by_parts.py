@@ -7,26 +7,21 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ejkernel_core import Invocation, hookimpl
+from ejkernel_core import Invocation, plain_kernel
 
-from . import reference_sum_bwd
 from .axes import GRADIENTS, is_of_sum_alone
 from .definition import arithmetic_dtype, multiples
-
-VERSION = 1
-PLATFORMS = {"cpu": 50, "gpu": 50, "tpu": 50}
-PARTS = ("fused_linear_cross_entropy_bwd",)
+from .reference import gradients_of_sum_by_jax
 
 
-@hookimpl
-def run_backend(inv: Invocation, cfg: None) -> tuple[jax.Array, ...]:
+def _gradients(inv: Invocation) -> tuple[jax.Array, ...]:
     if any(inv[f"d_{name}"] is not None for name in GRADIENTS):  # second derivatives
-        by_jax: tuple[jax.Array, ...] = reference_sum_bwd.run_backend(inv, None)
+        by_jax: tuple[jax.Array, ...] = gradients_of_sum_by_jax(inv)
         return by_jax
-    return multiples(inv) if is_of_sum_alone(inv) else of_rows(inv)
+    return multiples(inv) if is_of_sum_alone(inv) else _gradients_of_rows(inv)
 
 
-def of_rows(inv: Invocation) -> tuple[jax.Array, ...]:
+def _gradients_of_rows(inv: Invocation) -> tuple[jax.Array, ...]:
     """The gradients from the cotangents of the loss and the lse of each row."""
     names = ("hidden", "weight", "labels", "bias", "token_weights", "vocab_start", "row_losses", "lse", "wrt", "d_lse")
     options = ("transpose_weight", "ignore_index", "logits_soft_cap", "z_loss", "label_smoothing", "return_lse")
@@ -37,3 +32,6 @@ def of_rows(inv: Invocation) -> tuple[jax.Array, ...]:
         "fused_linear_cross_entropy_bwd", **call, partial_sums=inv["partial_sums"]
     )
     return gradients
+
+
+total_backward = plain_kernel(_gradients, 50, parts=("fused_linear_cross_entropy_bwd",), version=1)
