@@ -18,7 +18,7 @@ from ejkernel_triton.flash_attention import _tuning
 from ejkernel_triton.flash_attention import backward as flash_attention_bwd
 from ejkernel_triton.flash_attention_sm90 import _refusals as gluon
 from ejkernel_triton.launch import _jax_triton
-from ejkernel_triton.launch._cards import capability
+from ejkernel_triton.launch._cards import capability, multiprocessors
 from ejkernel_triton.launch._requirements import require_float8
 
 KERNELS = {"flash_attention": flash_attention, "flash_attention_bwd": flash_attention_bwd}
@@ -46,6 +46,20 @@ def compiling_for(card: str, platform: str = "gpu") -> Any:
 @pytest.mark.parametrize("card", NAMED)
 def test_the_capability_of_an_absent_card_follows_from_its_name(card: str) -> None:
     assert capability(message(card)) == NAMED[card]
+
+
+def test_multiprocessors_follow_from_the_name_of_the_card() -> None:
+    numbers = {
+        "NVIDIA H200": 132,
+        "NVIDIA H100 PCIe": 114,
+        "NVIDIA H100 80GB HBM3": 132,
+        "NVIDIA A100-SXM4-40GB": 108,
+        "NVIDIA L40S": 142,
+        "NVIDIA GeForce RTX 5090": 170,
+        "a card to come": 108,
+    }
+    assert {card: multiprocessors(message(card)) for card in numbers} == numbers
+    assert multiprocessors(message("a card to come", (10, 0))) == 148
 
 
 def test_the_capability_of_the_device_comes_before_that_of_its_name() -> None:

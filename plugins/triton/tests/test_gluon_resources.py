@@ -18,7 +18,6 @@ import pytest
 import ejkernel_core
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_triton import flash_attention_sm90 as flash_attention
-from ejkernel_triton.flash_attention_sm90 import _schedule
 from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
 from ejkernel_triton.launch import _jax_triton
 from plugins.triton.tests.hopper_launches import SHARED_MEMORY, Figures, Launch, Lock, record_launches
@@ -232,7 +231,8 @@ def test_programs_are_as_many_as_the_card_holds(monkeypatch: pytest.MonkeyPatch,
     configs = flash_attention.Config(), flash_attention_bwd.Config()
     # 2 batches of 4 heads of 4 blocks of queries, or 2 heads of keys.
     assert [launched(launches, 128, cfg, {}).grid for cfg in configs] == [(32,), (16,)]
-    monkeypatch.setattr(_schedule, "programs", lambda device_kind: 2)
+    for module in (flash_attention, flash_attention_bwd):
+        monkeypatch.setattr(module, "multiprocessors", lambda inv: 2)
     assert [launched(launches, 128, cfg, {}).grid for cfg in configs] == [(2,), (2,)]
 
 

@@ -16,7 +16,6 @@ from ejkernel_testing import KernelProofs, kernel_proofs
 from ejkernel_triton import flash_attention_decode_sm90 as decode
 from ejkernel_triton import flash_attention_sm90 as flash_attention
 from ejkernel_triton.flash_attention_decode._refusals import MOST_QUERIES
-from ejkernel_triton.flash_attention_sm90 import _schedule
 from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
 from plugins.triton.tests.hopper_examples import attention_examples, few_queries_on_hopper, grouped_examples
 
@@ -84,7 +83,8 @@ class TestGluonOnAllItTakes(TestGluon):
 def two_programs() -> Iterator[None]:
     """Two programs for all tiles of a call, instead of one for each tile."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_schedule, "programs", lambda device_kind: 2)
+        for module in (flash_attention, flash_attention_bwd):
+            patch.setattr(module, "multiprocessors", lambda inv: 2)
         jax.clear_caches()
         yield
     jax.clear_caches()

@@ -17,7 +17,6 @@ from ejkernel_core import Invocation, Unsupported
 from ejkernel_triton import layer_norm, rms_norm
 from ejkernel_triton.interpreter import Compiled, compiled_for, interpreted, interpreted_registry
 from ejkernel_triton.launch import _jax_triton
-from ejkernel_triton.launch._multiprocessors import multiprocessors
 from ejkernel_triton.layer_norm import backward as layer_norm_bwd
 from ejkernel_triton.layer_norm import quantized as layer_norm_quantized
 from ejkernel_triton.rms_norm import _launch
@@ -357,10 +356,3 @@ def test_long_rows_are_held_or_read_twice_by_one_program_on_each_multiprocessor(
         (32, 16384),
     ]
     assert [heuristic(dim, "float32") for dim in (32768, 65536)] == [(16, 8192), (16, 8192)]
-
-
-def test_multiprocessors_follow_from_the_name_of_the_card() -> None:
-    inv = invocation("rms_norm", H200, **call_of("rms_norm", 64))
-    assert multiprocessors(inv) == 132
-    assert multiprocessors(attrs.evolve(inv, device_kind="NVIDIA L40S", compute_capability=(8, 9))) == 142
-    assert multiprocessors(attrs.evolve(inv, device_kind="NVIDIA Z1", compute_capability=(99, 0))) == 108

@@ -11,8 +11,7 @@ from ejkernel_core import Invocation, Unsupported
 from ejkernel_ops.calibration import get_shared_memory_limit
 from ejkernel_ops.flash_attention.tokens import band
 from ejkernel_triton.flash_attention._problem import width
-from ejkernel_triton.launch._cards import capability
-from ejkernel_triton.launch._multiprocessors import multiprocessors
+from ejkernel_triton.launch._cards import capability, multiprocessors
 
 Shape = tuple[int, int, int, int]
 

@@ -12,8 +12,7 @@ from ejkernel_triton.flash_attention_decode._tiling import rows
 from ejkernel_triton.flash_attention_decode_sm90 import _tiling
 from ejkernel_triton.flash_attention_sm90._launch import tiled, width
 from ejkernel_triton.launch import _jax_triton
-from ejkernel_triton.launch._cards import capability
-from ejkernel_triton.launch._multiprocessors import multiprocessors
+from ejkernel_triton.launch._cards import capability, multiprocessors
 
 KERNEL = "ejkernel_triton.flash_attention_decode_sm90._device:attend"
 

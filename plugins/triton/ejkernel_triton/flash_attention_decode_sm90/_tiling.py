@@ -7,8 +7,7 @@ from ejkernel_ops.calibration import get_shared_memory_limit
 from ejkernel_triton.decode_sm90.shapes import Problem
 from ejkernel_triton.flash_attention_decode._tiling import most_seen, rows
 from ejkernel_triton.flash_attention_sm90._launch import width
-from ejkernel_triton.launch._cards import capability
-from ejkernel_triton.launch._multiprocessors import multiprocessors
+from ejkernel_triton.launch._cards import capability, multiprocessors
 
 
 def problem(inv: Invocation) -> Problem:

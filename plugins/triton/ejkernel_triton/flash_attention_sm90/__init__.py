@@ -13,7 +13,7 @@ from ejkernel_triton.flash_attention import _problem
 from ejkernel_triton.flash_attention_sm90._launch import constants, tiled, width
 from ejkernel_triton.flash_attention_sm90._refusals import check
 from ejkernel_triton.launch import _jax_triton
-from ejkernel_triton.launch._cards import capability
+from ejkernel_triton.launch._cards import capability, multiprocessors
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
@@ -73,13 +73,13 @@ def check_cfg(inv: Invocation, cfg: Config) -> None:
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array | None]:
     """The output and, if it is needed, the lse of every row."""
     from ejkernel_triton.flash_attention_sm90._ranges import key_ranges
-    from ejkernel_triton.flash_attention_sm90._schedule import programs, schedule
+    from ejkernel_triton.flash_attention_sm90._schedule import schedule
 
     query, key, sinks = inv["query"], inv["key"], inv["softmax_aux"]
     batch, q_length, heads, dim = query.shape
     ranges, steps = key_ranges(inv, Q_BLOCK, cfg.k_block)
     row_bytes = 2 * key.shape[1] * width(dim) * key.dtype.itemsize
-    tiles = schedule(batch * heads, steps, row_bytes, heads // key.shape[2], programs(inv.device_kind))
+    tiles = schedule(batch * heads, steps, row_bytes, heads // key.shape[2], multiprocessors(inv))
     arrays = (
         tiled(query, 64, width(dim)),
         *(tiled(x, cfg.k_block, width(dim)) for x in (key, inv["value"])),

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-#: Multiprocessors, if not those of an H100 or H200. Each has one program, which stays.
-MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114, "NVIDIA H800 PCIe": 114, "NVIDIA H100 NVL": 132, "NVIDIA H20": 78}
-DEFAULT_MULTIPROCESSORS = 132
+#: One for each multiprocessor of an H100 or H200, which stays there.
+PROGRAMS = 132
 #: The tiles of some heads are assigned before those of the next. So many bytes of heads stay in the cache, in any order
 #: of reads. In measurements up to 16 heads of more bytes were still faster: they do not stay in the cache, but programs
 #: of one head read it at about the same time.
@@ -24,17 +23,12 @@ LEAST_TILES = 4
 TILE_OVERHEAD = 1
 
 
-def programs(device_kind: str | None) -> int:
-    """How many run at a time."""
-    return MULTIPROCESSORS.get(device_kind or "", DEFAULT_MULTIPROCESSORS)
-
-
 def schedule(
     rows: int,
     steps: tuple[int, ...] | jax.Array,
     row_bytes: int,
     group: int = 1,
-    count: int = DEFAULT_MULTIPROCESSORS,
+    count: int = PROGRAMS,
 ) -> np.ndarray | jax.Array:
     """(programs, 1 + the largest number of tiles): the number of tiles of each program, and the tiles, as
     row * blocks + block. There are ``count`` programs, or one for each tile if there are fewer tiles.

@@ -18,7 +18,7 @@ from ejkernel_triton.flash_attention import _problem
 from ejkernel_triton.flash_attention_sm90._launch import constants, numbered, rows_of_threads, tiled, width
 from ejkernel_triton.flash_attention_sm90._refusals import check
 from ejkernel_triton.launch import _jax_triton
-from ejkernel_triton.launch._cards import capability
+from ejkernel_triton.launch._cards import capability, multiprocessors
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
@@ -107,7 +107,7 @@ def _is_xla_deterministic() -> bool:
 
 def _over_queries(inv: Invocation, rows: BackwardRows, cfg: Config) -> tuple[jax.Array, ...]:
     from ejkernel_triton.flash_attention_sm90._ranges import query_ranges
-    from ejkernel_triton.flash_attention_sm90._schedule import programs, schedule
+    from ejkernel_triton.flash_attention_sm90._schedule import schedule
 
     query, key, value = inv["query"], inv["key"], inv["value"]
     batch, q_length, heads, _ = query.shape
@@ -125,7 +125,7 @@ def _over_queries(inv: Invocation, rows: BackwardRows, cfg: Config) -> tuple[jax
     ranges, steps = query_ranges(inv, K_BLOCKS[wide], cfg.q_block)
     # The bytes that each block of keys reads and writes: queries, d_out, and the gradient of queries in float32.
     row_bytes = q_length * (heads // kv_heads) * wide * (2 * query.dtype.itemsize + 4)
-    tiles = schedule(batch * kv_heads, steps, row_bytes, count=programs(inv.device_kind))
+    tiles = schedule(batch * kv_heads, steps, row_bytes, count=multiprocessors(inv))
     arrays = (
         tiled(query, cfg.q_block, wide),
         *(tiled(x, 64, wide) for x in (key, value)),

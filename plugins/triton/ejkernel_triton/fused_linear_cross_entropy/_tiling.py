@@ -12,7 +12,7 @@ from attrs.validators import ge, in_, instance_of, not_
 from ejkernel_core import Invocation, Unsupported, hookimpl
 from ejkernel_ops.fused_linear_cross_entropy import chunks
 from ejkernel_ops.fused_linear_cross_entropy.definition import vocab
-from ejkernel_triton.launch._multiprocessors import multiprocessors
+from ejkernel_triton.launch._cards import multiprocessors
 from ejkernel_triton.launch._requirements import require_card
 
 DTYPES = ("float16", "bfloat16", "float32")

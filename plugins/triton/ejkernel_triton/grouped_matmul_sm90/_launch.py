@@ -13,8 +13,7 @@ from ejkernel_ops.grouped_matmul.axes import AXES, D_RHS_AXES
 from ejkernel_ops.grouped_matmul.groups import boundaries
 from ejkernel_triton.grouped_matmul_sm90._tiling import DEPTH, GATES, HALF, ROWS, Config
 from ejkernel_triton.launch import _jax_triton
-from ejkernel_triton.launch._cards import capability
-from ejkernel_triton.launch._multiprocessors import multiprocessors
+from ejkernel_triton.launch._cards import capability, multiprocessors
 
 #: The columns of a matrix that it fetches at a time: those of a tile, or half of them.
 BOX = 128

@@ -12,7 +12,7 @@ from attrs.validators import in_
 
 from ejkernel_core import Invocation, Unsupported, hookimpl
 from ejkernel_ops.moe_route.operation import outputs
-from ejkernel_triton.launch._multiprocessors import multiprocessors
+from ejkernel_triton.launch._cards import multiprocessors
 from ejkernel_triton.launch._requirements import require_card
 from ejkernel_triton.moe_route.order import WARP, launch, ordered, padded
 

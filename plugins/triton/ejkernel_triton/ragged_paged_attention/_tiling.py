@@ -23,8 +23,7 @@ from ejkernel_triton.flash_attention_decode._tiling import (
     STEP_BYTES,
     limit,
 )
-from ejkernel_triton.launch._cards import capability
-from ejkernel_triton.launch._multiprocessors import multiprocessors
+from ejkernel_triton.launch._cards import capability, multiprocessors
 
 Shape = tuple[int, int, int, int]
 

@@ -13,8 +13,7 @@ from ejkernel_ops.ragged_paged_attention.tiles import tiles
 from ejkernel_triton.decode_sm90.shapes import registers
 from ejkernel_triton.flash_attention._problem import operands
 from ejkernel_triton.launch import _jax_triton
-from ejkernel_triton.launch._cards import capability
-from ejkernel_triton.launch._multiprocessors import multiprocessors
+from ejkernel_triton.launch._cards import capability, multiprocessors
 from ejkernel_triton.ragged_paged_attention._launch import combined, outputs
 from ejkernel_triton.ragged_paged_attention._tiling import part_count, sides
 from ejkernel_triton.ragged_paged_attention_sm90 import _tiling

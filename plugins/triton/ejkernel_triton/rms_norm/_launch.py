@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from ejkernel_core import Invocation
 from ejkernel_ops.rms_norm.axes import FORMATS
 from ejkernel_triton.launch import _jax_triton
-from ejkernel_triton.launch._cards import capability
-from ejkernel_triton.launch._multiprocessors import multiprocessors
+from ejkernel_triton.launch._cards import capability, multiprocessors
 from ejkernel_triton.rms_norm._tiling import THREADS, BackwardConfig, Config, count_rows, padded, pieces, width
 
 Results = tuple[jax.Array, ...]

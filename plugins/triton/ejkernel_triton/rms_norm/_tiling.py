@@ -15,7 +15,7 @@ from attrs.validators import ge, in_, instance_of, le
 
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_ops.rms_norm.axes import FORMATS
-from ejkernel_triton.launch._multiprocessors import multiprocessors
+from ejkernel_triton.launch._cards import multiprocessors
 from ejkernel_triton.launch._requirements import require_card, require_float8
 
 DTYPES = ("float16", "bfloat16", "float32")

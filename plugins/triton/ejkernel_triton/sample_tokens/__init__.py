@@ -9,7 +9,7 @@ import jax
 from attrs.validators import in_
 
 from ejkernel_core import Invocation, Unsupported, hookimpl
-from ejkernel_triton.launch._multiprocessors import multiprocessors
+from ejkernel_triton.launch._cards import multiprocessors
 from ejkernel_triton.launch._requirements import require_card
 from ejkernel_triton.sample_tokens import _launch
 

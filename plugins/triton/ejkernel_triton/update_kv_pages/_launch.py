@@ -14,8 +14,7 @@ from attrs.validators import in_
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_ops.pages import pages_of
 from ejkernel_triton.launch import _jax_triton
-from ejkernel_triton.launch._cards import capability
-from ejkernel_triton.launch._multiprocessors import multiprocessors
+from ejkernel_triton.launch._cards import capability, multiprocessors
 from ejkernel_triton.launch._requirements import require_card, require_float8
 
 DTYPES = ("float16", "bfloat16", "float32")
