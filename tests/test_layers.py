@@ -28,7 +28,7 @@ LAYERS = """
     _plugins
     _choice
     _tuning _processes
-    _loading _policies
+    _loading _policies _plain
     _hooks
     _scopes _cache _plan _measurement
     _kernel
@@ -100,3 +100,29 @@ def test_an_upward_import_is_found(code: str) -> None:
 
 def test_a_downward_import_is_allowed() -> None:
     assert not upward_imports(ast.parse("from ._keys import content\nimport jax"), "_plan")
+
+
+# -- plugins -----------------------------------------------------------------------------------------------------------
+
+PLUGINS = sorted(
+    path
+    for path in (PACKAGE.parent / "plugins").glob("*/ejkernel_*/**/*.py")
+    if "build" not in path.relative_to(PACKAGE.parent).parts
+)
+
+
+def private_imports(tree: ast.AST) -> set[str]:
+    """Public names that are imported from private modules of the core."""
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    names = {alias.name for node in nodes if (node.module or "").startswith("ejkernel_core._") for alias in node.names}
+    return names & {*ejkernel_core.__all__}
+
+
+def test_plugins_import_public_names_from_the_package() -> None:
+    assert PLUGINS
+    assert {str(path): names for path in PLUGINS if (names := private_imports(ast.parse(path.read_text())))} == {}
+
+
+def test_a_private_import_of_a_public_name_is_found() -> None:
+    code = "from ejkernel_core import Record\nfrom ejkernel_core._records import Record, SCHEMA"
+    assert private_imports(ast.parse(code)) == {"Record"}

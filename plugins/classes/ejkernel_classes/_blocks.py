@@ -9,9 +9,9 @@ from typing import Any
 import attrs
 
 import ejkernel_core
-from ejkernel_core import Candidate, Invocation, Key, Record, Unsupported
+from ejkernel_core import Candidate, Invocation, Key, Record, Scope, Unsupported
 from ejkernel_core._choice import candidates_for
-from ejkernel_core._scopes import Scope, ScopeChange
+from ejkernel_core._scopes import ScopeChange
 
 from ._content import short_hash
 from ._params import BwdParams, FwdParams

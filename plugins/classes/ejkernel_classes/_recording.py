@@ -10,7 +10,8 @@ from typing import Any
 import attrs
 
 from ejkernel_core import Invocation as CoreInvocation
-from ejkernel_core._scopes import EMPTY, Scope, ScopeChange
+from ejkernel_core import Scope
+from ejkernel_core._scopes import EMPTY, ScopeChange
 
 from ._invocation import Invocation
 

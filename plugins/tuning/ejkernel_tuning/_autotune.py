@@ -9,14 +9,13 @@ from typing import Any
 
 import jax
 
-from ejkernel_core import Candidate
+from ejkernel_core import Candidate, Invocation, Provenance, Record, Unsupported
 from ejkernel_core._devices import device_fingerprint
 from ejkernel_core._discovery import Broken
 from ejkernel_core._display import text_of
-from ejkernel_core._errors import Unsupported
-from ejkernel_core._kernel import Invocation, LoadedKernel, version_changes
+from ejkernel_core._kernel import LoadedKernel, version_changes
 from ejkernel_core._measurement import Entry, Progress, Trial
-from ejkernel_core._records import Provenance, Record, Shortfall
+from ejkernel_core._records import Shortfall
 
 from ._measurement import Measurement, Variant
 from ._result import Tuned, records_of

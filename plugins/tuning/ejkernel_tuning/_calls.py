@@ -14,19 +14,28 @@ import attrs
 import jax
 
 import ejkernel_core
-from ejkernel_core import _scopes
-from ejkernel_core._call import AbstractCall, Registry, abstract_call
+from ejkernel_core import (
+    AutotunePolicy,
+    Candidate,
+    Choice,
+    Invocation,
+    NoKernel,
+    NotDifferentiable,
+    Record,
+    Registry,
+    Unsupported,
+    Verdict,
+    _scopes,
+)
+from ejkernel_core._call import AbstractCall, abstract_call
 from ejkernel_core._choice import candidates_for
 from ejkernel_core._display import suggestion
-from ejkernel_core._errors import NoKernel, NotDifferentiable, Unsupported
-from ejkernel_core._kernel import Candidate, Invocation, why_mutable
+from ejkernel_core._kernel import why_mutable
 from ejkernel_core._keys import abstractify
 from ejkernel_core._measurement import Earlier, Progress
-from ejkernel_core._plan import Choice, Verdict
 from ejkernel_core._plugins import Plugins
 from ejkernel_core._policies import Policies, ask_policies, is_incomplete
-from ejkernel_core._records import DIED, Record
-from ejkernel_core._scopes import AutotunePolicy
+from ejkernel_core._records import DIED
 from ejkernel_core._tuning import check_tunable, exclusive_measurement, remember_records
 
 from ._autotune import tune

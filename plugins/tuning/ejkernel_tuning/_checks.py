@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel_core import Invocation
 from ejkernel_core._errors import message
-from ejkernel_core._kernel import Invocation
 from ejkernel_core._records import WRONG
 
 #: The largest difference from the reference's results, relative to the largest of them, by dtype. By default, GPUs and

@@ -9,10 +9,9 @@ import attrs
 import jax
 
 import ejkernel_core
-from ejkernel_core import Candidate
+from ejkernel_core import Candidate, Invocation, Unsupported
 from ejkernel_core._choice import candidates_for
-from ejkernel_core._errors import NEVER_CAUGHT, Unsupported
-from ejkernel_core._kernel import Invocation
+from ejkernel_core._errors import NEVER_CAUGHT
 
 from ._checks import bytes_needed, fault_text, memory_fault, results_fault
 

@@ -17,8 +17,9 @@ from typing import Any
 import attrs
 import jax
 
+from ejkernel_core import Invocation
 from ejkernel_core._display import text_of
-from ejkernel_core._kernel import Invocation, LoadedKernel
+from ejkernel_core._kernel import LoadedKernel
 from ejkernel_core._measurement import OUT_OF_TIME, SLOWER, Entry, Trial
 from ejkernel_core._records import HUNG, WRONG
 

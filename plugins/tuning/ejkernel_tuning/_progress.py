@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from ejkernel_core._kernel import Invocation
+from ejkernel_core import Invocation
 from ejkernel_core._measurement import Entry, Progress
 
 logger = logging.getLogger("ejkernel.tuning")

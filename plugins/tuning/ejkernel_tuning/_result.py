@@ -11,13 +11,11 @@ from typing import Any
 import attrs
 import jax
 
+from ejkernel_core import Key, Provenance, Record, RecordError, overlay_cache, record_from_json, record_to_json
 from ejkernel_core._devices import device_name, processor
 from ejkernel_core._display import config_text, html_table, html_text, one_line, quantity
-from ejkernel_core._errors import RecordError
-from ejkernel_core._keys import Key
 from ejkernel_core._measurement import SLOWER, Entry
-from ejkernel_core._records import SCHEMA, Provenance, Record, record_from_json, record_to_json
-from ejkernel_core._scopes import overlay_cache
+from ejkernel_core._records import SCHEMA
 
 #: The columns of the table of one result.
 COLUMNS = ("", "backend", "configuration", "ms", "spread", "out because")

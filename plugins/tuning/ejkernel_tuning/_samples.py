@@ -9,8 +9,7 @@ import attrs
 import jax
 
 import ejkernel_core
-from ejkernel_core import Axes, Operation
-from ejkernel_core._kernel import Invocation
+from ejkernel_core import Axes, Invocation, Operation
 
 from ._forward import forward_results
 

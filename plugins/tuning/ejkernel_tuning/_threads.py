@@ -17,8 +17,7 @@ from typing import Any
 import attrs
 import jax
 
-from ejkernel_core import _request
-from ejkernel_core._kernel import Invocation
+from ejkernel_core import Invocation, _request
 
 
 class StillRunningError(Exception):

@@ -8,14 +8,14 @@ from typing import Any
 
 import attrs
 
-from ejkernel_core import Candidate
+from ejkernel_core import Candidate, Invocation, Record, Unsupported
 from ejkernel_core._discovery import Broken
 from ejkernel_core._display import text_of
-from ejkernel_core._errors import NEVER_CAUGHT, Unsupported
-from ejkernel_core._kernel import Invocation, LoadedKernel
+from ejkernel_core._errors import NEVER_CAUGHT
+from ejkernel_core._kernel import LoadedKernel
 from ejkernel_core._keys import content
 from ejkernel_core._measurement import OUT_OF_TIME, SLOWER, Entry, Trial
-from ejkernel_core._records import DIED, WRONG, Record
+from ejkernel_core._records import DIED, WRONG
 
 from ._checks import fault_text
 from ._measurement import Variant
