@@ -13,12 +13,10 @@ from typing import Any
 
 import attrs
 
-from ._discovery import Broken
 from ._errors import NEVER_CAUGHT, NoConfig, NoKernel, PluginError, Unsupported, description, message
 from ._kernel import Candidate, Invocation, LoadedKernel, why_mutable, with_versions
 from ._plan import EXPLICIT, HEURISTIC, Choice, Plan, Verdict
-from ._policies import Policies, ask_policies, is_incomplete, kernel_of, remember, tuner_name
-from ._scopes import Scope
+from ._policies import Selection, ask_policies, is_incomplete, kernel_of, remember, tuner_name
 
 #: How many configurations of a space an explanation checks. Faults mostly show in the first ones, and a space may be
 #: infinite.
@@ -26,35 +24,27 @@ SPACE_SAMPLE = 16
 
 
 def choose(
-    inv: Invocation,
-    kernels: Sequence[LoadedKernel],
-    broken: Sequence[Verdict],
-    judge: LoadedKernel | Broken | None,
-    policies: Policies,
-    backend: str | None,
-    cfg: Any,
-    scope: Scope,
-    check: Callable[[], object],
+    selection: Selection, kernels: Sequence[LoadedKernel], broken: Sequence[Verdict], check: Callable[[], object]
 ) -> Plan:
     """The plan of an invocation: ask every kernel, in order of its rank on the platform, and then the policies.
 
-    ``broken`` has verdicts on the kernels that do not load. ``judge`` is the reference that the tuner compares results
-    with. ``check`` raises where the scope has what cannot be used. Raises ``NoKernel``, with the reason of every
-    kernel, where none can run the invocation.
+    ``broken`` has verdicts on the kernels that do not load. ``check`` raises where the scope has what cannot be used.
+    Raises ``NoKernel``, with the reason of every kernel, where none can run the invocation.
     """
-    candidates, verdicts_on_loaded = candidates_for(inv, kernels, backend, cfg)
+    inv, policies = selection.inv, selection.policies
+    candidates, verdicts_on_loaded = candidates_for(inv, kernels, selection.backend, selection.cfg)
     verdicts = (*broken, *verdicts_on_loaded)
 
     def select_for(inv: Invocation) -> tuple[Choice, list[Verdict]]:
         check()
         if not candidates:
-            raise _no_kernel(inv, verdicts, backend)
-        return select(inv, candidates, judge, policies, scope)
+            raise _no_kernel(inv, verdicts, selection.backend)
+        return select(attrs.evolve(selection, inv=inv), candidates)
 
-    if cfg is None and inv.has_several_processes:
+    if selection.cfg is None and inv.has_several_processes:
         from ._processes import settled_choice  # imported here, because most programs have one process
 
-        choice, policy_verdicts = settled_choice(inv, candidates, verdicts, backend, policies, scope, select_for)
+        choice, policy_verdicts = settled_choice(selection, candidates, verdicts, select_for)
     else:
         choice, policy_verdicts = select_for(inv)
     chosen = kernel_of(choice, candidates)
@@ -174,18 +164,12 @@ def _space_faults(kernel: LoadedKernel, inv: Invocation) -> str:
 # -- the policies ----------------------------------------------------------------------------------------------------
 
 
-def select(
-    inv: Invocation,
-    candidates: Sequence[Candidate],
-    judge: LoadedKernel | Broken | None,
-    policies: Policies,
-    scope: Scope,
-) -> tuple[Choice, list[Verdict]]:
+def select(selection: Selection, candidates: Sequence[Candidate]) -> tuple[Choice, list[Verdict]]:
     """The choice among the candidates, and a verdict on each policy that is broken or has a reason for no choice."""
-    best = candidates[0]
+    inv, policies, scope, best = selection.inv, selection.policies, selection.scope, candidates[0]
     if best.explicit:
         return Choice(best.backend, best.cfg, EXPLICIT), []
-    choice, nearest, policy_verdicts = ask_policies(inv, candidates, policies, scope)
+    choice, nearest, policy_verdicts = ask_policies(selection, candidates)
     if choice is not None and choice.measured and choice.record is not None:
         choice = attrs.evolve(choice, record=with_versions(choice.record, candidates))
         remember(policies, inv, choice)
@@ -196,7 +180,7 @@ def select(
 
         tuner = tuner_name(policies)
         try:
-            choice = measure_once(inv, candidates, judge, policies, scope, choice.record if choice else None)
+            choice = measure_once(selection, candidates, choice.record if choice else None)
             policies.failures.pop((str(tuner), "measure"), None)
             return choice, policy_verdicts
         except Unsupported as reason:

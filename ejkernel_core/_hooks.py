@@ -84,7 +84,7 @@ def tuning_progress(inv: Invocation, progress: Progress) -> None:
 def measure(
     inv: Invocation,
     candidates: Sequence[Candidate],
-    judge: LoadedKernel | Broken | None,
+    reference: LoadedKernel | Broken | None,
     scope: Scope,
     earlier: Earlier,
     record: Record | None,
@@ -93,8 +93,8 @@ def measure(
     """Measure the candidates, and return the best record of each measured kernel, the fastest first. Optional, for a
     tuner: it is called where no store has a record and the scope's policy is to measure.
 
-    ``judge`` is the kernel that results are compared with, ``earlier`` has results of an unfinished measurement, and
-    ``record`` is the best record of one whose budget was too short. ``report`` passes progress on to the stores.
+    ``reference`` is the kernel that results are compared with, ``earlier`` has results of an unfinished measurement,
+    and ``record`` is the best record of one whose budget was too short. ``report`` passes progress on to the stores.
     ``raise Unsupported("why")`` where nothing can be measured.
     """
 

@@ -27,7 +27,7 @@ from ._keys import Key
 from ._loading import check_plugin, load
 from ._operation import Operation
 from ._plan import Plan, Verdict
-from ._policies import Policies, StorePolicy, chain
+from ._policies import Policies, Selection, StorePolicy, chain
 from ._scopes import Scope
 
 
@@ -166,8 +166,9 @@ class Plugins:
             # Each is this process's own: what a listener measures, or looks up, no other process has to choose alike.
             listener(attrs.evolve(inv, processes=()) if inv.has_several_processes else inv, self)
         check = functools.partial(self._check_overlays, inv, scope)
+        selection = Selection(inv, self.policies(scope), scope, backend, cfg, self.reference(inv))
         try:
-            plan = choose(inv, kernels, broken, self.judge(inv), self.policies(scope), backend, cfg, scope, check)
+            plan = choose(selection, kernels, broken, check)
         except NoKernel as refusal:
             # Other packages bring kernels of standard operations, and no other Config or backend.
             is_standard = inv.operation is not None and self._state.entries[OPERATIONS, inv.op][0].is_standard
@@ -177,7 +178,7 @@ class Plugins:
             self.invalidate(inv)
         return plan
 
-    def judge(self, inv: Invocation) -> LoadedKernel | Broken | None:
+    def reference(self, inv: Invocation) -> LoadedKernel | Broken | None:
         """The reference, with which the tuner compares the results of other kernels; None where there is none."""
         if inv.operation is None or inv.operation.reference not in self.backends(inv.op):
             return None

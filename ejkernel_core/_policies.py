@@ -11,7 +11,7 @@ import attrs
 import pluggy
 
 from ._cache import ConfigCache
-from ._discovery import Entry
+from ._discovery import Broken, Entry
 from ._display import brief, config_text
 from ._errors import NEVER_CAUGHT, PluginError, RecordError, Unsupported, description, message
 from ._hooks import BUILT_IN_PREFIX, PROJECT, PolicyHooks, hookimpl
@@ -58,6 +58,20 @@ class Policies:
         return [*self.broken, *(Verdict(name, self.provider(name), "broken", failure) for name, failure in failures)]
 
 
+@attrs.frozen(eq=False, repr=False)
+class Selection:
+    """What a configuration is selected for, and by what."""
+
+    inv: Invocation
+    policies: Policies
+    scope: Scope
+    #: What the caller asks for, if anything.
+    backend: str | None = None
+    cfg: Any = None
+    #: The kernel that the tuner compares results with.
+    reference: LoadedKernel | Broken | None = None
+
+
 def chain(policies: Iterable[tuple[str, Any]], first: Iterable[tuple[str, Any]] = ()) -> pluggy.PluginManager:
     """A plugin manager for policies, given with their names. Those in ``first`` are asked first, at any rank."""
     manager = pluggy.PluginManager(PROJECT)
@@ -71,7 +85,7 @@ def chain(policies: Iterable[tuple[str, Any]], first: Iterable[tuple[str, Any]] 
 
 
 def ask_policies(
-    inv: Invocation, candidates: Sequence[Candidate], policies: Policies, scope: Scope
+    selection: Selection, candidates: Sequence[Candidate]
 ) -> tuple[Choice | None, Choice | None, list[Verdict]]:
     """Ask the overlays, the memory and the policies, in this order, up to the first that has a choice for the call.
 
@@ -79,9 +93,8 @@ def ask_policies(
     each policy that is broken (it failed or gave an invalid choice) or has a reason for giving no choice.
     """
     nearest: Choice | None = None
-    arguments = {"inv": inv, "candidates": candidates, "scope": scope}
     verdicts: list[Verdict] = []
-    for name, answer in _answers(arguments, policies, scope):
+    for name, answer in _answers(selection, candidates):
         choice, status, reason = None, "broken", None
         try:
             choice = answer()
@@ -93,9 +106,9 @@ def ask_policies(
         except BaseException as fault:
             reason = f"select_config raised {description(fault)}"
         if reason is None and choice is not None:
-            status, reason = _check_choice(inv, choice, kernel_of(choice, candidates))
+            status, reason = _check_choice(selection.inv, choice, kernel_of(choice, candidates))
         if reason is not None:
-            verdicts.append(Verdict(name, policies.provider(name), status, reason))
+            verdicts.append(Verdict(name, selection.policies.provider(name), status, reason))
         elif choice is not None and choice.distance > 0:
             nearest = min(nearest or choice, choice, key=lambda choice: choice.distance)
         elif choice is not None:
@@ -123,16 +136,17 @@ def _check_choice(inv: Invocation, choice: Choice, kernel: LoadedKernel) -> tupl
 
 
 def _answers(
-    arguments: Mapping[str, Any], policies: Policies, scope: Scope
+    selection: Selection, candidates: Sequence[Candidate]
 ) -> Iterator[tuple[str, Callable[[], Choice | None]]]:
     """The name of each overlay and policy, in order, with a function that asks it."""
+    inv, scope = selection.inv, selection.scope
     for overlay in scope.overlays:
         # An overlay is explicit: it counts whichever kernels its records were measured against.
-        find = partial(recall, arguments["inv"], arguments["candidates"], OVERLAY, overlay.find, by_hand=True)
-        yield f"{BUILT_IN_PREFIX}overlay", find
-    for policy in reversed(policies.stores.hook.select_config.get_hookimpls()):
+        yield f"{BUILT_IN_PREFIX}overlay", partial(recall, inv, candidates, OVERLAY, overlay.find, by_hand=True)
+    arguments = {"inv": inv, "candidates": candidates, "scope": scope}
+    for policy in reversed(selection.policies.stores.hook.select_config.get_hookimpls()):
         ask: Any = policy.function
-        if arguments["inv"].has_several_processes and not getattr(policy.plugin, "IS_SAME_EVERYWHERE", False):
+        if inv.has_several_processes and not getattr(policy.plugin, "IS_SAME_EVERYWHERE", False):
             ask = _refuse_to_differ
         yield policy.plugin_name, partial(ask, *(arguments[name] for name in policy.argnames))
 

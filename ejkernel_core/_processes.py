@@ -16,8 +16,7 @@ from ._errors import PluginError, description
 from ._hooks import BUILT_IN_PREFIX
 from ._kernel import Candidate, Invocation
 from ._plan import Choice, Verdict
-from ._policies import Policies, fault_of_choice
-from ._scopes import Scope
+from ._policies import Policies, Selection, fault_of_choice
 
 #: Makes a choice for an invocation, with verdicts on policies. For one of several processes it measures nothing, and
 #: uses only what is the same everywhere.
@@ -30,15 +29,10 @@ _warnings: dict[str, object] = {}
 
 
 def settled_choice(
-    inv: Invocation,
-    candidates: Sequence[Candidate],
-    verdicts: Sequence[Verdict],
-    backend: str | None,
-    policies: Policies,
-    scope: Scope,
-    select: Select,
+    selection: Selection, candidates: Sequence[Candidate], verdicts: Sequence[Verdict], select: Select
 ) -> tuple[Choice, list[Verdict]]:
     """The choice of all processes of the program, and verdicts on policies."""
+    inv, policies, scope = selection.inv, selection.policies, selection.scope
     settlers = policies.settlers.hook.settle.get_hookimpls()
     if inv.processes is None:
         reason = f"it is unknown here which processes run the program: {_RESTRICTION}"
@@ -57,7 +51,7 @@ def settled_choice(
     name = settlers[-1].plugin_name
     try:
         choice = policies.settlers.hook.settle(
-            inv=inv, candidates=candidates, verdicts=verdicts, backend=backend, scope=scope, choose=choose
+            inv=inv, candidates=candidates, verdicts=verdicts, backend=selection.backend, scope=scope, choose=choose
         )
     except StopIteration as fault:  # a generator or a loop around the call would take it for its own end
         raise PluginError(f"settle of {name} ({policies.provider(name)}) raised {description(fault)}") from fault
@@ -85,9 +79,9 @@ def in_words(processes: Sequence[int]) -> str:
 
 
 def _with_verdict(
-    selection: tuple[Choice, list[Verdict]], name: str, policies: Policies, reason: str
+    selected: tuple[Choice, list[Verdict]], name: str, policies: Policies, reason: str
 ) -> tuple[Choice, list[Verdict]]:
-    choice, verdicts = selection
+    choice, verdicts = selected
     return choice, [*verdicts, Verdict(name, policies.provider(name), "no answer", reason)]
 
 

@@ -10,13 +10,21 @@ from typing import Any
 
 import attrs
 
-from ._discovery import Broken
 from ._display import quantity
 from ._errors import NoConfig, PluginError, Unsupported
-from ._kernel import Candidate, Invocation, LoadedKernel, with_versions
+from ._kernel import Candidate, Invocation, with_versions
 from ._measurement import Earlier, Progress
 from ._plan import AUTOTUNED, Choice
-from ._policies import Policies, ask_policies, fault_of_choice, is_incomplete, notify, remember, tuner_name
+from ._policies import (
+    Policies,
+    Selection,
+    ask_policies,
+    fault_of_choice,
+    is_incomplete,
+    notify,
+    remember,
+    tuner_name,
+)
 from ._records import Record
 from ._scopes import Scope
 
@@ -51,19 +59,13 @@ _measurements: dict[Any, _Measurement] = {}
 _lock = threading.Lock()
 
 
-def measure_once(
-    inv: Invocation,
-    candidates: Sequence[Candidate],
-    judge: LoadedKernel | Broken | None,
-    policies: Policies,
-    scope: Scope,
-    record: Record | None,
-) -> Choice:
+def measure_once(selection: Selection, candidates: Sequence[Candidate], record: Record | None) -> Choice:
     """The fastest of all configurations of all candidates. One thread measures, and others wait for its result. With
     the ``record`` of a measurement that ran out of time, it continues there. ``Unsupported`` where nothing could be
     measured.
     """
-    if tuner_name(policies) is None:
+    inv, scope = selection.inv, selection.scope
+    if tuner_name(selection.policies) is None:
         raise NoConfig(
             f"{inv.op}: the policy says to measure, and nothing that is installed does: 'pip install ejkernel-tuning' "
             "brings what measures; policy_override(mode='off') takes what is remembered, or the heuristic"
@@ -79,7 +81,7 @@ def measure_once(
     if current is not measurement:
         return current.wait_for_choice(scope.policy.budget_s + GRACE_S if scope.policy.wait else 0)
     try:
-        choice = _measure(inv, candidates, judge, policies, scope, record)
+        choice = _measure(selection, candidates, record)
         measurement.choice = attrs.evolve(choice, measured=False)
     finally:
         with _lock:
@@ -88,22 +90,16 @@ def measure_once(
     return choice
 
 
-def _measure(
-    inv: Invocation,
-    candidates: Sequence[Candidate],
-    judge: LoadedKernel | Broken | None,
-    policies: Policies,
-    scope: Scope,
-    record: Record | None,
-) -> Choice:
+def _measure(selection: Selection, candidates: Sequence[Candidate], record: Record | None) -> Choice:
+    inv, policies, scope = selection.inv, selection.policies, selection.scope
     with exclusive_measurement(policies, inv, scope) as (earlier, reporter):
-        choice, *_ = ask_policies(inv, candidates, policies, scope)
+        choice, *_ = ask_policies(selection, candidates)
         if choice is not None and choice.record is not None and not is_incomplete(choice, scope.policy):
             return choice  # another process has measured it while this one waited
         records = policies.tuners.hook.measure(
             inv=inv,
             candidates=candidates,
-            judge=judge,
+            reference=selection.reference,
             scope=scope,
             earlier=earlier,
             record=record,

@@ -158,7 +158,7 @@ def make_registry(*space: str, heuristic: str = "slow", reference: bool = True, 
 def run_tuner(registry: Registry, budget_s: float = 20.0, x: Any = X, inputs: Any = None, **keywords: Any) -> Tuned:
     inv = registry.invocation("triple", x)
     candidates, _ = candidates_for(inv, registry.kernels(inv.op)[0], None, None)
-    return tune(inv, candidates, registry.judge(inv), budget_s, inputs or {"x": x}, **keywords)
+    return tune(inv, candidates, registry.reference(inv), budget_s, inputs or {"x": x}, **keywords)
 
 
 def choice_and_reasons(registry: Registry, x: Any) -> tuple[Choice, list[str]]:
@@ -763,7 +763,7 @@ def test_a_measurement_ends_if_sample_inputs_hang(monkeypatch: pytest.MonkeyPatc
     inv = registry.invocation("triple", X)
     candidates, _ = candidates_for(inv, registry.kernels(inv.op)[0], None, None)
     with pytest.raises(Unsupported, match=r"no inputs to measure with after 0.1 s"):
-        tune(inv, candidates, registry.judge(inv), 20.0)
+        tune(inv, candidates, registry.reference(inv), 20.0)
     RELEASE.set()
 
 
@@ -804,7 +804,7 @@ def test_a_backward_is_measured_with_residuals_of_a_forward(name: str) -> None:
     tuned = tune(
         inv,
         candidates,
-        ejkernel_core.registry.judge(inv),
+        ejkernel_core.registry.reference(inv),
         60.0,
         configs=[candidate.cfg for candidate in candidates],
         calls=(1, 1),

@@ -133,7 +133,7 @@ def make_registry(space: Callable[[Any], Any], compiling: Callable[[int], None] 
 def run_tuner(registry: Registry, budget_s: float, **keywords: Any) -> Tuned:
     inv = registry.invocation("triple", X)
     candidates, _ = candidates_for(inv, registry.kernels(inv.op)[0], None, None)
-    return tune(inv, candidates, registry.judge(inv), budget_s, {"x": X}, calls=(1, 4), **keywords)
+    return tune(inv, candidates, registry.reference(inv), budget_s, {"x": X}, calls=(1, 4), **keywords)
 
 
 def measured_numbers(tuned: Tuned) -> set[int]:

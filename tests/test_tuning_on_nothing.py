@@ -72,7 +72,7 @@ def tuned(words: Any, x: Any = X) -> Tuned:
     inv = registry.invocation("unpack", words, x)
     candidates, _ = candidates_for(inv, registry.kernels(inv.op)[0], None, None)
     given = {name: array for name, array in (("words", words), ("x", x)) if isinstance(array, jax.Array)}
-    return tune(inv, candidates, registry.judge(inv), 20.0, sample_inputs(inv, given), calls=(1, 4))
+    return tune(inv, candidates, registry.reference(inv), 20.0, sample_inputs(inv, given), calls=(1, 4))
 
 
 def test_a_kernel_of_zeros_is_not_selected() -> None:
@@ -183,9 +183,9 @@ def test_the_samples_of_each_operation_prove_something(op: str) -> None:
     passes = passes_of(op, arguments)
     assert [inv.op for inv in passes] == [name for name in (op, registry.operation(op).backward) if name]
     for inv in passes:
-        judge = registry.judge(inv)
-        assert isinstance(judge, LoadedKernel)
-        run = jax.jit(lambda arrays, inv=inv, judge=judge: judge.run_backend(inv.with_arrays(arrays), None))
+        reference = registry.reference(inv)
+        assert isinstance(reference, LoadedKernel)
+        run = jax.jit(lambda arrays, inv=inv, reference=reference: reference.run_backend(inv.with_arrays(arrays), None))
         results = run(sample_inputs(inv))
         assert len(results) == len(inv.arguments.get("wrt") or inv.operation.results)
         assert not [place for place, result in enumerate(results) if is_constant(result)], inv

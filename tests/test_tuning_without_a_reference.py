@@ -100,7 +100,7 @@ def make_registry(
 def run_tuner(registry: Registry, budget_s: float = 20.0, **keywords: Any) -> Tuned:
     inv = registry.invocation("triple", X)
     candidates, _ = candidates_for(inv, registry.kernels(inv.op)[0], None, None)
-    return tune(inv, candidates, registry.judge(inv), budget_s, {"x": X}, calls=(1, 4), **keywords)
+    return tune(inv, candidates, registry.reference(inv), budget_s, {"x": X}, calls=(1, 4), **keywords)
 
 
 def check_no_config_is_selected(tuned: Tuned, reason: str) -> None:

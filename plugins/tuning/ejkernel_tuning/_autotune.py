@@ -30,7 +30,7 @@ INPUTS_S = 120.0
 def tune(
     inv: Invocation,
     candidates: Sequence[Candidate],
-    judge: LoadedKernel | Broken | None,
+    reference: LoadedKernel | Broken | None,
     budget_s: float,
     inputs: dict[str, jax.Array] | None = None,
     configs: Iterable[Any] | None = None,
@@ -42,7 +42,7 @@ def tune(
     has_burst_ranking: bool = False,
 ) -> Tuned:
     """Measure every configuration of the candidates, on these inputs, and on samples in the place of others. A
-    configuration with wrong results, compared with those of the ``judge``, is never selected.
+    configuration with wrong results, compared with those of the ``reference``, is never selected.
 
     ``calls`` is the number of warm-up calls, and that of measured calls for configurations that stay to the end.
     ``earlier`` results are not measured again, and ``suspects`` are tried last, one at a time. With the ``record`` of a
@@ -59,7 +59,9 @@ def tune(
     start = time.monotonic()
     inputs_on_device = _place_inputs(inv, inputs)
     known = KnownResults(earlier, suspects, record if record and _has_same_versions(record, candidates) else None)
-    source = VariantSource(inv, candidates, judge, None if configs is None else list(configs), known, start + budget_s)
+    source = VariantSource(
+        inv, candidates, reference, None if configs is None else list(configs), known, start + budget_s
+    )
     variants = source.first_variants()
 
     def progress(interrupted: bool = False) -> Progress:

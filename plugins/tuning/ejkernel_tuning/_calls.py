@@ -34,7 +34,7 @@ from ejkernel_core._kernel import why_mutable
 from ejkernel_core._keys import abstractify
 from ejkernel_core._measurement import Earlier, Progress
 from ejkernel_core._plugins import Plugins
-from ejkernel_core._policies import Policies, ask_policies, is_incomplete
+from ejkernel_core._policies import Policies, Selection, ask_policies, is_incomplete
 from ejkernel_core._records import DIED
 from ejkernel_core._tuning import check_tunable, exclusive_measurement, remember_records
 
@@ -194,7 +194,7 @@ def _tuned_or_stored(
 def _stored_choice(plugins: Plugins, inv: Invocation, candidates: Sequence[Candidate]) -> Choice | None:
     """What a store has for exactly this call or its bucket."""
     scope = _scopes.current()
-    choice, *_ = ask_policies(inv, candidates, plugins.policies(scope), scope)
+    choice, *_ = ask_policies(Selection(inv, plugins.policies(scope), scope), candidates)
     return None if choice is None or choice.record is None else choice
 
 
@@ -336,9 +336,9 @@ class _Measurement:
         known = entries if is_resumed else [entry for entry in entries if entry.reason.startswith(DIED)]
         announcer = Announcer(self.report, self.inv, self.budget_s)
         arguments = (known, calls, self.earlier.suspects, record, has_burst_ranking)
-        judge = self.plugins.judge(self.inv)
+        reference = self.plugins.reference(self.inv)
         try:
-            tuned = tune(self.inv, candidates, judge, self.budget_s, inputs, configs, announcer, *arguments)
+            tuned = tune(self.inv, candidates, reference, self.budget_s, inputs, configs, announcer, *arguments)
             announcer.finish(tuned.entries, tuned.seconds)
         finally:
             announcer.finish()

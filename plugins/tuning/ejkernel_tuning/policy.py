@@ -23,7 +23,7 @@ RANK = 20
 def measure(
     inv: Invocation,
     candidates: Sequence[Candidate],
-    judge: LoadedKernel | Broken | None,
+    reference: LoadedKernel | Broken | None,
     scope: Scope,
     earlier: Earlier,
     record: Record | None,
@@ -35,7 +35,7 @@ def measure(
         tuned = tune(
             inv,
             candidates,
-            judge,
+            reference,
             scope.policy.budget_s,
             report=announcer,
             earlier=earlier.entries,

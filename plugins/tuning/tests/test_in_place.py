@@ -66,7 +66,7 @@ def test_a_kernel_is_measured_in_place() -> None:
     registry = make_registry()
     inv = registry.invocation("roll", X, CACHE)
     candidates, _ = candidates_for(inv, registry.kernels(inv.op)[0], None, None)
-    tuned = tune(inv, candidates, registry.judge(inv), 20.0, {"x": X, "cache": CACHE}, calls=(2, 8))
+    tuned = tune(inv, candidates, registry.reference(inv), 20.0, {"x": X, "cache": CACHE}, calls=(2, 8))
     assert tuned.best is not None
     assert tuned.best.cfg != Config(1)
     outcomes = {entry.cfg: entry.reason for entry in tuned.entries}

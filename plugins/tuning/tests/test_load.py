@@ -164,7 +164,7 @@ def measured(monkeypatch):
         registry = registry_of(*bursts)
         inv = registry.invocation("double", X)
         candidates = [Candidate(registry.kernel("double", "kinds"), Config(next(iter(bursts))))]
-        return tune(inv, candidates, registry.judge(inv), budget_s, {"x": X}, **options)
+        return tune(inv, candidates, registry.reference(inv), budget_s, {"x": X}, **options)
 
     return SimpleNamespace(run=run, order=order)
 
