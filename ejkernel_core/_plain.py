@@ -35,7 +35,7 @@ def plain_kernel(
     check: Callable[[Invocation], object] | None = None,
     parts: tuple[str, ...] = (),
     version: int | None = None,
-) -> PlainKernel:
+) -> Any:
     """A kernel without configurations: what an entry point names, or ``register`` takes.
 
     >>> double = plain_kernel(lambda inv: 2 * inv["x"], rank=0)

@@ -20,7 +20,6 @@ from ejkernel_ops.flash_attention.random_calls import check as check_random_call
 from ejkernel_triton import flash_attention_decode, flash_attention_decode_sm90
 from ejkernel_triton import flash_attention_sm90 as flash_attention
 from ejkernel_triton.flash_attention_decode_sm90 import _launch
-from ejkernel_triton.flash_attention_sm90 import _schedule
 from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
 from ejkernel_triton.hopper import requirements
 from ejkernel_triton.interpreter import interpreted, interpreted_registry
@@ -46,7 +45,8 @@ ALL_KERNELS = KERNELS | {
 def on_the_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, interpreted():
         patch.setattr(requirements, "_unavailable_reason", lambda: None)
-        patch.setattr(_schedule, "programs", lambda device_kind: 2)
+        for module in (flash_attention, flash_attention_bwd):
+            patch.setattr(module, "multiprocessors", lambda inv: 2)
         patch.setattr(_launch, "multiprocessors", lambda inv: 3)
         yield
 

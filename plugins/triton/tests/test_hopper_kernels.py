@@ -18,7 +18,6 @@ from ejkernel_testing import KernelProofs
 from ejkernel_triton import flash_attention_sm90 as flash_attention
 from ejkernel_triton import grouped_matmul as portable
 from ejkernel_triton import grouped_matmul_sm90 as grouped_matmul
-from ejkernel_triton.flash_attention_sm90 import _schedule
 from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
 from ejkernel_triton.grouped_matmul_sm90 import _launch
 from ejkernel_triton.grouped_matmul_sm90 import backward as grouped_matmul_bwd
@@ -38,7 +37,8 @@ def on_the_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, interpreted():
         patch.setattr(requirements, "_unavailable_reason", lambda: None)
         patch.setattr(_launch, "multiprocessors", lambda inv: 3)
-        patch.setattr(_schedule, "programs", lambda device_kind: 2)
+        for module in (flash_attention, flash_attention_bwd):
+            patch.setattr(module, "multiprocessors", lambda inv: 2)
         yield
 
 
