@@ -921,7 +921,9 @@ def test_measuring_fewer_backends_does_not_replace_a_full_result(attention: Any)
 
 def test_a_result_of_given_configurations_applies_only_to_its_backend(attention: Any) -> None:
     default_cfg = ejkernel_core.plan("flash_attention", *attention).cfg
-    autotune("flash_attention", *attention, configs=[attrs.evolve(default_cfg, q_block=16)], num_iters=2)
+    result = autotune("flash_attention", *attention, configs=[attrs.evolve(default_cfg, q_block=16)], num_iters=2)
+    # The reference has no Config, and is not measured with that of another kernel.
+    assert [entry.backend for entry in result.tuned[0].entries] == ["xla"]
     assert ejkernel_core.plan("flash_attention", *attention).origin == "heuristic"
     assert ejkernel_core.plan("flash_attention", *attention, backend="xla").cfg.q_block == 16
 

@@ -59,6 +59,6 @@ def _visible(arguments: Mapping[str, Any]) -> jax.Array:
     return is_visible[None, None]
 
 
-forward = plain_kernel(dense_attention, 0, version=1)
+forward = plain_kernel(dense_attention, rank=0, version=1)
 #: Without ``out`` and ``lse``, derivatives of any order are right.
-backward = plain_kernel(partial(operation.forward.gradients_by_jax, dense_attention), 0, version=1)
+backward = plain_kernel(partial(operation.forward.gradients_by_jax, dense_attention), rank=0, version=1)

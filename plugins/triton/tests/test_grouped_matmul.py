@@ -240,7 +240,7 @@ def test_tokens_are_read_in_place_unless_the_product_has_many_columns() -> None:
         shapes = {name: jax.ShapeDtypeStruct(*array) for name, array in arrays.items()}
         inv = ejkernel_core.invocation("moe_permute_matmul", **shapes, k=2, transpose_rhs=transposed)
         on_card = attrs.evolve(inv, platform="gpu", device_kind="a card", compute_capability=capability)
-        return moe_permute_matmul.rank(on_card) > by_parts.PLATFORMS["gpu"]
+        return moe_permute_matmul.rank(on_card) > by_parts.forward.PLATFORMS["gpu"]
 
     assert [is_before_the_parts(n, (9, 0)) for n in (1536, 8192, 8200)] == [True, True, not HAS_GLUON]
     assert is_before_the_parts(8200, (9, 0), transposed=True) is not HAS_GLUON

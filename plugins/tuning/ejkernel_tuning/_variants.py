@@ -162,11 +162,8 @@ class VariantSource:
         """The caller's configurations for this kernel, or the valid ones in its configuration space."""
         kernel, config_type = candidate.kernel, candidate.config_type
         if self.configs is not None:
-            # A kernel without a Config may take any, but not those of another kernel.
-            others = tuple(one.config_type for one in self.candidates if one.config_type is not None)
-            for cfg in self.configs:
-                if isinstance(cfg, config_type) if config_type is not None else not isinstance(cfg, others):
-                    yield cfg
+            # As in a call with ``cfg``, a kernel without a Config takes none.
+            yield from (cfg for cfg in self.configs if isinstance(cfg, config_type or ()))
             return
         yield from kernel.configurations(self.inv, lambda fault: self._note(f"{kernel.name}: {fault}"))
 

@@ -27,5 +27,5 @@ def _gradients(inv: Invocation) -> tuple[jax.Array, ...]:
     return tuple(by_name[name].astype(inv[name].dtype) for name in inv["wrt"])
 
 
-forward = plain_kernel(_tokens, 10, version=1)
-backward = plain_kernel(_gradients, 10, version=1)
+forward = plain_kernel(_tokens, rank=10, version=1)
+backward = plain_kernel(_gradients, rank=10, version=1)

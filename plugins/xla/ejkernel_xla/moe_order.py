@@ -22,4 +22,4 @@ def ordered(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return definition.group_sizes(experts, count), jnp.sort(keys, stable=False) % max(places, 1)
 
 
-forward = plain_kernel(lambda inv: ordered(inv["experts"], inv["num_experts"]), 10, version=1)
+forward = plain_kernel(lambda inv: ordered(inv["experts"], inv["num_experts"]), rank=10, version=1)

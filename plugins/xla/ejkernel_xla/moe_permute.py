@@ -20,5 +20,5 @@ def _gradients(inv: Invocation) -> tuple[jax.Array, ...]:
     return (definition.combined(inv["d_out"], inv["token_order"], ones),)
 
 
-forward = plain_kernel(_rows, 10, version=1)
-backward = plain_kernel(_gradients, 10, version=1)
+forward = plain_kernel(_rows, rank=10, version=1)
+backward = plain_kernel(_gradients, rank=10, version=1)

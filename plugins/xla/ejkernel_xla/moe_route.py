@@ -14,5 +14,5 @@ def _routes(inv: Invocation) -> tuple[jax.Array, ...]:
     return weights, experts, *ordered(experts, inv["router_logits"].shape[-1])
 
 
-forward = plain_kernel(_routes, 10, version=1)
-backward = plain_kernel(definition.gradients, 10, version=1)
+forward = plain_kernel(_routes, rank=10, version=1)
+backward = plain_kernel(definition.gradients, rank=10, version=1)

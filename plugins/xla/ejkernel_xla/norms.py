@@ -7,9 +7,9 @@ from functools import partial
 from ejkernel_core import plain_kernel
 from ejkernel_ops.rms_norm import definition
 
-rms_norm = plain_kernel(partial(definition.forward, centered=False), 10, version=1)
-rms_norm_bwd = plain_kernel(partial(definition.gradients, centered=False), 10, version=1)
-rms_norm_quantized = plain_kernel(partial(definition.quantized, centered=False), 10, version=1)
-layer_norm = plain_kernel(partial(definition.forward, centered=True), 10, version=1)
-layer_norm_bwd = plain_kernel(partial(definition.gradients, centered=True), 10, version=1)
-layer_norm_quantized = plain_kernel(partial(definition.quantized, centered=True), 10, version=1)
+rms_norm = plain_kernel(partial(definition.forward, centered=False), rank=10, version=1)
+rms_norm_bwd = plain_kernel(partial(definition.gradients, centered=False), rank=10, version=1)
+rms_norm_quantized = plain_kernel(partial(definition.quantized, centered=False), rank=10, version=1)
+layer_norm = plain_kernel(partial(definition.forward, centered=True), rank=10, version=1)
+layer_norm_bwd = plain_kernel(partial(definition.gradients, centered=True), rank=10, version=1)
+layer_norm_quantized = plain_kernel(partial(definition.quantized, centered=True), rank=10, version=1)

@@ -24,5 +24,5 @@ def _gradients(inv: Invocation) -> tuple[jax.Array, ...]:
     return tuple(gradients[name] for name in inv["wrt"])
 
 
-forward = plain_kernel(dense_attention, 0, version=1)
-backward = plain_kernel(_gradients, 0, version=1)
+forward = plain_kernel(dense_attention, rank=0, version=1)
+backward = plain_kernel(_gradients, rank=0, version=1)

@@ -34,4 +34,4 @@ def _gradients_of_rows(inv: Invocation) -> tuple[jax.Array, ...]:
     return gradients
 
 
-total_backward = plain_kernel(_gradients, 50, parts=("fused_linear_cross_entropy_bwd",), version=1)
+total_backward = plain_kernel(_gradients, rank=50, parts=("fused_linear_cross_entropy_bwd",), version=1)

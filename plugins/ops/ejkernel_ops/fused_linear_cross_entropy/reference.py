@@ -26,7 +26,7 @@ def gradients_of_sum_by_jax(inv: Invocation) -> Any:
     return operation.total.gradients_by_jax(total, inv)
 
 
-forward = plain_kernel(lambda inv: definition.forward(inv, has_lse=inv.needs("lse")), 0, version=1)
-backward = plain_kernel(_gradients, 0, version=1)
-total = plain_kernel(lambda inv: definition.sum_forward(inv, has_lse=inv.needs("lse")), 0, version=1)
-total_backward = plain_kernel(_gradients_of_sum, 0, version=1)
+forward = plain_kernel(lambda inv: definition.forward(inv, has_lse=inv.needs("lse")), rank=0, version=1)
+backward = plain_kernel(_gradients, rank=0, version=1)
+total = plain_kernel(lambda inv: definition.sum_forward(inv, has_lse=inv.needs("lse")), rank=0, version=1)
+total_backward = plain_kernel(_gradients_of_sum, rank=0, version=1)

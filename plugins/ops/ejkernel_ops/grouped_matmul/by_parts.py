@@ -6,4 +6,4 @@ from ejkernel_core import plain_kernel
 
 from .gradients import gradients
 
-backward = plain_kernel(gradients, 50, parts=("grouped_matmul", "grouped_matmul_d_rhs"), version=1)
+backward = plain_kernel(gradients, rank=50, parts=("grouped_matmul", "grouped_matmul_d_rhs"), version=1)

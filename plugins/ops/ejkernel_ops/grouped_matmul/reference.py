@@ -8,6 +8,6 @@ from ejkernel_core import plain_kernel
 
 from . import definition, operation
 
-forward = plain_kernel(definition.forward, 0, version=1)
-backward = plain_kernel(partial(operation.forward.gradients_by_jax, definition.forward), 0, version=1)
-d_rhs = plain_kernel(definition.d_rhs, 0, version=1)
+forward = plain_kernel(definition.forward, rank=0, version=1)
+backward = plain_kernel(partial(operation.forward.gradients_by_jax, definition.forward), rank=0, version=1)
+d_rhs = plain_kernel(definition.d_rhs, rank=0, version=1)

@@ -11,6 +11,6 @@ from . import operation
 
 _normalized = partial(definition.forward, centered=True)
 
-forward = plain_kernel(_normalized, 0, version=1)
-backward = plain_kernel(partial(operation.forward.gradients_by_jax, _normalized), 0, version=1)
-quantized = plain_kernel(partial(definition.quantized, centered=True), 0, version=1)
+forward = plain_kernel(_normalized, rank=0, version=1)
+backward = plain_kernel(partial(operation.forward.gradients_by_jax, _normalized), rank=0, version=1)
+quantized = plain_kernel(partial(definition.quantized, centered=True), rank=0, version=1)

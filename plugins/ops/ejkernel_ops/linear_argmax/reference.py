@@ -15,4 +15,4 @@ def _argmax(inv: Invocation) -> jax.Array:
     return jnp.argmax(logits, -1).astype(jnp.int32).reshape(hidden.shape[:-1])
 
 
-forward = plain_kernel(_argmax, 0, version=1)
+forward = plain_kernel(_argmax, rank=0, version=1)

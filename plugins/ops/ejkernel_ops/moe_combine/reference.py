@@ -14,9 +14,9 @@ from ejkernel_ops.moe_permute import definition
 from . import operation
 
 
-def _rows(arguments: Mapping[str, Any]) -> jax.Array:
+def _tokens(arguments: Mapping[str, Any]) -> jax.Array:
     return definition.combined(arguments["y"], arguments["token_order"], arguments["weights"])
 
 
-forward = plain_kernel(_rows, 0, version=1)
-backward = plain_kernel(partial(operation.forward.gradients_by_jax, _rows), 0, version=1)
+forward = plain_kernel(_tokens, rank=0, version=1)
+backward = plain_kernel(partial(operation.forward.gradients_by_jax, _tokens), rank=0, version=1)

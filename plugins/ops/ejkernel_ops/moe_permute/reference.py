@@ -18,5 +18,5 @@ def _rows(arguments: Mapping[str, Any]) -> jax.Array:
     return definition.permuted(arguments["x"], arguments["token_order"], arguments["k"])
 
 
-forward = plain_kernel(_rows, 0, version=1)
-backward = plain_kernel(partial(operation.forward.gradients_by_jax, _rows), 0, version=1)
+forward = plain_kernel(_rows, rank=0, version=1)
+backward = plain_kernel(partial(operation.forward.gradients_by_jax, _rows), rank=0, version=1)

@@ -22,5 +22,5 @@ def _product(arguments: Mapping[str, Any]) -> jax.Array:
     return grouped_matmul.forward(product_arguments(arguments, rows))
 
 
-forward = plain_kernel(_product, 0, version=1)
-backward = plain_kernel(partial(operation.forward.gradients_by_jax, _product), 0, version=1)
+forward = plain_kernel(_product, rank=0, version=1)
+backward = plain_kernel(partial(operation.forward.gradients_by_jax, _product), rank=0, version=1)

@@ -8,5 +8,5 @@ from ejkernel_core import plain_kernel
 
 from . import definition, operation
 
-forward = plain_kernel(definition.forward, 0, version=1)
-backward = plain_kernel(partial(operation.forward.gradients_by_jax, definition.forward), 0, version=1)
+forward = plain_kernel(definition.forward, rank=0, version=1)
+backward = plain_kernel(partial(operation.forward.gradients_by_jax, definition.forward), rank=0, version=1)

@@ -40,4 +40,4 @@ def _sinks(inv: Invocation, query: jax.Array) -> jax.Array:
     return jnp.zeros((query.shape[0], 0), query.dtype) if sinks is None else sinks.astype(query.dtype)
 
 
-forward = plain_kernel(_attention, 0, version=1)
+forward = plain_kernel(_attention, rank=0, version=1)

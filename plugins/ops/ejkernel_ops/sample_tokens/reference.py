@@ -40,4 +40,4 @@ def _at(ordered: jax.Array, place: jax.Array) -> jax.Array:
     return jnp.take_along_axis(ordered, place[:, None], -1)
 
 
-forward = plain_kernel(_tokens, 0, version=1)
+forward = plain_kernel(_tokens, rank=0, version=1)

@@ -6,5 +6,5 @@ from ejkernel_core import plain_kernel
 
 from . import definition
 
-forward = plain_kernel(definition.joined, 0, version=1)
-pair = plain_kernel(definition.pair, 0, version=1)
+forward = plain_kernel(definition.joined, rank=0, version=1)
+pair = plain_kernel(definition.pair, rank=0, version=1)

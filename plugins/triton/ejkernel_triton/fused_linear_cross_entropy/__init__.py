@@ -13,7 +13,7 @@ __all__ = ["COMPILERS", "OPAQUE", "PLATFORMS", "VERSION", "Config", "check_cfg",
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
-#: Where it runs, and how strongly it is preferred there: after the kernel in plain JAX, which is as fast.
+#: Where it runs, and how strongly it is preferred there: after the kernel in plain JAX, which is faster so far.
 PLATFORMS = {"gpu": 5}
 #: XLA sees a custom call, which it cannot partition.
 OPAQUE = ("gpu",)

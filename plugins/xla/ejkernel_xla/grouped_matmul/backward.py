@@ -8,5 +8,5 @@ from ejkernel_core import plain_kernel
 from ejkernel_ops.grouped_matmul.gradients import gradients
 
 backward = plain_kernel(
-    partial(gradients, backend="xla"), 10, parts=("grouped_matmul", "grouped_matmul_d_rhs"), version=1
+    partial(gradients, backend="xla"), rank=10, parts=("grouped_matmul", "grouped_matmul_d_rhs"), version=1
 )
