@@ -142,7 +142,7 @@ def scope_of_the_thread() -> Iterator[None]:
     yield
     from ejkernel_core import _scopes
 
-    assert (_scopes.current(), _scopes.jit_key.value) == (_scopes.EMPTY, "")
+    assert (_scopes.current_scope(), _scopes.jit_key.value) == (_scopes.EMPTY, "")
 
 
 #: How much memory a process may take, beyond what was left when it last dropped the programs of JAX.

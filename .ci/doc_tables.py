@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import inspect
 import re
 import textwrap
@@ -29,7 +30,7 @@ import attrs
 import jax
 import numpy as np
 
-from ejkernel_core import Example, Invocation, Unsupported, registry
+from ejkernel_core import Example, Invocation, Unsupported, extend, registry
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -547,6 +548,30 @@ def table_of_operations() -> str:
     return markdown([("operation", "is"), *rows]) + "\n"
 
 
+# -- the third circle of names -----------------------------------------------------------------------------------------
+
+
+def extended_names() -> str:
+    """The names of ``ejkernel_core.extend``, by their modules, each with the first sentence about it."""
+    tables = []
+    for module, names in extend._NAMES.items():
+        source = importlib.import_module(f"ejkernel_core.{module}")
+        rows = [(f"`{name}`", sentence_about(source, name)) for name in names.split()]
+        title = (source.__doc__ or "").partition("\n\n")[0].replace("\n", " ").replace("``", "`")
+        tables.append(f"{title}\n\n{markdown([('name', ''), *rows])}")
+    return "\n\n".join(tables) + "\n"
+
+
+def sentence_about(module: Any, name: str) -> str:
+    """The first sentence of a docstring, or of the comment above a constant."""
+    comment = re.search(
+        rf"((?:^ *#:.*\n)+)^(?: .*import )?{name}(?:: .*)?(?: = .*)?$", inspect.getsource(module), re.MULTILINE
+    )
+    text = " ".join(re.findall(r"#: ?(.*)", comment[1])) if comment else inspect.getdoc(getattr(module, name)) or ""
+    paragraph = text.partition("\n\n")[0].replace("\n", " ")
+    return re.sub(r"``?([^`]*)``?", r"`\1`", re.split(r"(?<=\.)\s", paragraph)[0]).replace("|", "\\|")
+
+
 def regions() -> dict[tuple[str, str], Any]:
     """By page and name of a region: the function that makes it."""
     pages = {
@@ -557,6 +582,7 @@ def regions() -> dict[tuple[str, str], Any]:
         **pages,
         ("docs/index.md", "operations"): table_of_operations,
         ("docs/reference/configurations.md", "configurations"): configurations,
+        ("docs/reference/ejkernel_core_extend.md", "names"): extended_names,
         ("docs/reference/refusals.md", "words"): refusable,
     }
 

@@ -50,6 +50,7 @@ SECTIONS = {
     "Reference": (
         "hooks",
         "reference/ejkernel_core",
+        "reference/ejkernel_core_extend",
         "reference/ejkernel_ops",
         "reference/ejkernel_tuning",
         "reference/ejkernel_cache",

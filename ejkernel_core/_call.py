@@ -103,7 +103,7 @@ class Registry(Plugins):
         self, op: str, args: tuple[Any, ...], backend: Any, cfg: Any, validate: Any, donate: Any, kwargs: dict[str, Any]
     ) -> Any:
         form, arrays, options = _parse(self, op, args, kwargs)
-        scope = _scopes.current()
+        scope = _scopes.current_scope()
         try:
             key = (*options, backend, cfg, donate, content((*options, cfg)), scope.digest)
             function = form.functions.get(key)
@@ -188,11 +188,11 @@ class Registry(Plugins):
         >>> explanation.op, explanation.backward.op
         ('flash_attention', 'flash_attention_bwd')
         """
-        from . import _environment
+        from . import environment
 
         call = abstract_call(self, op, args, kwargs, backend, cfg)
         explanation = _explain(call.request, call.avals, call.target)
-        explanation = attrs.evolve(explanation, division=call.division, remarks=_environment.remarks())
+        explanation = attrs.evolve(explanation, division=call.division, remarks=environment.remarks())
         if explanation.plan is None or call.request.operation.backward is None:
             return explanation
         try:
@@ -289,7 +289,7 @@ def _jit(form: Form, options: Sequence[Any], context: CallContext, donate: bool)
     form = attrs.evolve(form, functions={})  # so that the function does not contain itself, and is freed at once
 
     def run(*arrays: Any) -> Any:
-        if _scopes.jit_key.value != _scopes.current().digest:
+        if _scopes.jit_key.value != _scopes.current_scope().digest:
             raise _ScopeMismatch(
                 f"{form.operation.name}: another task of this thread is inside overlay_cache or policy_override, or "
                 "this thread got its scope from another one (asyncio.to_thread). JAX keeps its jit key per thread, so "
@@ -503,7 +503,7 @@ def _parse_abstract(
     form, arrays, options = _parse(registry, name, args, kwargs)
     backend = plain(backend)
     _check_backend(registry, name, backend)
-    return form, arrays, options, CallContext(registry.core, backend, cfg, _scopes.current())
+    return form, arrays, options, CallContext(registry.core, backend, cfg, _scopes.current_scope())
 
 
 def _is_abstract(array: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from ._errors import NEVER_CAUGHT, NoConfig, NoKernel, PluginError, Unsupported, description, message
+from ._errors import NoConfig, NoKernel, PluginError, Unsupported, description, message, plugin_faults
 from ._kernel import Candidate, Invocation, LoadedKernel, why_mutable, with_versions
 from ._plan import EXPLICIT, HEURISTIC, Choice, Plan, Verdict
 from ._policies import Selection, ask_policies, is_incomplete, kernel_of, remember, tuner_name
@@ -82,9 +82,7 @@ def _ask_kernel(kernel: LoadedKernel, inv: Invocation, backend: str | None, cfg:
         return 0, heuristic, verdict
     try:
         return kernel.rank(inv), heuristic, verdict
-    except NEVER_CAUGHT:
-        raise
-    except BaseException as fault:
+    except plugin_faults() as fault:
         reason = f"its rank in PLATFORMS raised {description(fault)}"
         return 0, None, attrs.evolve(verdict, status="broken", reason=reason)
 
@@ -116,9 +114,7 @@ def _verdict(
         return heuristic, verdict("able")
     except Unsupported as refusal:
         return None, verdict("refused", message(refusal))
-    except NEVER_CAUGHT:
-        raise
-    except BaseException as fault:  # a broken plugin must not break calls that other kernels can run
+    except plugin_faults() as fault:  # a broken plugin must not break calls that other kernels can run
         hook = "check_cfg" if is_checked else "heuristic_cfg"
         return None, verdict("broken", f"{hook} raised {description(fault)}")
 
@@ -185,9 +181,9 @@ def select(selection: Selection, candidates: Sequence[Candidate]) -> tuple[Choic
             return choice, policy_verdicts
         except Unsupported as reason:
             policy_verdicts.append(Verdict(str(tuner), policies.provider(str(tuner)), "no answer", message(reason)))
-        except (*NEVER_CAUGHT, NoConfig):
+        except NoConfig:
             raise
-        except BaseException as fault:  # a broken tuner must not break calls either
+        except plugin_faults() as fault:  # a broken tuner must not break calls either
             policies.failures[str(tuner), "measure"] = f"measure raised {description(fault)}"
     if choice is not None:
         return choice, policy_verdicts

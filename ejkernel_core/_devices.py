@@ -53,7 +53,12 @@ def target(platform: str) -> Target:
         device = jax.local_devices(backend=platform)[0]
     except RuntimeError:
         return Target(jax_platform(platform))
-    return Target(jax_platform(platform), device_name(device), _capability(device))
+    return target_of_device(device)
+
+
+def target_of_device(device: Any) -> Target:
+    """What a kernel may know about this device."""
+    return Target(jax_platform(device.platform), device_name(device), _capability(device))
 
 
 def target_of(arrays: Sequence[Any]) -> Target:
@@ -95,7 +100,8 @@ def _cpuinfo() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in fields}
 
 
-def _device_or_default(device: Any) -> Any:
+def device_or_default(device: Any = None) -> Any:
+    """The device, or JAX's first one for None."""
     if device is None:
         return jax.devices()[0]
     if not isinstance(device, jax.Device):
@@ -109,7 +115,7 @@ def device_fingerprint(device: Any = None) -> str:
     >>> device_fingerprint(jax.devices("cpu")[0]).startswith(f"{processor()} (")
     True
     """
-    device = _device_or_default(device)
+    device = device_or_default(device)
     version = " ".join(str(device.client.platform_version).split())
     return f"{device_name(device)} ({version})"
 

@@ -13,8 +13,11 @@ import attrs
 
 from ._display import suggestion
 
+#: The group of the entry points of kernels, "<operation>.<backend>".
 KERNELS = "ejkernel.kernels"
+#: That of operations.
 OPERATIONS = "ejkernel.operations"
+#: That of policies.
 POLICIES = "ejkernel.policies"
 GROUPS = (OPERATIONS, KERNELS, POLICIES)
 
@@ -30,7 +33,7 @@ _REQUIREMENT = r"""(?P<name>[\w.-]+).*;.*\bextra\s*==\s*['"](?P<extra>[\w.-]+)['
 
 
 @attrs.frozen(eq=False)
-class Entry:
+class PluginEntry:
     """An entry point: a distribution says that ``value`` (module or module:attribute) is the plugin ``name``."""
 
     group: str
@@ -87,18 +90,18 @@ class Entry:
 class Broken:
     """A plugin that cannot be used, and the reason."""
 
-    entry: Entry
+    entry: PluginEntry
     reason: str
 
 
-def installed_entries(selection: str | None) -> tuple[Entry, ...]:
+def installed_entries(selection: str | None) -> tuple[PluginEntry, ...]:
     """All entries of the three groups, of the distributions that ``selection`` (EJKERNEL_PLUGINS) includes.
 
     Of a distribution that is on the path twice, the first one counts, as it does for imports.
     """
     entries = all_entries()
     claims = Counter((entry.group, entry.name) for entry in entries)
-    unique: dict[tuple[str, ...], Entry] = {}
+    unique: dict[tuple[str, ...], PluginEntry] = {}
     for entry in filter(lambda entry: _is_selected(entry, selection), entries):
         name = entry.group, entry.name
         unique.setdefault((*name, entry.value, entry.provider) if claims[name] > 1 else name, entry)
@@ -128,10 +131,10 @@ def _is_installed(distribution: str) -> bool:
     return True
 
 
-def all_entries() -> list[Entry]:
+def all_entries() -> list[PluginEntry]:
     """What all installed distributions declare, whatever is selected."""
     entry_points = metadata.entry_points()
-    return [Entry(p.group, p.name, p.value, p) for group in GROUPS for p in entry_points.select(group=group)]
+    return [PluginEntry(p.group, p.name, p.value, p) for group in GROUPS for p in entry_points.select(group=group)]
 
 
 def version_of(distribution: str) -> str:
@@ -165,7 +168,7 @@ def backend_of(distribution: str) -> str:
     return distribution.removeprefix(FAMILY).replace("-", "_")
 
 
-def _is_selected(entry: Entry, selection: str | None) -> bool:
+def _is_selected(entry: PluginEntry, selection: str | None) -> bool:
     if selection is None:
         return True
     words = _words(selection)
@@ -189,7 +192,7 @@ def normalized(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def conflict(entries: Iterable[Entry]) -> str:
+def conflict(entries: Iterable[PluginEntry]) -> str:
     """The end of a sentence about one name that several distributions claim."""
     owners = " and ".join(f"{entry.provider} ({entry.value})" for entry in entries)
     return f"claimed by {owners}; uninstall one, or leave one out: EJKERNEL_PLUGINS=-<distribution>"

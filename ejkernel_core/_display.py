@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
-from ._errors import NEVER_CAUGHT, printable
+from ._errors import plugin_faults, printable
 
 MAX_LENGTH = 160
 #: The most characters of a configuration in an explanation.
@@ -22,9 +22,7 @@ def text_of(value: Any, text: Callable[[Any], str] = str) -> str:
     """
     try:
         return text(value)
-    except NEVER_CAUGHT:
-        raise
-    except BaseException as fault:
+    except plugin_faults() as fault:
         return f"<{type(value).__qualname__}, whose {text.__name__} raised {type(fault).__name__}>"
 
 

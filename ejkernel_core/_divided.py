@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from ._devices import explicit_mesh
 from ._jax_versions import Primitive, avals_like, reshard_like
 from ._partitioning import Factors, Partitioning
-from ._request import Settings
+from ._request import Numerics
 from ._sharding import by_shard_map, partition_spec, shards_of_types
 
 Results = tuple[Any, ...]
@@ -38,7 +38,7 @@ class Divided:
     #: The shapes and dtypes of the results for the whole arrays.
     outputs: tuple[Any, ...] = attrs.field(repr=False)
     #: Those in effect where it is traced: its function is traced again where it is lowered.
-    settings: Settings
+    settings: Numerics
 
     def __call__(self, *arrays: Any) -> Results:
         return tuple(divided_call.bind(*arrays, divided=self))

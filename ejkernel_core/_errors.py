@@ -17,6 +17,7 @@ A wrong argument raises Python's own ``TypeError`` or ``ValueError``, and the me
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,9 +45,7 @@ def message(fault: BaseException) -> str:
     """
     try:
         return str(fault)
-    except NEVER_CAUGHT:
-        raise
-    except BaseException:
+    except plugin_faults():
         return type(fault).__name__
 
 
@@ -160,7 +159,20 @@ class UntrustedFolder(EjkernelError):
     """Others can write to a folder of records, which the environment variable EJKERNEL_CACHE_STRICT forbids."""
 
 
-#: These pass through wherever exceptions of plugins are caught: the user's interrupt, the closing of a generator, and
-#: what the user has asked to be an error. Everything else is caught. Some of it is no ``Exception``: a panic in Rust,
-#: an exit, the skip of a test.
-NEVER_CAUGHT = (KeyboardInterrupt, GeneratorExit, UntrustedFolder)
+#: What passes through code of plugins: the user's interrupt, the closing of a generator, and what the user has asked to
+#: be an error.
+_NEVER_CAUGHT = (KeyboardInterrupt, GeneratorExit, UntrustedFolder)
+
+
+def plugin_faults() -> tuple[type[BaseException], ...]:
+    """What an ``except`` around code of a plugin catches: all but a user's interrupt, the closing of a generator, and
+    ``UntrustedFolder``. Not all of it is an ``Exception``: a panic in Rust, an exit, the skip of a test.
+
+    >>> try:
+    ...     raise SystemExit("by a plugin")
+    ... except plugin_faults() as fault:
+    ...     print(fault)
+    by a plugin
+    """
+    # Python evaluates this while it looks for the clause that catches the exception.
+    return () if isinstance(sys.exception(), _NEVER_CAUGHT) else (BaseException,)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 try:
     # ``jax.extend.core`` is its public home, but importing anything of ``jax.extend`` imports Pallas: 15 to 20 ms.
+    #: JAX's class of primitives.
     from jax._src.core import Primitive
 except ImportError:
     from jax.extend.core import Primitive
@@ -288,8 +289,8 @@ def without_hidden_frames(traceback: TracebackType | None) -> TracebackType | No
 
 
 def ends_at_caller(function: Function) -> Function:
-    """The function. The traceback of what it raises has no hidden frames, where its caller is not one of JAX's own
-    functions, which would leave them out.
+    """The function, whose tracebacks have no hidden frames where its caller is not one of JAX's own functions, which
+    would leave them out.
     """
 
     @functools.wraps(function)

@@ -13,7 +13,7 @@ import attrs
 import pluggy
 
 from ._display import MAX_LENGTH, brief, html_table, one_line, repr_of, suggestion
-from ._errors import NEVER_CAUGHT, RecordError, description, message
+from ._errors import RecordError, description, message, plugin_faults
 from ._keys import Key, key_of, read_only
 from ._operation import Operation, as_tuple
 from ._records import Record
@@ -268,9 +268,7 @@ class LoadedKernel:
                     yield cfg
                 else:
                     report(f"config_space gives {config_fault}")
-        except NEVER_CAUGHT:
-            raise
-        except BaseException as fault:
+        except plugin_faults() as fault:
             report(f"config_space raised {description(fault)}")
 
     def offers(self, inv: Invocation, cfg: Any) -> bool:

@@ -15,7 +15,7 @@ import math
 import operator
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -27,6 +27,10 @@ from jax.sharding import PartitionSpec
 from ._display import brief
 from ._errors import printable
 
+#: Gives the content of a part of a value.
+Inner = Callable[[Any], Any]
+#: The content of a value of one kind; None for another value.
+Rule = Callable[[Any, Inner], Any]
 #: Begins the name in an object that stands for a value JSON has no type for. Other objects differ: see ``_mapping``.
 TAG = "!"
 
@@ -38,7 +42,19 @@ def stable_json(value: Any) -> str:
     >>> stable_json({"b": (1, 2.0), "a": jnp.float32})
     '{"a":{"!dtype":"float32"},"b":{"!tuple":[1,2.0]}}'
     """
-    return canonical_json(_to_json(value, ()))
+    return canonical_json(content_json(value))
+
+
+def content_json(value: Any, *rules: Rule) -> Any:
+    """The content of a value in JSON's own types. Further ``rules`` are for values that have none in the core.
+
+    A rule gets a value and a function that gives the content of a part of it. It returns content, or None for values
+    that are not its own.
+
+    >>> content_json([1j], lambda value, inner: ["list", *map(inner, value)] if isinstance(value, set) else None)
+    [{'!complex': '1j'}]
+    """
+    return _to_json(value, (), (*_RULES, *rules))
 
 
 def canonical_json(data: Any) -> str:
@@ -148,7 +164,7 @@ def _is_array(value: Any) -> bool:
 # -- one rule for each kind of value, tried in order -------------------------------------------------------------------
 
 
-def _to_json(value: Any, path: tuple[int, ...]) -> Any:
+def _to_json(value: Any, path: tuple[int, ...], rules: Sequence[Rule]) -> Any:
     """A value in JSON's own types. ``path`` has the ids of the values around it, to detect one that contains itself."""
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
@@ -156,15 +172,13 @@ def _to_json(value: Any, path: tuple[int, ...]) -> Any:
         return value if math.isfinite(value) else {f"{TAG}float": repr(value)}
     if id(value) in path:
         raise TypeError(f"stable_json: a {_type_name(value)} contains itself")
-    inner = functools.partial(_to_json, path=(*path, id(value)))
-    for rule in _RULES:
+    inner = functools.partial(_to_json, path=(*path, id(value)), rules=rules)
+    for rule in rules:
         text = rule(value, inner)
         if text is not None:
             return text
     raise TypeError(f"stable_json: a {_type_name(value)} has no content that could be written down: {brief(value)}")
 
-
-Inner = Callable[[Any], Any]
 
 #: The type of ``jax.numpy.float32``.
 _JaxScalarType = type(jax.numpy.float32)
@@ -215,7 +229,7 @@ def _tree(value: Any, inner: Inner) -> Any:
 
 
 def _enum(value: Any, inner: Inner) -> Any:
-    return {f"{TAG}enum": [_import_path(type(value)), value.name]} if isinstance(value, enum.Enum) else None
+    return {f"{TAG}enum": [import_path(type(value)), value.name]} if isinstance(value, enum.Enum) else None
 
 
 def _sequence(value: Any, inner: Inner) -> Any:
@@ -226,7 +240,7 @@ def _sequence(value: Any, inner: Inner) -> Any:
     if type(value) is tuple:
         return {f"{TAG}tuple": [inner(v) for v in value]}
     if isinstance(value, tuple):  # a named tuple
-        return {f"{TAG}object": [_import_path(type(value)), [inner(v) for v in value]]}
+        return {f"{TAG}object": [import_path(type(value)), [inner(v) for v in value]]}
     return [inner(v) for v in value] if type(value) is list else None
 
 
@@ -246,7 +260,7 @@ def _record(value: Any, inner: Inner) -> Any:
         return None
     kind: Any = type(value)
     fields = {name: inner(getattr(value, name)) for name in _fields(kind)}
-    return {f"{TAG}object": [_import_path(type(value)), fields]}
+    return {f"{TAG}object": [import_path(type(value)), fields]}
 
 
 def _callable(value: Any, inner: Inner) -> Any:
@@ -255,9 +269,9 @@ def _callable(value: Any, inner: Inner) -> Any:
     if isinstance(value, types.MethodType):
         return {f"{TAG}method": [inner(value.__self__), value.__name__]}
     if isinstance(value, (type, types.BuiltinFunctionType, np.ufunc)):
-        return {f"{TAG}name": _import_path(value)}
+        return {f"{TAG}name": import_path(value)}
     if callable(value) and _is_importable(value):
-        return {f"{TAG}name": _import_path(value)}
+        return {f"{TAG}name": import_path(value)}
     return _closure(value, inner) if isinstance(value, types.FunctionType) else None
 
 
@@ -284,7 +298,8 @@ def _is_importable(value: Any) -> bool:
     return target is value
 
 
-def _import_path(value: Any) -> str:
+def import_path(value: Any) -> str:
+    """The path by which a class or a function is imported; ``TypeError`` where there is none."""
     if isinstance(value, np.ufunc):
         return f"numpy.{value.__name__}"
     if not isinstance(value, types.BuiltinFunctionType) and not _is_importable(value):

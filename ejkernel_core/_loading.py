@@ -11,9 +11,9 @@ from typing import Any
 
 import pluggy
 
-from ._discovery import KERNELS, POLICIES, Broken, Entry, conflict, version_of
+from ._discovery import KERNELS, POLICIES, Broken, PluginEntry, conflict, version_of
 from ._display import brief
-from ._errors import NEVER_CAUGHT, EjkernelError, PluginError, description
+from ._errors import EjkernelError, PluginError, description, plugin_faults
 from ._hooks import BUILT_IN_PREFIX, PROJECT, REQUIRED_HOOKS, KernelHooks, PolicyHooks, specifications
 from ._kernel import LoadedKernel, why_mutable_type
 from ._operation import Operation
@@ -22,7 +22,7 @@ from ._operation import Operation
 config_types: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
 
-def load(entries: tuple[Entry, ...]) -> Any:
+def load(entries: tuple[PluginEntry, ...]) -> Any:
     """Import the operation, kernel or policy that the entry names; Broken where that fails."""
     entry = entries[0]
     if len(entries) > 1:
@@ -31,13 +31,11 @@ def load(entries: tuple[Entry, ...]) -> Any:
         return check_plugin(entry, entry.load())
     except EjkernelError as fault:
         return Broken(entry, str(fault))
-    except NEVER_CAUGHT:
-        raise
-    except BaseException as fault:  # an import may raise anything, and a broken plugin must not break other calls
+    except plugin_faults() as fault:  # an import may raise anything, and a broken plugin must not break other calls
         return Broken(entry, f"{entry.title} does not load: {description(fault)}")
 
 
-def check_plugin(entry: Entry, plugin: Any) -> Any:
+def check_plugin(entry: PluginEntry, plugin: Any) -> Any:
     """Return the plugin, or the ``LoadedKernel`` made of it. Raise ``PluginError`` where it breaks the contract."""
     if entry.group == KERNELS:
         return load_kernel(entry, plugin)
@@ -54,7 +52,7 @@ def check_plugin(entry: Entry, plugin: Any) -> Any:
     return plugin
 
 
-def load_kernel(entry: Entry, plugin: Any) -> LoadedKernel:
+def load_kernel(entry: PluginEntry, plugin: Any) -> LoadedKernel:
     """The kernel of ``plugin``, which is a module or any object with the hooks as attributes."""
     op, _, backend = entry.name.rpartition(".")
     if not (op and backend):
@@ -88,13 +86,13 @@ def _config_name(plugin: Any, config_type: type | None) -> str | None:
     return f"{config_type.__module__}.{config_type.__qualname__}"
 
 
-def _software(entry: Entry, plugin: Any) -> dict[str, str]:
+def _software(entry: PluginEntry, plugin: Any) -> dict[str, str]:
     """The versions of the kernel (by its name), of JAX and of the compilers it uses."""
     compilers = ("jax", "jaxlib", *getattr(plugin, "COMPILERS", ()))
     return {**{name: version_of(name) for name in compilers}, entry.name: _version(entry, plugin)}
 
 
-def _version(entry: Entry, plugin: Any) -> str:
+def _version(entry: PluginEntry, plugin: Any) -> str:
     """The kernel's ``VERSION``; else that of its distribution, or of a kernel registered at run time, a code hash."""
     if (version := getattr(plugin, "VERSION", None)) is not None:
         return str(version)
@@ -106,7 +104,7 @@ def _version(entry: Entry, plugin: Any) -> str:
     return code_fingerprint(getattr(plugin, "CODE", hooks))
 
 
-def hook_manager(entry: Entry, plugin: Any, hooks: type) -> pluggy.PluginManager:
+def hook_manager(entry: PluginEntry, plugin: Any, hooks: type) -> pluggy.PluginManager:
     """A plugin manager for these hooks and this plugin alone. ``PluginError`` lists all faults of the plugin."""
     specs = specifications(hooks)
     faults = [

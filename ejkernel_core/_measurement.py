@@ -9,10 +9,7 @@ import attrs
 from ._display import config_text, repr_of
 from ._errors import printable
 from ._kernel import Invocation
-
-#: The beginnings of reasons: of those that say nothing about the configuration itself, and of those that are only about
-#: its time.
-OUT_OF_TIME, SLOWER = "out of time", "slower"
+from ._records import Reason
 
 
 @attrs.frozen
@@ -34,12 +31,12 @@ class Entry:
     @property
     def is_reached(self) -> bool:
         """Whether there is a result: a time, or a reason that is about the configuration."""
-        return self.milliseconds is not None or bool(self.reason and not self.reason.startswith(OUT_OF_TIME))
+        return self.milliseconds is not None or bool(self.reason and not self.reason.startswith(Reason.OUT_OF_TIME))
 
     @property
     def outcome(self) -> float | str:
         """What a record has of it: its time, or else why it has none, or none that counts."""
-        is_timed = not self.reason or self.reason.startswith((OUT_OF_TIME, SLOWER))
+        is_timed = not self.reason or self.reason.startswith((Reason.OUT_OF_TIME, Reason.SLOWER))
         return self.milliseconds if self.milliseconds is not None and is_timed else self.reason
 
 
@@ -93,7 +90,7 @@ class Progress:
 class Earlier:
     """What a store has of an unfinished measurement, which ended by Ctrl-C or with its process."""
 
-    #: The configurations that were measured or excluded, some of them with a reason that begins with ``DIED``.
+    #: The configurations that were measured or excluded, some of them with a reason that begins with ``Reason.DIED``.
     entries: tuple[Entry, ...] = ()
     #: The configurations that were tried when a process died. They are tried last, one at a time.
     suspects: tuple[Trial, ...] = ()

@@ -17,12 +17,12 @@ import jax
 
 from . import _discovery
 from ._cache import ConfigCache
-from ._choice import choose
-from ._discovery import KERNELS, OPERATIONS, POLICIES, Broken, Entry
+from ._choice import candidates_for, choose
+from ._discovery import KERNELS, OPERATIONS, POLICIES, Broken, PluginEntry
 from ._display import brief, quantity
 from ._errors import NoKernel, PluginError, UnknownBackend, UnknownOperation
 from ._hooks import BUILT_IN_PREFIX
-from ._kernel import Invocation, LoadedKernel
+from ._kernel import Candidate, Invocation, LoadedKernel
 from ._keys import Key
 from ._loading import check_plugin, load
 from ._operation import Operation
@@ -35,7 +35,7 @@ class _State(NamedTuple):
     """The plugins of a registry. It is replaced as a whole, so that readers need no lock."""
 
     #: By group and name: the entries.
-    entries: Mapping[tuple[str, str], tuple[Entry, ...]]
+    entries: Mapping[tuple[str, str], tuple[PluginEntry, ...]]
     #: By group and name: the plugins that are loaded.
     plugins: Mapping[tuple[str, str], Any] = MappingProxyType({})
 
@@ -96,14 +96,14 @@ class Plugins:
             for part_name, part in plugin.as_plugins().items():
                 self.register(part, part_name)
         elif isinstance(plugin, Operation):
-            self._add(Entry(OPERATIONS, name or plugin.name), plugin)
+            self._add(PluginEntry(OPERATIONS, name or plugin.name), plugin)
         elif name is None:
             raise TypeError(
                 "register(plugin, name): a kernel needs its name, '<operation>.<backend>', and a policy any"
             )
         else:
             is_policy = any(hasattr(plugin, hook) for hook in ("select_config", "measure", "settle"))
-            entry = Entry(POLICIES if is_policy else KERNELS, name)
+            entry = PluginEntry(POLICIES if is_policy else KERNELS, name)
             self._add(entry, check_plugin(entry, plugin))
         return plugin
 
@@ -148,7 +148,7 @@ class Plugins:
             self._last_changes.get(kind, 0) <= since for kind, since in list(kinds.items())
         )  # which other threads add to
 
-    def _add(self, entry: Entry, plugin: Any) -> None:
+    def _add(self, entry: PluginEntry, plugin: Any) -> None:
         key = (entry.group, entry.name)
         with self._lock:
             state = self._state
@@ -166,7 +166,7 @@ class Plugins:
             # Each is this process's own: what a listener measures, or looks up, no other process has to choose alike.
             listener(attrs.evolve(inv, processes=()) if inv.has_several_processes else inv, self)
         check = functools.partial(self._check_overlays, inv, scope)
-        selection = Selection(inv, self.policies(scope), scope, backend, cfg, self.reference(inv))
+        selection = self.selection(inv, scope, backend, cfg)
         try:
             plan = choose(selection, kernels, broken, check)
         except NoKernel as refusal:
@@ -177,6 +177,19 @@ class Plugins:
         if plan.choice.measured:
             self.invalidate(inv)
         return plan
+
+    def selection(self, inv: Invocation, scope: Scope, backend: str | None = None, cfg: Any = None) -> Selection:
+        """What a configuration is selected for in this scope, and by what."""
+        return Selection(inv, self.policies(scope), scope, backend, cfg, self.reference(inv))
+
+    def candidates(self, inv: Invocation, backend: str | None = None) -> tuple[tuple[Candidate, ...], list[Verdict]]:
+        """The kernels that can run an invocation, the highest rank first, and a verdict on every kernel, loaded or not.
+
+        With ``backend``, those of that backend alone.
+        """
+        kernels, broken = self.kernels(inv.op)
+        candidates, verdicts = candidates_for(inv, kernels, backend, None)
+        return candidates, [*(v for v in broken if backend in (None, v.name.rpartition(".")[2])), *verdicts]
 
     def reference(self, inv: Invocation) -> LoadedKernel | Broken | None:
         """The reference, with which the tuner compares the results of other kernels; None where there is none."""
@@ -270,7 +283,7 @@ class Plugins:
         """The names of one group, sorted."""
         return tuple(sorted(name for group_of_name, name in self._state.entries if group_of_name == group))
 
-    def inspect(self) -> tuple[tuple[Entry, Broken | None], ...]:
+    def inspect(self) -> tuple[tuple[PluginEntry, Broken | None], ...]:
         """Load all plugins: every entry, with ``Broken`` where it cannot be used."""
         self._check_selection()
         rows = []
@@ -394,8 +407,8 @@ def _nearest(name: str, names: Iterable[str], similarity: float = 0.6) -> str | 
     return next((by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, 1, similarity)), None)
 
 
-def _by_name(entries: Iterable[Entry]) -> dict[tuple[str, str], tuple[Entry, ...]]:
-    names: dict[tuple[str, str], tuple[Entry, ...]] = {}
+def _by_name(entries: Iterable[PluginEntry]) -> dict[tuple[str, str], tuple[PluginEntry, ...]]:
+    names: dict[tuple[str, str], tuple[PluginEntry, ...]] = {}
     for entry in entries:
         key = (entry.group, entry.name)
         names[key] = (*names.get(key, ()), entry)

@@ -11,9 +11,9 @@ import attrs
 import pluggy
 
 from ._cache import ConfigCache
-from ._discovery import Broken, Entry
+from ._discovery import Broken, PluginEntry
 from ._display import brief, config_text
-from ._errors import NEVER_CAUGHT, PluginError, RecordError, Unsupported, description, message
+from ._errors import PluginError, RecordError, Unsupported, description, message, plugin_faults
 from ._hooks import BUILT_IN_PREFIX, PROJECT, PolicyHooks, hookimpl
 from ._kernel import Candidate, Invocation, LoadedKernel, find_record, version_changes, why_mutable
 from ._keys import Key
@@ -43,7 +43,7 @@ class Policies:
     #: The verdicts on policies that do not load.
     broken: tuple[Verdict, ...] = ()
     #: By name: the entry of each installed or registered policy.
-    entries: Mapping[str, Entry] = attrs.field(factory=dict)
+    entries: Mapping[str, PluginEntry] = attrs.field(factory=dict)
     #: By policy and hook: how the policy failed when it was last notified. The registry owns this dictionary.
     failures: dict[tuple[str, str], str] = attrs.field(factory=dict)
 
@@ -101,9 +101,7 @@ def ask_policies(
             reason = fault_of_choice(choice, candidates)
         except Unsupported as refusal:
             status, reason = "no answer", message(refusal)
-        except NEVER_CAUGHT:
-            raise
-        except BaseException as fault:
+        except plugin_faults() as fault:
             reason = f"select_config raised {description(fault)}"
         if reason is None and choice is not None:
             status, reason = _check_choice(selection.inv, choice, kernel_of(choice, candidates))
@@ -125,9 +123,7 @@ def _check_choice(inv: Invocation, choice: Choice, kernel: LoadedKernel) -> tupl
         return "", None
     except Unsupported as refusal:
         status, reason = "no answer", message(refusal)
-    except NEVER_CAUGHT:
-        raise
-    except BaseException as fault:
+    except plugin_faults() as fault:
         status, reason = "broken", f"check_cfg of {kernel.name} ({kernel.provider}) raised {description(fault)}"
     if choice.origin != OVERLAY:
         return status, reason
@@ -215,9 +211,7 @@ def notify(policies: Policies, hook: str, until: type | None = None, **arguments
         answer, failure = None, None
         try:
             answer = policy.function(*(arguments[name] for name in policy.argnames))
-        except NEVER_CAUGHT:
-            raise
-        except BaseException as fault:
+        except plugin_faults() as fault:
             if until is not None and isinstance(fault, Unsupported):
                 raise
             failure = f"{hook} raised {description(fault)}"

@@ -37,7 +37,7 @@ def settled_choice(
     if inv.processes is None:
         reason = f"it is unknown here which processes run the program: {_RESTRICTION}"
         return _with_verdict(select(inv), f"{BUILT_IN_PREFIX}agreement", policies, reason)
-    reason = f"{in_words(inv.processes)} have to choose alike: {_RESTRICTION}"
+    reason = f"{processes_in_words(inv.processes)} have to choose alike: {_RESTRICTION}"
     if not settlers:
         if scope.may_measure:
             _warn_once(f"{inv.op}: {reason}. {_INSTRUCTION}", policies)
@@ -64,14 +64,16 @@ def settled_choice(
         return choice, own_verdicts
     if scope.may_measure:
         return _with_verdict(select(inv), name, policies, f"it has no choice. {reason}")
-    reason = f"{in_words(inv.processes)} agree when the call is compiled; this is what this process would choose"
+    reason = (
+        f"{processes_in_words(inv.processes)} agree when the call is compiled; this is what this process would choose"
+    )
     return _with_verdict(select(attrs.evolve(inv, processes=())), name, policies, reason)
 
 
-def in_words(processes: Sequence[int]) -> str:
+def processes_in_words(processes: Sequence[int]) -> str:
     """Several processes, in words.
 
-    >>> in_words((0, 1)), in_words((0, 2, 5))
+    >>> processes_in_words((0, 1)), processes_in_words((0, 2, 5))
     ('processes 0 and 1', 'processes 0, 2 and 5')
     """
     *others, last = map(str, processes)

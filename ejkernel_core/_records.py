@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Set
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import Any, get_origin
 
 import attrs
@@ -23,15 +24,24 @@ from ._display import brief, repr_of
 from ._errors import RecordError, printable
 from ._keys import TAG, Key, canonical_json, read_only, stable_json
 
+#: The version of the format of records.
 SCHEMA = 2
 #: The first and the last year in which a record may have been measured.
 YEARS = 1970, 2199
-#: The beginning of the reason of a configuration that ended its process. Explanations show it with the record.
-DIED = "the process died"
-#: The beginning of the reason of a configuration that ran without end. Explanations show it with the record, too.
-HUNG = "hung"
-#: The beginning of the reason of a configuration whose results differ from those of the reference.
-WRONG = "wrong"
+
+
+class Reason(StrEnum):
+    """How the reason begins for which a configuration has no time, or none that counts."""
+
+    #: It ended its process, or ran without end: explanations show these with the record.
+    DIED = "the process died"
+    HUNG = "hung"
+    #: Its results differ from those of the reference.
+    WRONG = "wrong"
+    #: It says nothing about the configuration itself.
+    OUT_OF_TIME = "out of time"
+    #: It is only about its time.
+    SLOWER = "slower"
 
 
 def _check_duration(name: str, value: Any) -> None:
@@ -94,7 +104,9 @@ class Provenance:
     def casualties(self) -> list[str]:
         """The configurations that ended their processes or hung, each with its reason."""
         reasons = [(text, reason) for text, reason in self.tried if isinstance(reason, str)]
-        return [printable(f"{text}: {reason}") for text, reason in reasons if reason.startswith((DIED, HUNG))]
+        return [
+            printable(f"{text}: {reason}") for text, reason in reasons if reason.startswith((Reason.DIED, Reason.HUNG))
+        ]
 
     def why_not(self, backend: str) -> str:
         """Why the measurement did not select a backend."""
@@ -102,7 +114,7 @@ class Provenance:
             return "it was not measured"
         outcomes = [outcome for text, outcome in self.tried if text.partition(" ")[0] == backend]
         reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
-        wrong = [reason for reason in reasons if reason.startswith(WRONG)]
+        wrong = [reason for reason in reasons if reason.startswith(Reason.WRONG)]
         if outcomes and len(reasons) == len(outcomes):
             return f"excluded when it was measured, {(wrong or reasons)[0]}"
         count = f"; {len(wrong)} of its {len(outcomes)} configurations {'was' if len(wrong) == 1 else 'were'} "

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do no
     from ._partitioning import Partitioning
 
 
-class Settings(NamedTuple):
+class Numerics(NamedTuple):
     """The settings of JAX that change what a function computes.
 
     They belong to a thread, and are in effect where a call is traced. Its kernel is traced when JAX lowers the call,
@@ -35,7 +35,7 @@ class Settings(NamedTuple):
     precision: Any
 
     @classmethod
-    def current(cls) -> Settings:
+    def current(cls) -> Numerics:
         """The settings that are in effect now."""
         config: Any = jax.config
         return cls(bool(config.jax_enable_x64), config.jax_default_matmul_precision)
@@ -104,7 +104,7 @@ class Request:
     #: The content of the options and of the explicit cfg, which differs where Python's equality does not.
     content: tuple[Any, ...] = attrs.field(repr=False)
     #: The settings where the call is traced, with which its kernel is traced too.
-    settings: Settings = attrs.field(factory=Settings.current, repr=False)
+    settings: Numerics = attrs.field(factory=Numerics.current, repr=False)
     #: The outermost first. They are merged into one call or a loop where the call is lowered, on the shard of a device:
     #: merging two axes of which one is sharded would move data between devices.
     mapped: tuple[MappedAxis, ...] = ()

@@ -155,7 +155,8 @@ _entered: ContextVar[None] = ContextVar("ejkernel_entered")
 #: the digest of another scope, which another task of the thread has entered.
 jit_key = jax.make_user_context("")
 
-current = _current.get
+#: The overlays and the policy that are in effect here.
+current_scope = _current.get
 
 
 class HasItems(Protocol):
@@ -174,7 +175,7 @@ def overlay_cache(cache: HasItems) -> contextlib.AbstractContextManager[None]:
     because it may be of another installation.
 
     >>> with overlay_cache({"some key": 128}):
-    ...     [overlay.records["some key"][0].cfg for overlay in current().overlays]
+    ...     [overlay.records["some key"][0].cfg for overlay in current_scope().overlays]
     [128]
     """
     overlay = _overlay(cache)
@@ -197,7 +198,7 @@ def policy_override(*positional: Any, **fields: Any) -> contextlib.AbstractConte
     """Change fields of the ``AutotunePolicy``; ``autotune=True`` is ``mode="on_miss"``, and False ``mode="off"``.
 
     >>> with policy_override(autotune=True, budget_s=5):
-    ...     current().policy
+    ...     current_scope().policy
     AutotunePolicy(mode='on_miss', budget_s=5, wait=True, other_versions=False)
     """
     _check_override(positional, fields)
@@ -247,8 +248,8 @@ class ScopeChange(contextlib.AbstractContextManager[None]):
         self._change = change
 
     def __enter__(self) -> None:
-        scope = self._change(current())
-        _blocks.set((*_blocks.get(), _Block(self, current(), _entered.set(None))))
+        scope = self._change(current_scope())
+        _blocks.set((*_blocks.get(), _Block(self, current_scope(), _entered.set(None))))
         _current.set(scope)
         _update_jit_key()
 
@@ -269,7 +270,7 @@ class ScopeChange(contextlib.AbstractContextManager[None]):
 
 def jit_key_of_scope() -> contextlib.AbstractContextManager[Any]:
     """Put the current scope into JAX's jit key for a ``with`` block. Another task may run in the thread afterwards."""
-    context: contextlib.AbstractContextManager[Any] = jit_key(current().digest)
+    context: contextlib.AbstractContextManager[Any] = jit_key(current_scope().digest)
     return context
 
 

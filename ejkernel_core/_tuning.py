@@ -26,7 +26,6 @@ from ._policies import (
     tuner_name,
 )
 from ._records import Record
-from ._scopes import Scope
 
 #: How much longer than the budget a thread waits for the measurement of another thread.
 GRACE_S = 30.0
@@ -91,12 +90,12 @@ def measure_once(selection: Selection, candidates: Sequence[Candidate], record: 
 
 
 def _measure(selection: Selection, candidates: Sequence[Candidate], record: Record | None) -> Choice:
-    inv, policies, scope = selection.inv, selection.policies, selection.scope
-    with exclusive_measurement(policies, inv, scope) as (earlier, reporter):
+    inv, scope = selection.inv, selection.scope
+    with exclusive_measurement(selection) as (earlier, reporter):
         choice, *_ = ask_policies(selection, candidates)
         if choice is not None and choice.record is not None and not is_incomplete(choice, scope.policy):
             return choice  # another process has measured it while this one waited
-        records = policies.tuners.hook.measure(
+        records = selection.policies.tuners.hook.measure(
             inv=inv,
             candidates=candidates,
             reference=selection.reference,
@@ -114,9 +113,7 @@ def _measure(selection: Selection, candidates: Sequence[Candidate], record: Reco
         if fault:
             raise PluginError(fault)
         # Stored before the waiting threads and processes go on, so that they find the records.
-        return remember_records(
-            policies, inv, [with_versions(measured_record, candidates) for measured_record in records], record
-        )
+        return remember_records(selection, [with_versions(measured, candidates) for measured in records], record)
 
 
 @attrs.define(eq=False)
@@ -141,11 +138,14 @@ class Reporter:
 
 
 @contextlib.contextmanager
-def exclusive_measurement(policies: Policies, inv: Invocation, scope: Scope) -> Iterator[tuple[Earlier, Reporter]]:
+def exclusive_measurement(selection: Selection) -> Iterator[tuple[Earlier, Reporter]]:
     """Hold the measurement of this call for a ``with`` block, as far as the stores exclude other processes. The block
     gets the results of an unfinished measurement, and the policies are notified of the end in any case.
-    ``Unsupported`` where another process measures the call, and the scope's policy does not wait.
+    ``Unsupported`` where another process measures the call, and the scope's policy does not wait, and where there is no
+    such device here.
     """
+    inv, policies, scope = selection.inv, selection.policies, selection.scope
+    check_tunable(inv)
     earlier = notify(policies, "tuning_started", until=Earlier, inv=inv, scope=scope) or Earlier()
     reporter = Reporter(policies, inv, scope.policy.budget_s)
     try:
@@ -164,9 +164,9 @@ def _forecast(candidates: Sequence[Candidate], record: Record | None) -> str:
     return f"would be measured: {kernels}; this is the plan until then"
 
 
-def remember_records(policies: Policies, inv: Invocation, records: Sequence[Record], previous: Record | None) -> Choice:
+def remember_records(selection: Selection, records: Sequence[Record], previous: Record | None) -> Choice:
     """Store the best record, and a new one for the backend of the ``previous`` best if that is slower now."""
-    fastest = records[0]
+    inv, policies, fastest = selection.inv, selection.policies, records[0]
     choice = Choice(fastest.backend or "", fastest.cfg, AUTOTUNED, inv.key, fastest, measured=True)
     if previous is not None and previous.backend is not None and previous.backend != fastest.backend:
         record_of_previous = next((record for record in records if record.backend == previous.backend), None)

@@ -142,9 +142,9 @@ def test_no_hook_gets_a_container_that_it_can_change(registry: Registry) -> None
 
 
 def policy_scope() -> Any:
-    from ejkernel_core._scopes import current
+    from ejkernel_core._scopes import current_scope
 
-    return current()
+    return current_scope()
 
 
 def test_the_walk_finds_what_can_be_changed() -> None:

@@ -157,7 +157,7 @@ def test_a_name_that_the_core_does_not_have_may_be_an_operation(name: str, hint:
 
 def test_an_operation_of_a_module_without_a_package_is_found(monkeypatch):
     """As an entry point such as ``my_kernels:norm.plugin.operation`` declares it."""
-    entry = _discovery.Entry(_discovery.OPERATIONS, "RowNorm", "json:norm.plugin.operation")
+    entry = _discovery.PluginEntry(_discovery.OPERATIONS, "RowNorm", "json:norm.plugin.operation")
     monkeypatch.setattr(_discovery, "all_entries", lambda: [entry])
     with pytest.raises(AttributeError, match=r"it is an operation: ejkernel_core.call\('RowNorm', ...\)$"):
         ejkernel_core.RowNorm  # noqa: B018
@@ -166,7 +166,7 @@ def test_an_operation_of_a_module_without_a_package_is_found(monkeypatch):
 def test_an_operation_of_a_broken_package_is_not_an_attribute(monkeypatch, tmp_path):
     (tmp_path / "broken_norms.py").write_text("raise OSError('no such device')")
     monkeypatch.syspath_prepend(tmp_path)
-    entry = _discovery.Entry(_discovery.OPERATIONS, "RowNorm", "broken_norms:operation")
+    entry = _discovery.PluginEntry(_discovery.OPERATIONS, "RowNorm", "broken_norms:operation")
     monkeypatch.setattr(_discovery, "all_entries", lambda: [entry])
     assert not hasattr(ejkernel_core, "RowNorm")
 

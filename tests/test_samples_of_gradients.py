@@ -18,7 +18,7 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core import Axes, Operation, Registry, Unsupported, hookimpl, policy_override
-from ejkernel_core._scopes import current
+from ejkernel_core._scopes import current_scope
 from ejkernel_tuning import _forward, autotune, autotune_recorded, load_invocations, recording, save_invocations
 from ejkernel_tuning._samples import sample_inputs
 
@@ -299,7 +299,7 @@ def test_the_measurement_of_a_backward_keeps_no_arrays() -> None:
     gc.disable()
     try:
         with policy_override(autotune=True, budget_s=30):
-            registry.choose(plan.invocation, None, None, current())
+            registry.choose(plan.invocation, None, None, current_scope())
         until = time.monotonic() + 10
         while count() and time.monotonic() < until:
             time.sleep(0.01)  # a thread that has given its result may not have ended yet

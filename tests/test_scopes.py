@@ -88,7 +88,7 @@ def jit_and_scopes(function: Callable[..., Any]) -> tuple[Callable[..., Any], li
     scopes: list[str] = []
 
     def run(*arrays: Any) -> Any:
-        scopes.append(_scopes.current().digest)
+        scopes.append(_scopes.current_scope().digest)
         return function(*arrays)
 
     return jax.jit(run), scopes
@@ -129,7 +129,7 @@ def test_values_that_differ_only_in_type_are_different_content(recorder: TraceRe
     key, digests = recorder.key(), set()
     for value in (Config(3, jnp.float32), Config(3, 1), Config(3), last_value):
         with overlay_cache({key: value}):
-            digests.add(_scopes.current().digest)
+            digests.add(_scopes.current_scope().digest)
     assert len(digests) == 4
 
 
@@ -148,7 +148,7 @@ def test_the_order_of_entries_does_not_matter(recorder: TraceRecorder) -> None:
     digests = set()
     for entries in ({first: Config(3), second: Config(4)}, {second: Config(4), first: Config(3)}):
         with overlay_cache(entries):
-            digests.add(_scopes.current().digest)
+            digests.add(_scopes.current_scope().digest)
     assert len(digests) == 1
 
 
@@ -247,8 +247,8 @@ def test_a_scope_applies_to_a_call_under_vmap(recorder: TraceRecorder) -> None:
 def test_an_exception_leaves_the_scope(recorder: TraceRecorder) -> None:
     with pytest.raises(ZeroDivisionError), recorder.overlay(5), policy_override(mode="on_miss"):
         1 / 0  # noqa: B018
-    assert _scopes.current() == _scopes.EMPTY
-    assert _scopes.jit_key.value == _scopes.current().digest
+    assert _scopes.current_scope() == _scopes.EMPTY
+    assert _scopes.jit_key.value == _scopes.current_scope().digest
     np.testing.assert_allclose(recorder(X), X * 2)
 
 
@@ -263,9 +263,9 @@ def test_threads_have_separate_scopes(recorder: TraceRecorder) -> None:
             factor, mode = 3 + number, ["off", "on_miss", "error_on_miss"][number % 3]
             with recorder.overlay(factor), policy_override(mode=mode):
                 results = [float(run(X)[0]) for run in (recorder, function)]
-                if results != [factor, factor] or _scopes.current().policy.mode != mode:
+                if results != [factor, factor] or _scopes.current_scope().policy.mode != mode:
                     faults.append((number, results))
-            if float(recorder(X)[0]) != 2 or _scopes.current() != _scopes.EMPTY:
+            if float(recorder(X)[0]) != 2 or _scopes.current_scope() != _scopes.EMPTY:
                 faults.append((number, "after"))
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
@@ -279,7 +279,7 @@ def test_threads_have_separate_scopes(recorder: TraceRecorder) -> None:
 def test_a_new_thread_starts_without_a_scope(recorder: TraceRecorder) -> None:
     results = []
     with recorder.overlay(5):
-        thread = threading.Thread(target=lambda: results.append((float(recorder(X)[0]), _scopes.current())))
+        thread = threading.Thread(target=lambda: results.append((float(recorder(X)[0]), _scopes.current_scope())))
         thread.start()
         thread.join()
     assert results == [(2.0, _scopes.EMPTY)]
@@ -307,7 +307,7 @@ def test_interleaved_tasks_have_separate_scopes(recorder: TraceRecorder) -> None
     assert (results[0], results[1]) == (3.0, 4.0)
     assert results[0, "jitted"] in (3.0, True)
     assert results[1, "jitted"] in (4.0, True)
-    assert _scopes.jit_key.value == _scopes.current().digest
+    assert _scopes.jit_key.value == _scopes.current_scope().digest
     np.testing.assert_allclose(function(X), X * 2)
 
 
@@ -371,43 +371,43 @@ def test_invalid_fields_of_a_policy_are_refused(
 def test_a_budget_may_be_any_real_number() -> None:
     for budget in (5, 0.5, np.float32(0.25), np.int64(3)):
         with policy_override(budget_s=budget):
-            assert _scopes.current().policy.budget_s == budget
+            assert _scopes.current_scope().policy.budget_s == budget
 
 
 def test_overrides_nest(recorder: TraceRecorder) -> None:
     with policy_override(autotune=True):
-        first = _scopes.current().policy
+        first = _scopes.current_scope().policy
         with policy_override(mode="error_on_miss"):
-            second = _scopes.current().policy
+            second = _scopes.current_scope().policy
         with policy_override(autotune=False):
-            third = _scopes.current().policy
+            third = _scopes.current_scope().policy
     assert [p.mode for p in (first, second, third)] == ["on_miss", "error_on_miss", "off"]
-    assert _scopes.current().policy == AutotunePolicy()
+    assert _scopes.current_scope().policy == AutotunePolicy()
 
 
 def test_a_scope_can_be_entered_again(recorder: TraceRecorder) -> None:
     overlay, override = recorder.overlay(5), policy_override(autotune=True)
     for _ in range(2):
         with overlay, override:
-            assert _scopes.current().policy.mode == "on_miss"
+            assert _scopes.current_scope().policy.mode == "on_miss"
             with overlay:
-                assert len(_scopes.current().overlays) == 2
+                assert len(_scopes.current_scope().overlays) == 2
                 np.testing.assert_allclose(recorder(X), X * 5)
-            assert len(_scopes.current().overlays) == 1
-        assert _scopes.current() == _scopes.EMPTY
+            assert len(_scopes.current_scope().overlays) == 1
+        assert _scopes.current_scope() == _scopes.EMPTY
 
 
 def test_an_override_changes_only_its_own_fields() -> None:
     override = policy_override(wait=False)
     with policy_override(autotune=True, budget_s=7.0), override:
-        assert _scopes.current().policy == AutotunePolicy("on_miss", 7.0, wait=False)
+        assert _scopes.current_scope().policy == AutotunePolicy("on_miss", 7.0, wait=False)
 
 
 def test_a_scope_is_a_value(recorder: TraceRecorder) -> None:
     with recorder.overlay(5):
-        first = _scopes.current()
+        first = _scopes.current_scope()
     with recorder.overlay(5):
-        second = _scopes.current()
+        second = _scopes.current_scope()
     assert first == second
     assert hash(first) == hash(second)
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
@@ -452,11 +452,11 @@ def budgets_inside(budget_s: float) -> Any:
     """A generator that is inside of a scope until it is closed."""
     with policy_override(budget_s=budget_s):
         while True:
-            yield _scopes.current().policy.budget_s
+            yield _scopes.current_scope().policy.budget_s
 
 
 def budget() -> float:
-    return _scopes.current().policy.budget_s
+    return _scopes.current_scope().policy.budget_s
 
 
 def test_a_generator_that_is_closed_in_another_thread_leaves_both_scopes_as_they_are() -> None:
@@ -485,10 +485,10 @@ def test_a_block_that_is_left_in_a_thread_without_scopes_raises_nothing(enter: A
 
     def run() -> None:
         with block:
-            inside = _scopes.current()
+            inside = _scopes.current_scope()
             in_thread(lambda: block.__exit__(None, None, None))
-            assert _scopes.current() is inside
-        assert _scopes.current() is _scopes.EMPTY
+            assert _scopes.current_scope() is inside
+        assert _scopes.current_scope() is _scopes.EMPTY
 
     in_thread(run)
 
@@ -570,10 +570,10 @@ def test_generators_of_one_thread_may_be_closed_in_any_order() -> None:
         first = budgets_inside(7.0)
         next(first)
         with policy_override(wait=False):
-            assert (budget(), _scopes.current().policy.wait) == (7.0, False)
+            assert (budget(), _scopes.current_scope().policy.wait) == (7.0, False)
             first.close()
-            assert (budget(), _scopes.current().policy.wait) == (AutotunePolicy().budget_s, False)
-        assert _scopes.current() == _scopes.EMPTY
+            assert (budget(), _scopes.current_scope().policy.wait) == (AutotunePolicy().budget_s, False)
+        assert _scopes.current_scope() == _scopes.EMPTY
         assert _scopes.jit_key.value == ""
 
     in_thread(run)

@@ -40,7 +40,7 @@ from ejkernel_core import (
 from ejkernel_core._devices import processes_of
 from ejkernel_core._jax_versions import lowering_processes
 from ejkernel_core._plugins import Plugins
-from ejkernel_core._scopes import current
+from ejkernel_core._scopes import current_scope
 
 X = jnp.arange(1.0, 6.0)
 
@@ -123,7 +123,7 @@ def settler(function: Callable[..., Any]) -> SimpleNamespace:
 def choose(registry: Registry, processes: Any = (0, 1), backend: str | None = None, cfg: Any = None) -> Plan:
     """The plan of a call in a program of these processes."""
     inv = attrs.evolve(registry.invocation("scale", X), processes=processes)
-    return registry.choose(inv, backend, cfg, current())
+    return registry.choose(inv, backend, cfg, current_scope())
 
 
 def verdict_of(plan: Plan, name: str) -> str:
@@ -258,7 +258,7 @@ def test_an_explanation_has_this_processs_own_choice_until_there_is_an_agreement
     registry.register(decided, "settler")
     registry.register(policy(5), "store")
     inv = attrs.evolve(registry.invocation("scale", X), processes=(0, 1))
-    scope = attrs.evolve(current(), may_measure=False)
+    scope = attrs.evolve(current_scope(), may_measure=False)
     before, after = (registry.choose(inv, None, None, scope) for _ in range(2))
     assert (before.cfg, after.cfg) == (Config(5), Config(7))
     assert "processes 0 and 1 agree when the call is compiled; this is what" in verdict_of(before, "settler")
@@ -269,7 +269,7 @@ def test_policies_of_a_scope_do_not_remove_the_settler() -> None:
     registry = make_registry()
     registry.register(settler(lambda call: Choice("one", Config(7), "all of us")), "settler")
     inv = attrs.evolve(registry.invocation("scale", X), processes=(0, 1))
-    scope = attrs.evolve(current(), policies=(("mine", policy(5)),), state="mine")
+    scope = attrs.evolve(current_scope(), policies=(("mine", policy(5)),), state="mine")
     assert registry.choose(inv, None, None, scope).cfg == Config(7)
 
 
@@ -338,7 +338,7 @@ def test_the_warning_is_given_once_and_not_by_an_explanation() -> None:
     inv = attrs.evolve(registry.invocation("scale", X), processes=(0, 1, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plan = registry.choose(inv, None, None, attrs.evolve(current(), may_measure=False))
+        plan = registry.choose(inv, None, None, attrs.evolve(current_scope(), may_measure=False))
     assert "processes 0, 1 and 2 have to choose alike" in verdict_of(plan, "built-in agreement")
     with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
@@ -353,7 +353,7 @@ def test_the_warning_is_given_once_and_not_by_an_explanation() -> None:
 
 def test_listeners_get_the_invocation_of_one_process() -> None:
     registry, invocations = make_registry(), []
-    scope = attrs.evolve(current(), listeners=(lambda inv, plugins: invocations.append(inv),), state="listening")
+    scope = attrs.evolve(current_scope(), listeners=(lambda inv, plugins: invocations.append(inv),), state="listening")
     inv = attrs.evolve(registry.invocation("scale", X), processes=(0, 1))
     registry.register(settler(lambda call: call.choose()), "settler")
     registry.choose(inv, None, None, scope)

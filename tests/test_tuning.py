@@ -27,7 +27,7 @@ from ejkernel_core import Choice, Operation, Registry, Unsupported, _tuning, hoo
 from ejkernel_core._choice import candidates_for
 from ejkernel_core._devices import processor
 from ejkernel_core._records import Shortfall
-from ejkernel_core._scopes import current
+from ejkernel_core._scopes import current_scope
 from ejkernel_core._tuning import check_tunable
 from ejkernel_tuning import Entry, Progress, Tuned, TuningResult, _autotune, _measurement, _timing, autotune
 from ejkernel_tuning._autotune import tune
@@ -163,7 +163,7 @@ def run_tuner(registry: Registry, budget_s: float = 20.0, x: Any = X, inputs: An
 
 def choice_and_reasons(registry: Registry, x: Any) -> tuple[Choice, list[str]]:
     """The choice that a call would make, with measurements, and the reasons of the policies."""
-    plan = registry.choose(registry.invocation("triple", x), None, None, current())
+    plan = registry.choose(registry.invocation("triple", x), None, None, current_scope())
     return plan.choice, [verdict.reason for verdict in plan.verdicts if verdict.reason]
 
 

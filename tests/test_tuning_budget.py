@@ -34,7 +34,7 @@ from ejkernel_core import (
 )
 from ejkernel_core._choice import candidates_for
 from ejkernel_core._records import Shortfall
-from ejkernel_tuning import Tuned, _measurement, _threads, autotune_recorded, recording
+from ejkernel_tuning import Reason, Tuned, _measurement, _threads, autotune_recorded, recording
 from ejkernel_tuning._autotune import tune
 
 
@@ -352,7 +352,7 @@ def test_nothing_is_selected_where_the_heuristic_was_not_reached(monkeypatch: py
 
     def without_the_heuristic(self: Any, variant: Any) -> None:
         if variant.is_usual:
-            variant.reason = f"{_measurement.OUT_OF_TIME}: the budget was spent"
+            variant.reason = f"{Reason.OUT_OF_TIME}: the budget was spent"
         else:
             measure(self, variant)
 

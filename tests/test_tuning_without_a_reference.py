@@ -13,7 +13,7 @@ import pytest
 
 from ejkernel_core import Operation, Registry, Unsupported, hookimpl
 from ejkernel_core._choice import candidates_for
-from ejkernel_tuning import DIED, Entry, Trial, Tuned
+from ejkernel_tuning import Entry, Reason, Trial, Tuned
 from ejkernel_tuning._autotune import tune
 from ejkernel_tuning._measurement import NO_WINNER
 
@@ -154,9 +154,10 @@ def test_no_config_is_selected_if_the_reference_does_not_load(distribution: Any)
 
 
 def test_no_config_is_selected_if_processes_died_in_the_reference() -> None:
-    entry = Entry("reference", None, reason=f"{DIED} while it was run, twice")
+    entry = Entry("reference", None, reason=f"{Reason.DIED} while it was run, twice")
     check_no_config_is_selected(
-        run_tuner(make_registry((no_config, triple)), earlier=(entry,)), f"triple.reference: {DIED} while it was run"
+        run_tuner(make_registry((no_config, triple)), earlier=(entry,)),
+        f"triple.reference: {Reason.DIED} while it was run",
     )
 
 

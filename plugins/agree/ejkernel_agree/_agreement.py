@@ -20,7 +20,7 @@ from concurrent.futures import CancelledError, Future
 import attrs
 
 from ejkernel_core import Choice
-from ejkernel_core._display import quantity
+from ejkernel_core.extend import quantity
 
 from ._answer import Answer, Disagreement, Failure, Question, read, text_of
 from ._client import Client

@@ -24,9 +24,7 @@ from ejkernel_core import (
     from_json,
     to_json,
 )
-from ejkernel_core._errors import message
-from ejkernel_core._keys import short_hash
-from ejkernel_core._processes import in_words
+from ejkernel_core.extend import message, processes_in_words, short_hash
 
 #: The format of answers. Others are not read.
 FORMAT = 1
@@ -197,7 +195,7 @@ def obedient_choice(
 
 def note_of(answer: Answer, question: Question) -> str:
     """The remark in explanations of a choice."""
-    return f"process {answer.by} has chosen for {in_words(question.processes)}"
+    return f"process {answer.by} has chosen for {processes_in_words(question.processes)}"
 
 
 def _configuration(answer: Answer, inv: Invocation, candidate: Candidate) -> Any:

@@ -32,7 +32,7 @@ from ejkernel_core import (
     policy_override,
 )
 from ejkernel_core._choice import candidates_for
-from ejkernel_core._scopes import current
+from ejkernel_core._scopes import current_scope
 
 X = jnp.ones(8)
 
@@ -404,7 +404,7 @@ def obeyed(theirs: Registry, ours: Registry) -> Choice:
     inv = attrs.evolve(ours.invocation("scale", X), processes=(0, 1))
     kernels, broken = ours.kernels("scale")
     candidates, verdicts = candidates_for(inv, kernels, None, None)
-    question = question_of(inv, inv.key, None, current(), 0)
+    question = question_of(inv, inv.key, None, current_scope(), 0)
     return obedient_choice(content, question, inv, 1, candidates, [*broken, *verdicts])
 
 
@@ -494,7 +494,7 @@ def test_a_failure_whose_text_cannot_be_made_has_the_name_of_its_type() -> None:
 def question(processes: Any = (0, 1), backend: str | None = None, generation: int = 0, **options: Any) -> Question:
     inv = registry_with(one=kernel()).invocation("scale", X, **options)
     inv = attrs.evolve(inv, processes=processes)
-    return question_of(inv, inv.key, backend, current(), generation)
+    return question_of(inv, inv.key, backend, current_scope(), generation)
 
 
 def test_what_decides_a_choice_is_in_the_name_of_its_answer() -> None:
@@ -512,7 +512,7 @@ def test_the_device_is_not_in_the_name() -> None:
     inv = attrs.evolve(registry_with(one=kernel()).invocation("scale", X), processes=(0, 1))
     other = attrs.evolve(inv, device_kind="another processor")
     assert inv.key != other.key
-    names = [question_of(each, each.key, None, current(), 0).name for each in (inv, other)]
+    names = [question_of(each, each.key, None, current_scope(), 0).name for each in (inv, other)]
     assert names[0] == names[1]
 
 
@@ -536,7 +536,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 
 def choose(registry: Registry, may_measure: bool = True) -> Any:
     inv = attrs.evolve(registry.invocation("scale", X), processes=(0, 1))
-    return registry.choose(inv, None, None, attrs.evolve(current(), may_measure=may_measure))
+    return registry.choose(inv, None, None, attrs.evolve(current_scope(), may_measure=may_measure))
 
 
 def test_the_policy_settles_once_and_explanations_know_the_answer(store: Store) -> None:
@@ -564,9 +564,9 @@ def test_a_program_of_other_processes_and_a_call_without_a_key_are_not_settled(s
     registry = registry_with(one=kernel())
     registry.register(policy, "agree")
     inv = attrs.evolve(registry.invocation("scale", X), processes=(1, 2))
-    assert "it has no choice" in str(registry.choose(inv, None, None, current()))
+    assert "it has no choice" in str(registry.choose(inv, None, None, current_scope()))
     without_key = attrs.evolve(registry.invocation("scale", X, shift=object()), processes=(0, 1))
-    assert "it has no choice" in str(registry.choose(without_key, None, None, current()))
+    assert "it has no choice" in str(registry.choose(without_key, None, None, current_scope()))
     assert store.texts == {}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import jax
 
-from ejkernel_core._devices import device_name
+from ejkernel_core.extend import device_name
 
 Cell = str | int | float
 #: Of what was not measured.

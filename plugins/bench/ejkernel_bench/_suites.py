@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import click
 
-from ejkernel_core._discovery import Entry, conflict
+from ejkernel_core.extend import PluginEntry, conflict
 
 from ._report import Report
 
@@ -26,7 +26,7 @@ class Suite:
     """A suite by the name of its entry points: one, unless several distributions claim the name."""
 
     name: str
-    entries: tuple[Entry, ...]
+    entries: tuple[PluginEntry, ...]
 
     def load(self) -> tuple[Callable[..., Report], str]:
         """The function that runs the suite, and its description. Raises ``BrokenSuite`` with the distribution."""
@@ -66,9 +66,9 @@ class Suite:
 
 def suites() -> dict[str, Suite]:
     """The suites that are installed, by name. Nothing is imported."""
-    entries: dict[str, dict[Any, Entry]] = {}
+    entries: dict[str, dict[Any, PluginEntry]] = {}
     for point in metadata.entry_points(group=GROUP):
-        entry = Entry(point.group, point.name, point.value, point)
+        entry = PluginEntry(point.group, point.name, point.value, point)
         # A distribution that is on the path twice counts once.
         entries.setdefault(point.name, {}).setdefault((point.value, entry.distribution), entry)
     return {name: Suite(name, tuple(of_name.values())) for name, of_name in sorted(entries.items())}

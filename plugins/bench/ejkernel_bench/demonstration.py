@@ -14,7 +14,7 @@ import jax
 import ejkernel_core
 from ejkernel_cli.explain import origin_of
 from ejkernel_core import Example, Explanation, Plan, Registry
-from ejkernel_core._discovery import OPERATIONS
+from ejkernel_core.extend import OPERATIONS
 from ejkernel_ops.flash_attention.sizes import self_attention
 
 from ._attention import by_jax_nn

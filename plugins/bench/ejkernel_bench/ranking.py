@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import jax
 
 from ejkernel_core import Example, Invocation
-from ejkernel_core._display import config_text
+from ejkernel_core.extend import config_text
 from ejkernel_ops.flash_attention.sizes import COMMON, self_attention
 from ejkernel_ops.grouped_matmul.examples import layer_call
 from ejkernel_ops.grouped_matmul.sizes import PEERS

@@ -18,7 +18,7 @@ import ejkernel_core
 from ejkernel_cache import PersistentCache
 from ejkernel_cache._names import component
 from ejkernel_core import Example, Invocation, Record
-from ejkernel_core._discovery import OPERATIONS
+from ejkernel_core.extend import OPERATIONS
 from ejkernel_tuning import autotune_recorded, recording
 
 from ._calls import abstract_inputs, benchmark_examples, by_core, shapes_of, with_gradients

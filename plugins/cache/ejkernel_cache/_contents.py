@@ -14,7 +14,7 @@ from typing import IO, Any
 import attrs
 
 from ejkernel_core import Key, Provenance, RecordError, record_from_json
-from ejkernel_core._keys import TAG, canonical_json
+from ejkernel_core.extend import TAG, canonical_json
 
 from ._directory import Directory, content_of, folders_in, names_in, not_a_file_reason
 from ._documents import LINES, MAX_FILE_SIZE, device_and_op, object_of, rebuilt_key, text_of

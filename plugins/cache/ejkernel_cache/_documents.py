@@ -8,9 +8,7 @@ from typing import Any
 
 import ejkernel_core
 from ejkernel_core import Key, Record, RecordError, record_from_json
-from ejkernel_core._keys import canonical_json
-from ejkernel_core._loading import config_types
-from ejkernel_core._records import SCHEMA, check_characters, type_name
+from ejkernel_core.extend import SCHEMA, canonical_json, check_characters, config_types, type_name
 
 from ._names import Place, component, decode_component, stem, stem_of
 

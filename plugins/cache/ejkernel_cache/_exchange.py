@@ -14,7 +14,7 @@ from pathlib import Path
 
 import attrs
 
-from ejkernel_core._display import one_line
+from ejkernel_core.extend import one_line
 
 from . import _temporary
 from ._contents import Contents, Document

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote_to_bytes
 
 from ejkernel_core import Key
-from ejkernel_core._keys import short_hash
+from ejkernel_core.extend import short_hash
 
 #: The place of a record below the cache's folder: device, operation, backend, file.
 Place = tuple[str, str, str, str]

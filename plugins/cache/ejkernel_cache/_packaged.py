@@ -13,8 +13,7 @@ from typing import Any
 import attrs
 
 from ejkernel_core import Candidate, Choice, Invocation, Key, Record, RecordError, hookimpl, matching_record, recall
-from ejkernel_core._keys import canonical_json
-from ejkernel_core._records import check_time
+from ejkernel_core.extend import canonical_json, check_time
 
 from ._directory import content_of
 from ._documents import LIMIT, LINES, MAX_FILE_SIZE, device_and_op, read_record, text_of

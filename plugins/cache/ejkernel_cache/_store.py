@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ejkernel_core import Candidate, Key, Record, RecordError, as_record, matching_record, record_to_json
-from ejkernel_core._errors import printable
-from ejkernel_core._records import type_name
+from ejkernel_core.extend import printable, type_name
 
 from ._contents import Document, document_of, is_better
 from ._directory import UNFINISHED, Content, Directory

@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 from ejkernel_core import UntrustedFolder
-from ejkernel_core._errors import printable
+from ejkernel_core.extend import printable
 
 STRICT = "EJKERNEL_CACHE_STRICT"
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH

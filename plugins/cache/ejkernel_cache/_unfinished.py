@@ -17,8 +17,7 @@ from typing import Any
 import attrs
 
 from ejkernel_core import Key, RecordError, from_json, to_json
-from ejkernel_core._measurement import Entry, Trial
-from ejkernel_core._records import DIED
+from ejkernel_core.extend import Entry, Reason, Trial
 
 from . import _temporary
 from ._directory import UNFINISHED, Directory, open_lock
@@ -87,7 +86,7 @@ class Unfinished:
             return
         self._write_times[key.digest] = now
         # Those that ended processes are in a file of their own, which users may remove.
-        self._write(key, "json", list(_documents(e for e in entries if not e.reason.startswith(DIED))))
+        self._write(key, "json", list(_documents(e for e in entries if not e.reason.startswith(Reason.DIED))))
 
     def entries(self, key: Key) -> tuple[Entry, ...]:
         """The results of an unfinished measurement, and the configurations that ended too many processes."""
@@ -133,7 +132,7 @@ class Unfinished:
         dangers = [(document, self._reason_of(key, document)) for document in self._read(key, "died")]
         if _temporary.is_process_gone(self._owner(key)):  # and the key has not been measured since
             for note in self._read(key, "trying"):
-                reason = f"{DIED} while it was {PARTICIPLES[note['step']]}; it will be tried last, and alone"
+                reason = f"{Reason.DIED} while it was {PARTICIPLES[note['step']]}; it will be tried last, and alone"
                 dangers.append((note, reason))
         trials = ((_parse(_parse_trial, key, document), reason) for document, reason in dangers)
         return "; ".join(f"{trial.backend} {trial.cfg}: {reason}" for trial, reason in trials if trial)
@@ -164,7 +163,7 @@ class Unfinished:
         consequence = "is out" if died["is_out"] else "is tried last, and alone"
         remedy = f"ejkernel_cache.default_cache().forgive(), or remove {self._path(key, 'died')}"
         participle = PARTICIPLES[died["step"]]
-        return f"{DIED} while it was {participle}, {times}, so it {consequence}; to change that: {remedy}"
+        return f"{Reason.DIED} while it was {participle}, {times}, so it {consequence}; to change that: {remedy}"
 
     def _clear_suspects(self, key: Key, entries: Sequence[Entry]) -> None:
         """Remove suspects that have been tried without ending the process."""

@@ -215,7 +215,7 @@ def compare_records(one: str, other: str, op: str | None, device: str | None, as
             f"{len(only[0])} only in {one}, {len(only[1])} only in {other}, {len(different)} different, {len(equal)} "
             f"with the same configuration{_range(equal)}"
         )
-        from ejkernel_core._display import quantity
+        from ejkernel_core.extend import quantity
 
         others = [len(c.documents) - len(latest) for c, latest in zip(contents, (firsts, seconds), strict=True)]
         if any(others):
@@ -484,7 +484,7 @@ def _as_json(document: Document) -> dict[str, Any]:
 
 def _nothing(contents: Contents, place: object, op: str | None = None, device: str | None = None) -> str:
     """That no record of the contents is selected, and what they have instead."""
-    from ejkernel_core._display import suggestion
+    from ejkernel_core.extend import suggestion
 
     text = "".join(f" {name} {value!r}" for name, value in (("of", op), ("on", device)) if value)
     text = f"no records{text} in {place}"

@@ -17,7 +17,7 @@ from ejkernel_core import (
     recall,
     successor,
 )
-from ejkernel_core._measurement import Earlier, Progress
+from ejkernel_core.extend import Earlier, Progress
 
 from ._store import PersistentCache, default_cache
 

@@ -16,7 +16,7 @@ import pytest
 
 from ejkernel_cache import PersistentCache, default_cache
 from ejkernel_core import Key
-from ejkernel_tuning import DIED, Entry, Trial
+from ejkernel_tuning import Entry, Reason, Trial
 
 #: ``triple`` with several configurations, one of which dies in the step that the environment names.
 MODULE = """
@@ -126,14 +126,14 @@ def test_only_the_configuration_that_kills_the_process_is_excluded(tmp_path: Pat
     codes, lines = run_until_success(tmp_path, f"{step} dies")
     assert codes == [-signal.SIGSEGV, -signal.SIGSEGV, 0]
     assert lines[0] == "kinds fast"
-    lines_of_deaths = [line for line in lines if line.startswith("tried") and DIED in line]
+    lines_of_deaths = [line for line in lines if line.startswith("tried") and Reason.DIED in line]
     participle = {"compiling": "compiled", "running": "run"}[step]
     assert [line.split(": ")[0] for line in lines_of_deaths] == [
-        f"tried kinds Config(kind='dies') {DIED} while it was {participle}, twice, so it is out; to change that"
+        f"tried kinds Config(kind='dies') {Reason.DIED} while it was {participle}, twice, so it is out; to change that"
     ]
     assert len([line for line in lines if line.startswith("tried")]) == 7
     text = "\n".join(lines)
-    assert f"\n  kinds Config(kind='dies'): {DIED}" in text  # from explain
+    assert f"\n  kinds Config(kind='dies'): {Reason.DIED}" in text  # from explain
     assert "ejkernel_cache.default_cache().forgive()" in text
     (file_of_deaths,) = (folder / ".tuning").iterdir()
     assert f"or remove {file_of_deaths}" in text
@@ -148,7 +148,7 @@ def test_the_heuristic_and_the_reference_may_die(tmp_path: Path, folder: Path, s
     codes, lines = run_until_success(tmp_path, f"{step} {kind}")
     assert codes[-1] == 0
     assert lines[0] in ("kinds fast", "kinds dies")  # "dies" lives here, and both are equally fast
-    lines_of_deaths = [line for line in lines if line.startswith("tried") and DIED in line]
+    lines_of_deaths = [line for line in lines if line.startswith("tried") and Reason.DIED in line]
     assert [f"'{kind}'" in line for line in lines_of_deaths] == [True]
 
 
@@ -157,7 +157,7 @@ def test_explain_reports_a_death_without_measuring(tmp_path: Path, folder: Path)
     prefix = "cache (registered at run time): no answer, there is no record; kinds Config(kind='dies'): "
     assert run(tmp_path, "running dies").returncode == -signal.SIGSEGV
     text_after_one_death = run(tmp_path, "running dies", "explain").stdout
-    assert f"{prefix}{DIED} while it was run; it will be tried last, and alone" in text_after_one_death
+    assert f"{prefix}{Reason.DIED} while it was run; it will be tried last, and alone" in text_after_one_death
     assert run(tmp_path, "running dies").returncode == -signal.SIGSEGV
     lock_file = next((folder / ".tuning").glob("*.lock"))
     assert run(tmp_path, "running dies", "explain").stdout.startswith(
@@ -166,10 +166,10 @@ def test_explain_reports_a_death_without_measuring(tmp_path: Path, folder: Path)
     lock_file.write_text(f"{lock_file.read_text().split('-')[0]}-{os.getpid()}-0")  # a live process is measuring
     text_after_two_deaths = run(tmp_path, "running dies", "explain").stdout
     assert (
-        f"{prefix}{DIED} while it was run, once, so it is tried last, and alone; to change that: "
+        f"{prefix}{Reason.DIED} while it was run, once, so it is tried last, and alone; to change that: "
         in text_after_two_deaths
     )
-    assert DIED not in text_after_two_deaths.partition("to change that")[2]
+    assert Reason.DIED not in text_after_two_deaths.partition("to change that")[2]
 
 
 # -- suspects and exclusions -----------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ MODULE = """
     import jax, jax.numpy as jnp
     from ejkernel_cache import policy
     from ejkernel_core import Operation, Registry, hookimpl, policy_override
-    from ejkernel_core._scopes import current
+    from ejkernel_core._scopes import current_scope
 
     LOG = Path(os.environ["TRACED"])
 
@@ -92,7 +92,7 @@ MODULE = """
         with policy_override(autotune=True, budget_s=float(os.environ.get("BUDGET", "40"))):
             registry_of_triple = registry()
             inv = registry_of_triple.invocation("triple", jnp.ones(8))
-            choice = registry_of_triple.choose(inv, None, None, current()).choice
+            choice = registry_of_triple.choose(inv, None, None, current_scope()).choice
         print(os.getpid(), choice.origin.split()[0], choice.cfg.kind)
 """
 

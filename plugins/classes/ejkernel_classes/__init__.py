@@ -18,7 +18,7 @@ from ejkernel_core import (
     policy_override,
     to_json,
 )
-from ejkernel_core._jax_versions import hide_frames
+from ejkernel_core.extend import hide_frames
 
 from ._content import abstractify, short_hash, stable_json
 from ._devices import device_fingerprint, device_kind, get_device_platform, preferred_backend

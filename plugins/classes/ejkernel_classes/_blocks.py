@@ -10,8 +10,7 @@ import attrs
 
 import ejkernel_core
 from ejkernel_core import Candidate, Invocation, Key, Record, Scope, Unsupported
-from ejkernel_core._choice import candidates_for
-from ejkernel_core._scopes import ScopeChange
+from ejkernel_core.extend import ScopeChange
 
 from ._content import short_hash
 from ._params import BwdParams, FwdParams
@@ -60,7 +59,7 @@ def _first_fitting_config(inv: Invocation, params: Any, backend: str | None) -> 
     None if no kernel can run the call, for which the call raises.
     """
     known_backend = backend if backend in ejkernel_core.registry.backends(inv.op) else None
-    candidates, _ = candidates_for(inv, ejkernel_core.registry.kernels(inv.op)[0], known_backend, None)
+    candidates, _ = ejkernel_core.registry.candidates(inv, known_backend)
     reasons = []
     for candidate in candidates:
         try:

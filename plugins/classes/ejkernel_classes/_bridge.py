@@ -13,10 +13,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from ejkernel_core import Invocation as CoreInvocation
 from ejkernel_core import NoKernel, NotDifferentiable, Operation, Unsupported, gradient_signature, hookimpl
-from ejkernel_core._devices import current_platform, target
-from ejkernel_core._jax_versions import line_of_call
-from ejkernel_core._keys import content
-from ejkernel_core._operation import Arguments, Restore
+from ejkernel_core.extend import content, line_of_call, target_of
 
 from ._invocation import Invocation
 from ._levels import batched_type, element_type, fold_backward, gradient_types, identity, map_over_levels
@@ -187,7 +184,7 @@ class Site:
 
     def _fold(
         self, arguments: Mapping[str, Any], names: frozenset[str], size: int, sums: frozenset[str]
-    ) -> tuple[Arguments, Restore]:
+    ) -> tuple[dict[str, Any], Callable[[tuple[Any, ...]], Any]]:
         """Add a level to ``mapped``: the names of the arrays with one more leading axis, which all results have. The
         outermost level is the first.
         """
@@ -203,7 +200,7 @@ class Site:
         return tuple(batched_type(arguments, arguments["mapped"], leaf) for leaf in leaves)
 
     def _abstract_invocation(self, arguments: Mapping[str, Any], arrays: Sequence[Any] = ()) -> CoreInvocation:
-        platform, device_kind, capability, _ = target(current_platform(arrays))
+        platform, device_kind, capability, _ = target_of(arrays)
         return CoreInvocation(self.kernel.name, arguments, platform, device_kind, capability)
 
     # -- calls of the kernel object's methods --------------------------------------------------------------------

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import json
 from collections.abc import Callable
 from typing import Any
 
-import ejkernel_core
-from ejkernel_core import _keys
+from ejkernel_core import extend
 
 
 def stable_json(obj: Any) -> str:
@@ -18,7 +15,7 @@ def stable_json(obj: Any) -> str:
     >>> stable_json({"b": (1, 2.0), "a": None})
     '{"a":null,"b":{"!tuple":[1,2.0]}}'
     """
-    return json.dumps(_to_json(obj, ()), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return extend.canonical_json(extend.content_json(obj, _model))
 
 
 def short_hash(obj: Any, length: int = 16) -> str:
@@ -37,28 +34,10 @@ def abstractify(pytree: Any) -> Any:
     >>> abstractify({"x": jax.numpy.zeros((2, 3)), "causal": True})
     {'causal': True, 'x': ShapeDtypeStruct(shape=(2, 3), dtype=float32)}
     """
-    return _keys.abstractify(pytree)
-
-
-def _to_json(value: Any, path: tuple[int, ...]) -> Any:
-    """A value in JSON's own types, by the rules of the core. They call ``inner`` for parts, which may be models."""
-    if isinstance(value, (str, int, float, type(None))):
-        return _core_json(value)
-    if id(value) in path:
-        raise TypeError(f"stable_json: a {type(value).__qualname__} contains itself")
-    inner = functools.partial(_to_json, path=(*path, id(value)))
-    for rule in (*_keys._RULES, _model):
-        text = rule(value, inner)
-        if text is not None:
-            return text
-    return _core_json(value)
-
-
-def _core_json(value: Any) -> Any:
-    return json.loads(ejkernel_core.stable_json(value))
+    return extend.abstractify(pytree)
 
 
 def _model(value: Any, inner: Callable[[Any], Any]) -> Any:
     if isinstance(value, type) or not callable(getattr(type(value), "model_dump", None)):
         return None
-    return {f"{_keys.TAG}model": [_keys._import_path(type(value)), inner(value.model_dump())]}
+    return {f"{extend.TAG}model": [extend.import_path(type(value)), inner(value.model_dump())]}

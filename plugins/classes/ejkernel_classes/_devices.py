@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ejkernel_core import _devices
+from ejkernel_core import extend
 
 
 def device_fingerprint(dev: Any = None) -> str:
@@ -16,7 +16,7 @@ def device_fingerprint(dev: Any = None) -> str:
     >>> device_fingerprint(jax.devices("cpu")[0]).endswith("(cpu)")
     True
     """
-    return _devices.device_fingerprint(_device_or_default(dev))
+    return extend.device_fingerprint(_device_or_default(dev))
 
 
 def get_device_platform(dev: Any = None) -> str:
@@ -26,7 +26,7 @@ def get_device_platform(dev: Any = None) -> str:
     >>> get_device_platform(jax.devices("cpu")[0])
     'cpu'
     """
-    platform = _devices.jax_platform(_device_or_default(dev).platform.lower())
+    platform = extend.target_of_device(_device_or_default(dev)).platform
     return platform if platform in ("gpu", "tpu", "cpu") else "unknown"
 
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from ejkernel_core import RecordError, from_json, to_json
-from ejkernel_core._records import type_name
+from ejkernel_core.extend import type_name
 
 #: Begins the name in an object that stands for a value JSON has no type for.
 TAG = "!"

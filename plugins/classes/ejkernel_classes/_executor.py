@@ -11,11 +11,7 @@ from typing import Any
 import attrs
 
 from ejkernel_core import AutotunePolicy, ConfigCache, Scope
-from ejkernel_core._discovery import POLICIES, Entry
-from ejkernel_core._hooks import BUILT_IN_PREFIX, PolicyHooks
-from ejkernel_core._loading import hook_manager
-from ejkernel_core._policies import StorePolicy
-from ejkernel_core._scopes import EMPTY, ScopeChange
+from ejkernel_core.extend import BUILT_IN_PREFIX, EMPTY, POLICIES, PluginEntry, ScopeChange, StorePolicy, check_plugin
 
 from ._named import call
 from ._other_names import other_names
@@ -91,7 +87,7 @@ def _check_selector(selector: ConfigSelectorChain) -> ConfigSelectorChain:
 
 def _check_policies(policies: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     for name, policy in policies.items():
-        hook_manager(Entry(POLICIES, name), policy, PolicyHooks)
+        check_plugin(PluginEntry(POLICIES, name), policy)
         yield name, policy
 
 

@@ -11,8 +11,7 @@ import jax
 import ejkernel_core
 from ejkernel_core import Invocation as CoreInvocation
 from ejkernel_core import Key, Registry
-from ejkernel_core._devices import device_fingerprint
-from ejkernel_core._keys import abstractify
+from ejkernel_core.extend import abstractify, device_fingerprint
 
 
 @attrs.frozen(eq=False)

@@ -16,9 +16,7 @@ import attrs
 
 import ejkernel_core
 from ejkernel_core import Explanation, NoKernel, Plan, Registry
-from ejkernel_core._jax_versions import ends_at_caller
-from ejkernel_core._kernel import why_mutable
-from ejkernel_core._keys import content
+from ejkernel_core.extend import content, ends_at_caller, why_mutable
 
 from ._bridge import CallArguments, Site, Written
 from ._invocation import Invocation

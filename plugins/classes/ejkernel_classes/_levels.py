@@ -9,12 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from ejkernel_core._operation import Arguments, Restore
-
 
 def fold_backward(
     arguments: Mapping[str, Any], names: frozenset[str], size: int, sums: frozenset[str]
-) -> tuple[Arguments, Restore]:
+) -> tuple[dict[str, Any], Callable[[tuple[Any, ...]], Any]]:
     """Add a level to ``mapped`` where gradients are sums over it, else to ``outer``: all gradients have its axis."""
     levels = "mapped" if sums else "outer"
     return {**arguments, levels: (tuple(sorted(names)), *arguments[levels])}, identity

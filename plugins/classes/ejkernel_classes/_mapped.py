@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from ejkernel_core._jax_versions import ends_at_caller
+from ejkernel_core.extend import ends_at_caller
 
 from ._named import call
 

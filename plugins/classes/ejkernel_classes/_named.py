@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import ejkernel_core
-from ejkernel_core._jax_versions import ends_at_caller
+from ejkernel_core.extend import ends_at_caller
 
 from ._blocks import kernel_config
 from ._recording import recording

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ejkernel_core._jax_versions import ends_at_caller
+from ejkernel_core.extend import ends_at_caller
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

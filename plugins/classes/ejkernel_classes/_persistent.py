@@ -14,7 +14,7 @@ import attrs
 import ejkernel_cache
 from ejkernel_cache._names import Place
 from ejkernel_core import Candidate, Key, Record, RecordError, as_record
-from ejkernel_core._records import type_name
+from ejkernel_core.extend import type_name
 
 from ._encoding import classes_in, decode_text, encode, is_structured
 

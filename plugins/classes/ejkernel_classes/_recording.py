@@ -11,7 +11,7 @@ import attrs
 
 from ejkernel_core import Invocation as CoreInvocation
 from ejkernel_core import Scope
-from ejkernel_core._scopes import EMPTY, ScopeChange
+from ejkernel_core.extend import EMPTY, ScopeChange
 
 from ._invocation import Invocation
 

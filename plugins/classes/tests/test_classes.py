@@ -1182,7 +1182,7 @@ def test_an_executor_takes_the_name_of_an_operation(core: Registry) -> None:
 def test_policy_override_takes_precedence_over_the_chain() -> None:
     def mode(chain: ConfigSelectorChain, **override: Any) -> str:
         with policy_override(**override) if override else contextlib.nullcontext(), chain.entered():
-            return _scopes.current().policy.mode
+            return _scopes.current_scope().policy.mode
 
     kernel, tuning = Scale(), ConfigSelectorChain(autotune=True)
     assert (mode(tuning), mode(tuning, autotune=False), mode(tuning, autotune=True)) == ("on_miss", "off", "on_miss")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # JAX takes half a second, and --help does not need it
     import jax
 
     from ejkernel_core import Axes, Operation
-    from ejkernel_core._layout import Axis, Layout
+    from ejkernel_core.extend import Axis, Layout
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Shape = tuple[int, ...]

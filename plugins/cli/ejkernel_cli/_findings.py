@@ -246,7 +246,7 @@ def _device_findings(devices: tuple[Any, ...]) -> Findings:
 
 
 def _device_name(device: Any) -> str:
-    from ejkernel_core._devices import device_name
+    from ejkernel_core.extend import device_name
 
     return device_name(device)
 

@@ -19,7 +19,7 @@ from ._metadata import (
 
 if TYPE_CHECKING:
     from ejkernel_core import Registry
-    from ejkernel_core._kernel import LoadedKernel
+    from ejkernel_core.extend import LoadedKernel
 
 #: What the reason of a refusal has where something is missing.
 INSTRUCTION = "pip install"

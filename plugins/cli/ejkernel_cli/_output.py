@@ -75,7 +75,7 @@ def config_text(cfg: object) -> str:
 
 
 def _text(cfg: object) -> str:
-    from ejkernel_core._display import text_of  # imported already where there is a configuration
+    from ejkernel_core.extend import text_of  # imported already where there is a configuration
 
     return text_of(cfg)
 

@@ -120,7 +120,7 @@ def _configuration(verdict: Verdict, plan: Plan | None) -> str:
 
 
 def _print_times(provenance: Provenance, chosen: str) -> None:
-    from ejkernel_core._measurement import OUT_OF_TIME
+    from ejkernel_core.extend import Reason
 
     times = measured_times(provenance)
     print_line()
@@ -138,7 +138,7 @@ def _print_times(provenance: Provenance, chosen: str) -> None:
             )
     reasons = [reason for _, reason in provenance.tried if isinstance(reason, str)]
     # The line of the measurement counts those that it did not reach, and casualties have lines of their own.
-    failures = sum(not reason.startswith(OUT_OF_TIME) for reason in reasons) - len(provenance.casualties)
+    failures = sum(not reason.startswith(Reason.OUT_OF_TIME) for reason in reasons) - len(provenance.casualties)
     rest = [f"{len(times) - MOST_TIMES} more were slower"] if len(times) > MOST_TIMES else []
     rest += [f"{failures} {'was' if failures == 1 else 'were'} left out or failed"] if failures else []
     if rest:
@@ -200,9 +200,9 @@ def as_dict(explanation: Explanation) -> dict[str, Any]:
 def _fields(cfg: Any) -> Any:
     import attrs
 
-    from ejkernel_core import _display
+    from ejkernel_core.extend import text_of
 
-    return attrs.asdict(cfg) if attrs.has(type(cfg)) else None if cfg is None else _display.text_of(cfg)
+    return attrs.asdict(cfg) if attrs.has(type(cfg)) else None if cfg is None else text_of(cfg)
 
 
 def _provenance(provenance: Provenance) -> dict[str, Any]:

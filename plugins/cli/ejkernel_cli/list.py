@@ -121,7 +121,7 @@ def _list_here(as_json: bool) -> None:
     device = devices()[0]
     platform = device.platform
     import ejkernel_core
-    from ejkernel_core._devices import device_name
+    from ejkernel_core.extend import device_name
 
     from ._here import install_line, kernels_here
 

@@ -63,7 +63,7 @@ def test_a_selection_of_what_is_not_installed_is_refused(run, here):
 )
 def test_a_selection_means_what_it_means_to_the_core(words):
     for point in _metadata.entry_points(_metadata.KERNELS):
-        entry = _discovery.Entry(_metadata.KERNELS, point.name, point.value, point)
+        entry = _discovery.PluginEntry(_metadata.KERNELS, point.name, point.value, point)
         is_selected = _metadata.is_selected(_metadata.distribution(point), words)
         assert is_selected == _discovery._is_selected(entry, words), (point.name, words)
 

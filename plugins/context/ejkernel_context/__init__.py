@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from ejkernel_core._jax_versions import hide_frames
+from ejkernel_core.extend import hide_frames
 
 from ._attention import context_attention
 from ._merge import merge

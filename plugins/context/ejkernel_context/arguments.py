@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ejkernel_core._jax_versions import vary_alike
+from ejkernel_core.extend import vary_alike
 from ejkernel_ops.flash_attention.arguments import prepare as prepare_attention
 from ejkernel_ops.options import type_and_value
 

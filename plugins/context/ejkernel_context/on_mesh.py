@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ejkernel_core
-from ejkernel_core._jax_versions import mapped_mesh_axes
+from ejkernel_core.extend import mapped_mesh_axes
 
 from .arguments import check_layout
 from .mesh import Names, axis_names, check_names, in_words, num_shards

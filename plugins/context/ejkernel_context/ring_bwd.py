@@ -15,8 +15,7 @@ import jax.numpy as jnp
 
 import ejkernel_core
 from ejkernel_core import Invocation, NoConfig, NoKernel, Unsupported, hookimpl
-from ejkernel_core._call import abstract_call
-from ejkernel_core._devices import Target
+from ejkernel_core.extend import Target, abstract_call
 from ejkernel_ops.flash_attention.operation import backward as attention_bwd
 
 from .mesh import check_inside

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_core import _devices
+from ejkernel_core.extend import device_or_default, target_of_device
 
 __all__ = ["estimate_shared_memory_bytes", "get_shared_memory_limit", "select_num_stages", "select_num_warps"]
 
@@ -73,12 +73,12 @@ def get_shared_memory_limit(device: Any = None, *, compute_capability: tuple[int
     if device is not None and compute_capability is not None:
         raise TypeError("get_shared_memory_limit: takes a device or a compute capability, not both")
     if device is not None:
-        _devices._device_or_default(device)
+        device_or_default(device)
     if compute_capability is not None:
         _check_capability(compute_capability)
     if (limit := _limit_from_environment()) is not None:
         return limit
-    capability = compute_capability or _devices._capability(_devices._device_or_default(device))
+    capability = compute_capability or target_of_device(device_or_default(device)).compute_capability
     if capability is None:
         return DEFAULT_KIB * KIB
     return LIMIT_KIB.get(capability, LIMIT_KIB_OF_MAJOR.get(capability[0], DEFAULT_KIB)) * KIB

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ejkernel_core._jax_versions import without_hidden_frames
+from ejkernel_core.extend import ends_at_caller
 
 from .flash_attention.other_names import BY_NAME
 
@@ -30,17 +30,14 @@ def drop_in(names: Mapping[str, str]) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         parameters = inspect.signature(function).parameters
 
+        @ends_at_caller
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                for name in kwargs:
-                    if name in names_here and name not in parameters:
-                        hint = f"{name!r} is called {names_here[name]!r} here"
-                        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {hint}")
-                return function(*args, **kwargs)
-            except Exception as fault:
-                fault.__traceback__ = without_hidden_frames(fault.__traceback__)
-                raise
+            for name in kwargs:
+                if name in names_here and name not in parameters:
+                    hint = f"{name!r} is called {names_here[name]!r} here"
+                    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {hint}")
+            return function(*args, **kwargs)
 
         return call  # type: ignore[return-value]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import ejkernel_core
-from ejkernel_core._jax_versions import ends_at_caller, hide_frames
+from ejkernel_core.extend import ends_at_caller, hide_frames
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

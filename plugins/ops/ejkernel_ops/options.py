@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel_core import _display
+from ejkernel_core import extend
 
 
 def number(name: str, value: Any) -> float:
@@ -61,4 +61,4 @@ def brief(value: Any) -> str:
     """
     if isinstance(value, int) and value.bit_length() > 10_000:  # Python may refuse to print it
         return f"{type(value).__name__} of thousands of digits"
-    return _display.brief(value)
+    return extend.brief(value)

@@ -11,7 +11,7 @@ import attrs
 import jax
 
 from ejkernel_core import Example, Invocation, Record, Registry, Unsupported, overlay_cache
-from ejkernel_core._kernel import MAX_CONFIGURATIONS, LoadedKernel
+from ejkernel_core.extend import MAX_CONFIGURATIONS, LoadedKernel
 
 from ._checks import check_outcome
 from ._outcome import arguments, computed_arrays, generator

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel_core import Example, Registry, Unsupported
-from ejkernel_core._call import results_and_restore
+from ejkernel_core.extend import results_and_restore
 
 Arrays = Mapping[str, Any]
 Results = tuple[Any, ...]

@@ -13,7 +13,7 @@ import jax
 
 from ejkernel_core import Example, Registry, hookimpl
 from ejkernel_core import registry as default_registry
-from ejkernel_core._discovery import KERNELS, OPERATIONS
+from ejkernel_core.extend import KERNELS, OPERATIONS
 
 from . import _checks
 from ._configurations import COUNTS, configuration_values, configurations

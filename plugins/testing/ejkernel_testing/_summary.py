@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from ejkernel_core._discovery import version_of
-from ejkernel_core._environment import FUSION_FLAG, lacks_fusion_flag
+from ejkernel_core.environment import FUSION_FLAG, lacks_fusion_flag
+from ejkernel_core.extend import version_of
 
 if TYPE_CHECKING:
     import pytest

@@ -21,7 +21,7 @@ import pytest
 
 import ejkernel_testing as testing
 from ejkernel_core import Example, Operation, Registry, Unsupported, hookimpl
-from ejkernel_core._environment import lacks_fusion_flag
+from ejkernel_core.environment import lacks_fusion_flag
 from ejkernel_testing import _checks, _processes, _proofs
 from ejkernel_testing._double import double
 

@@ -5,7 +5,7 @@ tuning there.
 import warnings
 
 from ejkernel_cache import PackagedRecords
-from ejkernel_core._discovery import version_of
+from ejkernel_core.extend import version_of
 
 __all__ = ["records"]
 

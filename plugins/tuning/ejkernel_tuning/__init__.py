@@ -9,8 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ejkernel_core._measurement import Earlier, Entry, Progress, Trial
-    from ejkernel_core._records import DIED
+    from ejkernel_core.extend import Earlier, Entry, Progress, Reason, Trial
 
     from ._autotune import tune
     from ._calls import (
@@ -29,12 +28,12 @@ if TYPE_CHECKING:
     from ._usage import Elapsed, get_memory_usage, timer
 
 __all__ = [
-    "DIED",
     "Earlier",
     "Elapsed",
     "Entry",
     "Label",
     "Progress",
+    "Reason",
     "Recorder",
     "Timing",
     "Trial",
@@ -60,8 +59,7 @@ __all__ = [
 
 #: The names of each module, as above.
 _NAMES = {
-    "ejkernel_core._measurement": ("Earlier", "Entry", "Progress", "Trial"),
-    "ejkernel_core._records": ("DIED",),
+    "ejkernel_core.extend": ("Earlier", "Entry", "Progress", "Reason", "Trial"),
     "ejkernel_tuning._autotune": ("tune",),
     "ejkernel_tuning._calls": (
         "Recorder",

@@ -10,12 +10,7 @@ from typing import Any
 import jax
 
 from ejkernel_core import Candidate, Invocation, Provenance, Record, Unsupported
-from ejkernel_core._devices import device_fingerprint
-from ejkernel_core._discovery import Broken
-from ejkernel_core._display import text_of
-from ejkernel_core._kernel import LoadedKernel, version_changes
-from ejkernel_core._measurement import Entry, Progress, Trial
-from ejkernel_core._records import Shortfall
+from ejkernel_core.extend import Broken, Entry, LoadedKernel, Progress, Shortfall, Trial, device_fingerprint, text_of
 
 from ._measurement import Measurement, Variant
 from ._result import Tuned, records_of
@@ -125,7 +120,8 @@ def _make_result(
 
 def _has_same_versions(record: Record, candidates: Sequence[Candidate]) -> bool:
     """Whether the record's times can be compared with those that are measured now."""
-    return record.provenance is not None and not any(version_changes(record, candidate) for candidate in candidates)
+    provenance = record.provenance
+    return provenance is not None and not any(provenance.changes(candidate.software) for candidate in candidates)
 
 
 def _shortfall(measurement: Measurement, entries: Sequence[Entry], budget_s: float) -> Shortfall | None:

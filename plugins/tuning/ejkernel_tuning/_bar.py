@@ -12,7 +12,7 @@ import attrs
 
 from ejkernel_cli import config_text
 from ejkernel_core import Invocation
-from ejkernel_core._measurement import Entry, Progress, Trial
+from ejkernel_core.extend import Entry, Progress, Trial
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

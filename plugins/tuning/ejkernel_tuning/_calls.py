@@ -23,20 +23,28 @@ from ejkernel_core import (
     NotDifferentiable,
     Record,
     Registry,
+    Scope,
     Unsupported,
     Verdict,
-    _scopes,
 )
-from ejkernel_core._call import AbstractCall, abstract_call
-from ejkernel_core._choice import candidates_for
-from ejkernel_core._display import suggestion
-from ejkernel_core._kernel import why_mutable
-from ejkernel_core._keys import abstractify
-from ejkernel_core._measurement import Earlier, Progress
-from ejkernel_core._plugins import Plugins
-from ejkernel_core._policies import Policies, Selection, ask_policies, is_incomplete
-from ejkernel_core._records import DIED
-from ejkernel_core._tuning import check_tunable, exclusive_measurement, remember_records
+from ejkernel_core.extend import (
+    AbstractCall,
+    Earlier,
+    Plugins,
+    Progress,
+    Reason,
+    ScopeChange,
+    Selection,
+    abstract_call,
+    abstractify,
+    ask_policies,
+    current_scope,
+    exclusive_measurement,
+    is_incomplete,
+    remember_records,
+    suggestion,
+    why_mutable,
+)
 
 from ._autotune import tune
 from ._progress import Announcer
@@ -154,10 +162,7 @@ def _candidates(plugins: Plugins, inv: Invocation, backend: str | None) -> tuple
     """The kernels that can run the invocation, and a verdict on every kernel, loaded or not: those of a backend alone,
     unless it has none for the operation.
     """
-    backend = backend if backend in plugins.backends(inv.op) else None
-    kernels, broken = plugins.kernels(inv.op)
-    candidates, verdicts = candidates_for(inv, kernels, backend, None)
-    return candidates, [*(v for v in broken if backend in (None, v.name.rpartition(".")[2])), *verdicts]
+    return plugins.candidates(inv, backend if backend in plugins.backends(inv.op) else None)
 
 
 def _broken(verdicts: Iterable[Verdict]) -> tuple[str, ...]:
@@ -193,8 +198,7 @@ def _tuned_or_stored(
 
 def _stored_choice(plugins: Plugins, inv: Invocation, candidates: Sequence[Candidate]) -> Choice | None:
     """What a store has for exactly this call or its bucket."""
-    scope = _scopes.current()
-    choice, *_ = ask_policies(Selection(inv, plugins.policies(scope), scope), candidates)
+    choice, *_ = ask_policies(plugins.selection(inv, current_scope()), candidates)
     return None if choice is None or choice.record is None else choice
 
 
@@ -312,8 +316,7 @@ class _Measurement:
     """The measurement of one invocation, which no other process makes meanwhile."""
 
     plugins: Plugins
-    inv: Invocation
-    policies: Policies
+    selection: Selection
     budget_s: float
     earlier: Earlier
     report: Callable[[Progress], None]
@@ -333,29 +336,28 @@ class _Measurement:
         it, only those that ended a process do.
         """
         entries = self.earlier.entries
-        known = entries if is_resumed else [entry for entry in entries if entry.reason.startswith(DIED)]
-        announcer = Announcer(self.report, self.inv, self.budget_s)
+        known = entries if is_resumed else [entry for entry in entries if entry.reason.startswith(Reason.DIED)]
+        inv, reference = self.selection.inv, self.selection.reference
+        announcer = Announcer(self.report, inv, self.budget_s)
         arguments = (known, calls, self.earlier.suspects, record, has_burst_ranking)
-        reference = self.plugins.reference(self.inv)
         try:
-            tuned = tune(self.inv, candidates, reference, self.budget_s, inputs, configs, announcer, *arguments)
+            tuned = tune(inv, candidates, reference, self.budget_s, inputs, configs, announcer, *arguments)
             announcer.finish(tuned.entries, tuned.seconds)
         finally:
             announcer.finish()
         if remember and tuned.records:
-            remember_records(self.policies, self.inv, tuned.records, record)
-            self.plugins.invalidate(self.inv)
+            remember_records(self.selection, tuned.records, record)
+            self.plugins.invalidate(inv)
         return _with_notes(tuned, _notes_on_processes())
 
 
 @contextlib.contextmanager
 def _measurement(plugins: Plugins, inv: Invocation, budget_s: float) -> Iterator[_Measurement]:
-    scope = _scopes.current()
-    check_tunable(inv)
+    scope = current_scope()
     waiting_scope = attrs.evolve(scope, policy=attrs.evolve(scope.policy, budget_s=budget_s, wait=True))
-    policies = plugins.policies(waiting_scope)
-    with exclusive_measurement(policies, inv, waiting_scope) as (earlier, reporter):
-        yield _Measurement(plugins, inv, policies, budget_s, earlier, reporter.report)
+    selection = plugins.selection(inv, waiting_scope)
+    with exclusive_measurement(selection) as (earlier, reporter):
+        yield _Measurement(plugins, selection, budget_s, earlier, reporter.report)
 
 
 # -- recording -------------------------------------------------------------------------------------------------------
@@ -405,11 +407,11 @@ def recording() -> Iterator[Recorder]:
     """
     recorder, number = Recorder(), next(_numbers)
 
-    def change(scope: _scopes.Scope) -> _scopes.Scope:
+    def change(scope: Scope) -> Scope:
         listeners: tuple[Any, ...] = (*scope.listeners, recorder, process_recorder)
         return attrs.evolve(scope, listeners=listeners, state=f"{scope.state};recording {number}")
 
-    with _scopes.ScopeChange(change):
+    with ScopeChange(change):
         yield recorder
 
 

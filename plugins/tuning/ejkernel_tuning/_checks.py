@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel_core import Invocation
-from ejkernel_core._errors import message
-from ejkernel_core._records import WRONG
+from ejkernel_core.extend import Reason, message
 
 #: The largest difference from the reference's results, relative to the largest of them, by dtype. By default, GPUs and
 #: TPUs multiply float32 in lower precision.
@@ -53,19 +52,19 @@ def _available_memory() -> int | None:
 def results_fault(results: Sequence[Any], expected: Sequence[Any], inv: Invocation) -> str | None:
     """The reason of a variant with wrong results, else None."""
     if _types(results) != _types(expected):
-        return f"{WRONG}: returned ({', '.join(_types(results))}), not ({', '.join(_types(expected))})"
+        return f"{Reason.WRONG}: returned ({', '.join(_types(results))}), not ({', '.join(_types(expected))})"
     for name, value, expected_value in zip(_names(inv, len(expected)), results, expected, strict=True):
         if not jnp.issubdtype(expected_value.dtype, jnp.inexact):
             if not bool(jnp.array_equal(value, expected_value)):
-                return f"{WRONG}: {name} is another"
+                return f"{Reason.WRONG}: {name} is another"
             continue
         error, places = (np.asarray(value).item() for value in _distance(value, expected_value))
         if places:
             where = f"in {places} places where the reference is not, or not where it is"
-            return f"{WRONG}: {name} is NaN or infinite {where}"
+            return f"{Reason.WRONG}: {name} is NaN or infinite {where}"
         allowed = tolerance(expected_value.dtype, inv.platform)
         if not error <= allowed:
-            return f"{WRONG}: {name} is off by {error:.2g} of the largest value; {allowed:.2g} is allowed"
+            return f"{Reason.WRONG}: {name} is off by {error:.2g} of the largest value; {allowed:.2g} is allowed"
     return None
 
 

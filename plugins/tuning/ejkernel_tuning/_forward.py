@@ -10,8 +10,7 @@ import jax
 
 import ejkernel_core
 from ejkernel_core import Candidate, Invocation, Unsupported
-from ejkernel_core._choice import candidates_for
-from ejkernel_core._errors import NEVER_CAUGHT
+from ejkernel_core.extend import plugin_faults
 
 from ._checks import bytes_needed, fault_text, memory_fault, results_fault
 
@@ -44,7 +43,7 @@ def forward_results(inv: Invocation, arrays: Mapping[str, jax.Array]) -> dict[st
 
 def _frugal_first(inv: Invocation) -> Sequence[Candidate]:
     registry = inv.registry or ejkernel_core.registry
-    candidates, _ = candidates_for(inv, registry.kernels(inv.op)[0], None, None)
+    candidates, _ = registry.candidates(inv)
     return sorted(candidates, key=lambda candidate: candidate.kernel.is_opaque_on(inv.platform))
 
 
@@ -67,9 +66,7 @@ class _Run:
                 return None
             results: Results = jax.block_until_ready(compiled(*self.arrays.values()))
             return results
-        except NEVER_CAUGHT:
-            raise
-        except BaseException as fault:  # a broken kernel excludes only itself
+        except plugin_faults() as fault:  # a broken kernel excludes only itself
             self.reason = fault_text("running", fault)
             return None
 

@@ -16,8 +16,7 @@ import jax
 
 import ejkernel_core
 from ejkernel_core import Key, Record, RecordError, from_json
-from ejkernel_core._labels import digest_label, field_types, nested_class, value_text
-from ejkernel_core._records import SCHEMA
+from ejkernel_core.extend import SCHEMA, digest_label, field_types, nested_class, value_text
 
 #: The label of a call, ``flash_attention.xla(q_block=256,kv_block=256)``, or a custom one, ``label(my_attention)``.
 _LABEL = re.compile(

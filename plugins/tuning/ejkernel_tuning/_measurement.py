@@ -18,10 +18,7 @@ import attrs
 import jax
 
 from ejkernel_core import Invocation
-from ejkernel_core._display import text_of
-from ejkernel_core._kernel import LoadedKernel
-from ejkernel_core._measurement import OUT_OF_TIME, SLOWER, Entry, Trial
-from ejkernel_core._records import HUNG, WRONG
+from ejkernel_core.extend import Entry, LoadedKernel, Reason, Trial, text_of
 
 from . import _load, _timing
 from ._checks import fault_text, is_constant, memory_fault, results_fault
@@ -237,13 +234,13 @@ class Measurement:
     def _winner(self) -> Variant | None:
         measured = [variant for variant in self.remaining_variants() if variant.samples]
         # Without a reference, it is unknown which of several different results are right.
-        is_disputed = self._has_no_reference and any((v.reason or "").startswith(WRONG) for v in self.variants)
+        is_disputed = self._has_no_reference and any((v.reason or "").startswith(Reason.WRONG) for v in self.variants)
         if is_disputed:
             self.notes.append(NO_WINNER)
         if self._is_constant:
             self.notes.append(NOTHING_TO_SEE)
         # Without its time, nothing is known to be faster than the heuristic's configuration.
-        is_usual_unreached = any(v.is_usual and (v.reason or "").startswith(OUT_OF_TIME) for v in self.variants)
+        is_usual_unreached = any(v.is_usual and (v.reason or "").startswith(Reason.OUT_OF_TIME) for v in self.variants)
         if is_disputed or self._is_constant or is_usual_unreached or not measured:
             return None
         return _best_of(measured)
@@ -279,7 +276,9 @@ class Measurement:
         while self._suspects:
             variant = self._suspects.pop(0)
             if self._trials:
-                variant.reason = f"{OUT_OF_TIME}: a process died while it was tried; {self.trials[0]} has not ended"
+                variant.reason = (
+                    f"{Reason.OUT_OF_TIME}: a process died while it was tried; {self.trials[0]} has not ended"
+                )
                 continue
             self._compile_and_check(iter([variant]), num_threads=1)
             is_any_remaining |= variant.reason is None
@@ -311,7 +310,7 @@ class Measurement:
         with self._lock:
             pending.is_closed = True
         for variant in pending.compiling:
-            variant.reason = f"{OUT_OF_TIME}: not compiled within the budget; left behind in a thread"
+            variant.reason = f"{Reason.OUT_OF_TIME}: not compiled within the budget; left behind in a thread"
         if num_running or len(self.variants) >= MAX_VARIANTS:
             self._count_rest(pending, settings)
         for variant in (*self.remaining_variants(), *([self.reference] if self.reference else [])):
@@ -390,7 +389,7 @@ class Measurement:
         if variant not in self.variants and variant is not self.reference:
             self.variants.append(variant)
         if not variant.has_earlier_result and variant.reason is None:
-            variant.reason = f"{OUT_OF_TIME}: not reached within the budget"
+            variant.reason = f"{Reason.OUT_OF_TIME}: not reached within the budget"
 
     def _count_rest(self, pending: _CompileQueue, settings: Settings) -> None:
         """Add the variants for which no time was left, as far as they can be counted quickly."""
@@ -503,7 +502,7 @@ class Measurement:
         best = self._best_milliseconds()
         for variant in self.remaining_variants():
             if variant.samples and not variant.is_usual and variant.milliseconds > factor * best:
-                variant.reason = f"{SLOWER}: {variant.milliseconds:.4g} ms"
+                variant.reason = f"{Reason.SLOWER}: {variant.milliseconds:.4g} ms"
 
     # -- under load ----------------------------------------------------------------------------------------------
 
@@ -550,7 +549,7 @@ class Measurement:
             ranked = sorted(variants, key=lambda v: (v is not best, v.reason is not None, v.milliseconds))
             self.burst_ranking = tuple(variant.entry for variant in ranked)
         for variant in variants:
-            if (variant.reason or "").startswith(SLOWER):
+            if (variant.reason or "").startswith(Reason.SLOWER):
                 variant.reason = None
 
     # -- one variant ---------------------------------------------------------------------------------------------
@@ -599,7 +598,7 @@ class Measurement:
         limit_s = share * (self.deadline - time.monotonic())
         if limit_s <= 0:
             if not variant.samples:
-                variant.reason = f"{OUT_OF_TIME}: the budget was spent"
+                variant.reason = f"{Reason.OUT_OF_TIME}: the budget was spent"
             return None
         try:
             return run_in_thread(
@@ -614,7 +613,9 @@ class Measurement:
             else:
                 is_blocked = step == "checking" or self._stuck_run != (variant, fault.thread)
                 hangs_after_s = max(HANG_S, PATIENCE * self._best_milliseconds() * 1e-3 + profile_s)
-                variant.reason = f"{OUT_OF_TIME if is_blocked or limit_s < hangs_after_s else HUNG}: {reason}"
+                variant.reason = (
+                    f"{Reason.OUT_OF_TIME if is_blocked or limit_s < hangs_after_s else Reason.HUNG}: {reason}"
+                )
         except Exception as fault:  # excludes only this variant
             variant.reason = fault_text(step, fault)
         return None

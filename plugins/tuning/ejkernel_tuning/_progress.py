@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from ejkernel_core import Invocation
-from ejkernel_core._measurement import Entry, Progress
+from ejkernel_core.extend import Entry, Progress
 
 logger = logging.getLogger("ejkernel.tuning")
 #: The shortest time between two lines of the log.

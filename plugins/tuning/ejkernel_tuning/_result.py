@@ -12,10 +12,18 @@ import attrs
 import jax
 
 from ejkernel_core import Key, Provenance, Record, RecordError, overlay_cache, record_from_json, record_to_json
-from ejkernel_core._devices import device_name, processor
-from ejkernel_core._display import config_text, html_table, html_text, one_line, quantity
-from ejkernel_core._measurement import SLOWER, Entry
-from ejkernel_core._records import SCHEMA
+from ejkernel_core.extend import (
+    SCHEMA,
+    Entry,
+    Reason,
+    config_text,
+    device_name,
+    html_table,
+    html_text,
+    one_line,
+    processor,
+    quantity,
+)
 
 #: The columns of the table of one result.
 COLUMNS = ("", "backend", "configuration", "ms", "spread", "out because")
@@ -215,7 +223,7 @@ def records_of(entries: Iterable[Entry], provenance: Callable[[Entry], Provenanc
     winner, *others = entries
     best = {winner.backend: Record(winner.cfg, winner.backend, provenance(winner))}
     for entry in others:
-        is_correct = not entry.reason or entry.reason.startswith(SLOWER)
+        is_correct = not entry.reason or entry.reason.startswith(Reason.SLOWER)
         if is_correct and entry.backend not in best and (entry.milliseconds or 0.0) >= (winner.milliseconds or 0.0):
             best[entry.backend] = Record(entry.cfg, entry.backend, provenance(entry))
     return tuple(best.values())

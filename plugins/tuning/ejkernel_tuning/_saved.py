@@ -13,8 +13,7 @@ import numpy as np
 
 import ejkernel_core
 from ejkernel_core import Invocation, Key, RecordError, stable_json
-from ejkernel_core._devices import current_platform, target
-from ejkernel_core._keys import TAG
+from ejkernel_core.extend import TAG, target_of
 
 from ._calls import _core_invocation
 
@@ -121,7 +120,7 @@ def _invocation(operation: Any, arguments: Any, sizes: Mapping[str, int], place:
     if unknown:
         raise RecordError(f"{place}: {name} has no argument {unknown[0]!r}")
     complete = {**dict.fromkeys(definition.signature.parameters), **values}
-    here = target(current_platform(()))
+    here = target_of(())
     device = here.platform, here.device_kind, here.compute_capability
     return Invocation(name, complete, *device, definition, registry=ejkernel_core.registry)
 

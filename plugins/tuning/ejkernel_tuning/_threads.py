@@ -17,7 +17,8 @@ from typing import Any
 import attrs
 import jax
 
-from ejkernel_core import Invocation, _request
+from ejkernel_core import Invocation
+from ejkernel_core.extend import Numerics
 
 
 class StillRunningError(Exception):
@@ -32,7 +33,7 @@ class StillRunningError(Exception):
 class Settings:
     """The settings of JAX that belong to a thread, and the device to run on."""
 
-    numerics: _request.Settings
+    numerics: Numerics
     device: Any
 
     @classmethod
@@ -44,7 +45,7 @@ class Settings:
     def current(cls) -> Settings:
         """The current settings, with the current device."""
         config: Any = jax.config
-        return cls(_request.Settings.current(), config.jax_default_device)
+        return cls(Numerics.current(), config.jax_default_device)
 
     @contextlib.contextmanager
     def in_effect(self) -> Iterator[None]:

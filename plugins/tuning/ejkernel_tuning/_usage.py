@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from ejkernel_core import _devices
+from ejkernel_core.extend import device_or_default
 
 STATM = Path("/proc/self/statm")
 
@@ -74,7 +74,7 @@ def get_memory_usage(device: Any = None) -> dict[str, int]:
     >>> list(usage), 0 < usage["allocated"] < usage["limit"]
     (['allocated', 'reserved', 'limit'], True)
     """
-    stats = _devices._device_or_default(device).memory_stats()
+    stats = device_or_default(device).memory_stats()
     if not stats:
         return {"allocated": _resident(), "reserved": 0, "limit": _pages("SC_PHYS_PAGES")}
     names = {"allocated": "bytes_in_use", "reserved": "bytes_reserved", "limit": "bytes_limit"}

@@ -9,13 +9,7 @@ from typing import Any
 import attrs
 
 from ejkernel_core import Candidate, Invocation, Record, Unsupported
-from ejkernel_core._discovery import Broken
-from ejkernel_core._display import text_of
-from ejkernel_core._errors import NEVER_CAUGHT
-from ejkernel_core._kernel import LoadedKernel
-from ejkernel_core._keys import content
-from ejkernel_core._measurement import OUT_OF_TIME, SLOWER, Entry, Trial
-from ejkernel_core._records import DIED, WRONG
+from ejkernel_core.extend import Broken, Entry, LoadedKernel, Reason, Trial, content, plugin_faults, text_of
 
 from ._checks import fault_text
 from ._measurement import Variant
@@ -58,9 +52,9 @@ class KnownResults:
         outcome = dict(record.provenance.tried).get(f"{variant.backend} {text_of(variant.cfg)}")
         if isinstance(outcome, str):
             # The stores decide whether one that ended a process is tried again.
-            variant.reason = None if outcome.startswith((OUT_OF_TIME, DIED)) else outcome
+            variant.reason = None if outcome.startswith((Reason.OUT_OF_TIME, Reason.DIED)) else outcome
         elif outcome is not None:
-            variant.samples, variant.reason = [float(outcome)], f"{SLOWER}: {outcome:.4g} ms, measured before"
+            variant.samples, variant.reason = [float(outcome)], f"{Reason.SLOWER}: {outcome:.4g} ms, measured before"
 
 
 def _is_same(variant: Variant, other: Entry | Trial | Record) -> bool:
@@ -69,7 +63,7 @@ def _is_same(variant: Variant, other: Entry | Trial | Record) -> bool:
 
 def _is_still_valid(entry: Entry) -> bool:
     """Whether an earlier result counts. One that depends on results counts only if a reference checked them."""
-    is_about_results = entry.milliseconds is not None or entry.reason.startswith(WRONG)
+    is_about_results = entry.milliseconds is not None or entry.reason.startswith(Reason.WRONG)
     return entry.is_reached and (entry.is_checked or not is_about_results)
 
 
@@ -113,9 +107,7 @@ class VariantSource:
             variant.cfg = kernel.heuristic_cfg(self.inv)
         except Unsupported as refusal:
             variant.reason = f"refused, {refusal}"
-        except NEVER_CAUGHT:
-            raise
-        except BaseException as fault:  # a broken kernel excludes only itself
+        except plugin_faults() as fault:  # a broken kernel excludes only itself
             variant.reason = fault_text("heuristic_cfg", fault)
         own_result = self.known.apply_to(attrs.evolve(variant))
         # Its results are needed again even if it was measured before, unless it may end the process.

@@ -199,7 +199,7 @@ def _recorded(file: str, has_backward: bool) -> list[Invocation]:
 def _compiled(file: str, has_backward: bool) -> tuple[list[Invocation], list[str]]:
     """The stored calls whose configurations are in the labels of a compiled program, and what is said of the others."""
     from ejkernel_core import RecordError, registry
-    from ejkernel_core._discovery import OPERATIONS
+    from ejkernel_core.extend import OPERATIONS
 
     from ._labels import extract_labels_from_hlo_text, labels_to_configs
     from ._saved import invocation_of
@@ -339,7 +339,7 @@ def _provenance(outcome: Outcome) -> Provenance | None:
 
 def _heuristic_time(outcome: Outcome) -> float | None:
     """The milliseconds of the heuristic's configuration in the same measurement."""
-    from ejkernel_core._display import text_of
+    from ejkernel_core.extend import text_of
 
     if outcome.heuristic is None:
         return None
@@ -372,12 +372,11 @@ def _line(outcome: Outcome) -> str:
 
 def _fault_lines(outcome: Outcome) -> Iterator[str]:
     """A line for each kernel that had wrong results or hung, with the first of its configurations and the reason."""
-    from ejkernel_core._display import quantity
-    from ejkernel_core._records import HUNG, WRONG
+    from ejkernel_core.extend import Reason, quantity
 
     from ._bar import kernel_text
 
-    beginnings = {WRONG: "wrong results of", HUNG: "hung:"}
+    beginnings: dict[str, str] = {Reason.WRONG: "wrong results of", Reason.HUNG: "hung:"}
     faults: dict[tuple[str, str], list[tuple[Any, str]]] = {}
     for backend, cfg, result in _tried(outcome):
         kind, _, reason = result.partition(": ") if isinstance(result, str) else ("", "", "")

@@ -6,9 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from ejkernel_core import Candidate, Invocation, Record, Scope, Unsupported, hookimpl
-from ejkernel_core._discovery import Broken
-from ejkernel_core._kernel import LoadedKernel
-from ejkernel_core._measurement import Earlier, Progress
+from ejkernel_core.extend import Broken, Earlier, LoadedKernel, Progress
 
 from ._autotune import tune
 from ._measurement import NO_WINNER, NOTHING_TO_SEE

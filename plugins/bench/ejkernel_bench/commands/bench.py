@@ -185,7 +185,7 @@ def _unknown(name: str, installed: Mapping[str, Suite]) -> str:
     import difflib
 
     from ejkernel_core import registry
-    from ejkernel_core._discovery import OPERATIONS
+    from ejkernel_core.extend import OPERATIONS
 
     if name in registry.names(OPERATIONS):
         return f"{name!r} has no suite of its own; measure it at given shapes, as --shape 16384x4096"
@@ -245,7 +245,7 @@ def _run_of_call(words: Sequence[str], options: Mapping[str, Any]) -> tuple[str,
 def _check_backend(name: str, backend: str | None) -> None:
     """Refuse a backend that the operation does not have, before anything is compiled. A suite may have another name."""
     from ejkernel_core import UnknownBackend, registry
-    from ejkernel_core._discovery import OPERATIONS
+    from ejkernel_core.extend import OPERATIONS
 
     if backend is None or name not in registry.names(OPERATIONS) or backend in registry.backends(name):
         return

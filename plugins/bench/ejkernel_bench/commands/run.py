@@ -99,7 +99,7 @@ def _device() -> Iterator[str]:
     import jax
 
     from ejkernel_bench.demonstration import kernels_here
-    from ejkernel_core._devices import device_fingerprint
+    from ejkernel_core.extend import device_fingerprint
 
     device = jax.devices()[0]
     count = f", one of {jax.device_count()}" if jax.device_count() > 1 else ""

@@ -46,7 +46,7 @@ import attrs
 import jax
 import jax.numpy as jnp
 
-from ejkernel_core._devices import absent_target
+from ejkernel_core.extend import absent_target
 from ejkernel_triton.launch import _compile_cache
 from ejkernel_triton.launch._cards import capability_by_name
 

@@ -20,7 +20,7 @@ from jax._src import dispatch
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from ejkernel_core._jax_versions import Primitive
+from ejkernel_core.extend import Primitive
 from ejkernel_triton.launch import _compile_cache, _jax_triton
 from ejkernel_triton.launch._jax_triton import Launch
 
