@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ._axes import Axes as Axes
     from ._cache import ConfigCache as ConfigCache
     from ._call import Registry as Registry
+    from ._content import stable_json as stable_json
     from ._default import call as call
     from ._default import config_type as config_type
     from ._default import explain as explain
@@ -38,11 +39,14 @@ if TYPE_CHECKING:
     from ._errors import UntrustedFolder as UntrustedFolder
     from ._example import Example as Example
     from ._hooks import hookimpl as hookimpl
+    from ._invocation import Invocation as Invocation
+    from ._json import from_json as from_json
+    from ._json import record_from_json as record_from_json
+    from ._json import record_to_json as record_to_json
+    from ._json import to_json as to_json
     from ._kernel import Candidate as Candidate
-    from ._kernel import Invocation as Invocation
     from ._kernel import matching_record as matching_record
     from ._keys import Key as Key
-    from ._keys import stable_json as stable_json
     from ._operation import Cost as Cost
     from ._operation import Operation as Operation
     from ._operation import gradient_signature as gradient_signature
@@ -53,15 +57,11 @@ if TYPE_CHECKING:
     from ._plan import Explanation as Explanation
     from ._plan import Plan as Plan
     from ._plan import Verdict as Verdict
-    from ._policies import recall as recall
+    from ._recall import recall as recall
     from ._records import Provenance as Provenance
     from ._records import Record as Record
     from ._records import as_record as as_record
-    from ._records import from_json as from_json
-    from ._records import record_from_json as record_from_json
-    from ._records import record_to_json as record_to_json
     from ._records import successor as successor
-    from ._records import to_json as to_json
 
 #: The modules of the other public names.
 _MODULES = {
@@ -73,7 +73,7 @@ _MODULES = {
     "EjkernelError": "_errors",
     "Example": "_example",
     "Explanation": "_plan",
-    "Invocation": "_kernel",
+    "Invocation": "_invocation",
     "Key": "_keys",
     "NoConfig": "_errors",
     "NoKernel": "_errors",
@@ -96,20 +96,20 @@ _MODULES = {
     "call": "_default",
     "config_type": "_default",
     "explain": "_default",
-    "from_json": "_records",
+    "from_json": "_json",
     "gradient_signature": "_operation",
     "hookimpl": "_hooks",
     "invocation": "_default",
     "matching_record": "_kernel",
     "plain_kernel": "_plain",
     "plan": "_default",
-    "recall": "_policies",
-    "record_from_json": "_records",
-    "record_to_json": "_records",
+    "recall": "_recall",
+    "record_from_json": "_json",
+    "record_to_json": "_json",
     "registry": "_default",
-    "stable_json": "_keys",
+    "stable_json": "_content",
     "successor": "_records",
-    "to_json": "_records",
+    "to_json": "_json",
 }
 
 __all__ = sorted([*_MODULES, "AutotunePolicy", "Scope", "overlay_cache", "policy_override"])

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._content import abstract, read_only
 from ._display import brief
-from ._keys import abstract, read_only
 from ._layout import (
     LEADING,
     Layout,

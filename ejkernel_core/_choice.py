@@ -14,7 +14,8 @@ from typing import Any
 import attrs
 
 from ._errors import NoConfig, NoKernel, PluginError, Unsupported, description, message, plugin_faults
-from ._kernel import Candidate, Invocation, LoadedKernel, why_mutable, with_versions
+from ._invocation import Invocation
+from ._kernel import Candidate, LoadedKernel, why_mutable, with_versions
 from ._plan import EXPLICIT, HEURISTIC, Choice, Plan, Verdict
 from ._policies import Selection, ask_policies, is_incomplete, kernel_of, remember, tuner_name
 

@@ -19,7 +19,7 @@ import attrs
 import jax
 import numpy as np
 
-from ._keys import code_hash, short_hash, stable_json
+from ._content import code_hash, short_hash, stable_json
 
 #: An array with more bytes is not read. It counts as what has no content.
 MOST_BYTES = 2**20

@@ -39,7 +39,7 @@ def _reason(plan: Plan, registry: Plugins) -> str | None:
     other_verdicts = [verdict for verdict in plan.verdicts if verdict.name in names]
     broken = [verdict for verdict in other_verdicts if verdict.status == "broken"]
     if not other_verdicts and not registry.is_local(reference):
-        return registry.no_other_kernel(op)
+        return registry.hints.no_other_kernel(op)
     if not broken or any(verdict.status == "able" for verdict in other_verdicts):
         return None
     faults = "; ".join(map(str, broken))

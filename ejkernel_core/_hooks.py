@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from ._discovery import Broken
-from ._kernel import Candidate, Invocation, LoadedKernel
+from ._invocation import Invocation
+from ._kernel import Candidate, LoadedKernel
 from ._plan import Choice, Verdict
 from ._records import Record
 from ._scopes import Scope

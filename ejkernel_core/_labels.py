@@ -15,9 +15,9 @@ from urllib.parse import quote
 
 import attrs
 
+from ._content import content, short_hash, stable_json
 from ._errors import RecordError
-from ._keys import content, short_hash, stable_json
-from ._records import to_json
+from ._json import to_json
 
 #: A label is short, because every instruction of a call has it.
 MAX_LENGTH = 100

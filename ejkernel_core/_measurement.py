@@ -8,7 +8,7 @@ import attrs
 
 from ._display import config_text, repr_of
 from ._errors import printable
-from ._kernel import Invocation
+from ._invocation import Invocation
 from ._records import Reason
 
 

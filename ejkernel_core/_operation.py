@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._axes import PARTIAL_SUMS, Axes
+from ._content import read_only
 from ._display import brief, suggestion
 from ._errors import PluginError, name_operation
 from ._example import Example
-from ._keys import read_only
 
 if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
     from ._partitioning import Partitioning

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from ._hooks import hookimpl
-from ._kernel import Invocation
+from ._invocation import Invocation
 
 _PLATFORMS = ("cpu", "gpu", "tpu")
 

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from ._content import plain
 from ._display import config_text, html_table, html_text, one_line, repr_of
 from ._errors import printable
-from ._kernel import Invocation, LoadedKernel
-from ._keys import Key, plain
+from ._invocation import Invocation
+from ._kernel import LoadedKernel
+from ._keys import Key
 from ._records import Record
 
 if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import operator
 import os
@@ -13,7 +12,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import attrs
-import jax
 
 from . import _discovery
 from ._cache import ConfigCache
@@ -21,13 +19,16 @@ from ._choice import candidates_for, choose
 from ._discovery import KERNELS, OPERATIONS, POLICIES, Broken, PluginEntry
 from ._display import brief, quantity
 from ._errors import NoKernel, PluginError, UnknownBackend, UnknownOperation
+from ._hints import Hints
 from ._hooks import BUILT_IN_PREFIX
-from ._kernel import Candidate, Invocation, LoadedKernel
+from ._invocation import Invocation
+from ._kernel import Candidate, LoadedKernel
 from ._keys import Key
 from ._loading import check_plugin, load
 from ._operation import Operation
 from ._plan import Plan, Verdict
-from ._policies import Policies, Selection, StorePolicy, chain
+from ._policies import Policies, Selection, chain
+from ._recall import StorePolicy
 from ._scopes import Scope
 
 
@@ -170,9 +171,7 @@ class Plugins:
         try:
             plan = choose(selection, kernels, broken, check)
         except NoKernel as refusal:
-            # Other packages bring kernels of standard operations, and no other Config or backend.
-            is_standard = inv.operation is not None and self._state.entries[OPERATIONS, inv.op][0].is_standard
-            hints = self.hints() if is_standard and (backend, cfg) == (None, None) else self.listing_hint()
+            hints = self.hints.no_kernel(inv.op, is_restricted=(backend, cfg) != (None, None))
             raise NoKernel(f"{refusal}\n{hints}", refusal.verdicts) from None
         if plan.choice.measured:
             self.invalidate(inv)
@@ -244,7 +243,7 @@ class Plugins:
                 f"op: takes the name of an operation, as 'flash_attention'; got {type(name).__name__} {brief(name)}"
             )
         if (OPERATIONS, name) not in self._state.entries:
-            raise UnknownOperation(self._no_operation(name))
+            raise UnknownOperation(self.hints.no_operation(name))
         plugin = self._load(OPERATIONS, name)
         if isinstance(plugin, Broken):
             raise PluginError(plugin.reason)
@@ -267,7 +266,7 @@ class Plugins:
     def kernel(self, op: str, backend: str) -> LoadedKernel:
         """The kernel of an operation and a backend."""
         if not backend or backend not in self.backends(op):
-            raise UnknownBackend(self._no_backend(op, backend))
+            raise UnknownBackend(self.hints.no_backend(op, backend))
         kernel = self._load(KERNELS, f"{op}.{backend}")
         if isinstance(kernel, Broken):
             raise PluginError(kernel.reason)
@@ -296,46 +295,10 @@ class Plugins:
         """Whether the kernel was registered at run time."""
         return all(entry.is_local for entry in self._state.entries[KERNELS, kernel.name])
 
-    def install_hint(self) -> str:
-        """The sentence that says how to install the project's plugins; "" where all of them are installed."""
-        names = [extra for extra, absent in self._absent().items() if absent]
-        others = f" (or {', '.join(names[1:])})" if names[1:] else ""
-        return f"'pip install \"{_discovery.CORE}[{names[0]}]\"'{others} brings the standard ones" if names else ""
-
-    def listing_hint(self) -> str:
-        """The sentence that says how to list the installed plugins."""
-        cause = "EJKERNEL_PLUGINS is " if self._is_selected_by_environment else "this registry has plugins="
-        filtered = f" ({cause}{self.plugins!r})" if self.plugins is not None else ""
-        if _discovery.version_of(_discovery.COMMAND) == "not installed":
-            return f"'pip install {_discovery.COMMAND}' brings 'ejkernel list', which lists what is installed{filtered}"
-        return f"'ejkernel list' lists what is installed{filtered}"
-
-    def hints(self) -> str:
-        """Both sentences."""
-        return "; ".join(filter(None, (self.install_hint(), self.listing_hint())))
-
-    def no_other_kernel(self, op: str) -> str:
-        """The sentences that say that an operation has no kernel but its reference, and where others could come from.
-
-        The standard plugins have kernels of their own operations only.
-        """
-        entry = self._state.entries[OPERATIONS, op][0]
-        if entry.is_standard:
-            return f"no other kernel of it is installed. {self.hints()}"
-        owner = "" if entry.is_local else f", and its distribution, {entry.provider}, provides none"
-        return f"no other kernel of it is installed{owner}. {self.listing_hint()}"
-
-    def _absent(self) -> dict[str, list[str]]:
-        """By the core's extras: the distributions that each would add."""
-        installed = {
-            _discovery.normalized(entry.distribution) for entries in self._state.entries.values() for entry in entries
-        }
-
-        def is_absent(name: str) -> bool:
-            is_hidden = self.plugins is not None  # installed, and not selected
-            return name not in installed and (is_hidden or _discovery.version_of(name) == "not installed")
-
-        return {extra: [*filter(is_absent, names)] for extra, names in _discovery.extras().items()}
+    @property
+    def hints(self) -> Hints:
+        """The sentences that say what could be installed, and how."""
+        return Hints(self._state.entries, self.plugins, self._is_selected_by_environment)
 
     def _check_overlays(self, inv: Invocation, scope: Scope) -> None:
         """Raise for a configuration that was put into an overlay for a backend without a kernel."""
@@ -345,7 +308,7 @@ class Plugins:
             return
         for backend in (name for overlay in scope.overlays for key in keys for name in overlay.backends_by_hand(key)):
             if backend not in self.backends(inv.op):
-                raise UnknownBackend(f"overlay_cache: {self._no_backend(inv.op, backend)}")
+                raise UnknownBackend(f"overlay_cache: {self.hints.no_backend(inv.op, backend)}")
 
     def _check_selection(self) -> None:
         if self.selection_fault:
@@ -363,48 +326,6 @@ class Plugins:
                 plugin = self._state.plugins.get(key, new)
                 self._state = self._state._replace(plugins={**self._state.plugins, key: plugin})
         return plugin
-
-    def _no_operation(self, name: str) -> str:
-        names = self.names(OPERATIONS)
-        nearest = _nearest(name, names)
-        # It is unknown which distribution would provide the operation.
-        instruction = self.listing_hint() if names else self.hints()
-        hint = f"; did you mean {nearest!r}?" if nearest else "."
-        return f"no operation {name!r} is installed{hint} Known: {', '.join(names) or 'none'}. {instruction}"
-
-    def _no_backend(self, op: str, backend: str) -> str:
-        names = [name for name in self.backends(op) if name]
-        end = f"Known: {', '.join(names) or 'none'}. {self.listing_hint()}"
-        if not backend:
-            return f"{op}: backend='' is not a name. {end}"
-        return f"no backend {backend!r} of {op!r} is installed{self._backend_hint(backend, names)} {end}"
-
-    def _backend_hint(self, backend: str, names: Iterable[str]) -> str:
-        """The end of a sentence about an unknown backend: the most similar name, and how to install it."""
-        installable = {_discovery.backend_of(name): name for absent in self._absent().values() for name in absent}
-        # Not every distribution that could be installed has a backend, so its name has to be very similar.
-        nearest = (
-            backend if backend in installable else _nearest(backend, names) or _nearest(backend, installable, 0.75)
-        )
-        install = _how_to_install(installable[nearest]) if nearest in installable else ""
-        if nearest is None or nearest == backend:
-            return f"; {install}" if install else "."
-        return f"; did you mean {nearest!r}? {install}".rstrip()
-
-
-def _how_to_install(distribution: str) -> str:
-    """The sentence about a distribution that is not installed. One for other devices is of no use here."""
-    extras, platform = _discovery.extras(), jax.default_backend()
-    here = extras.get(_discovery.EXTRAS.get(platform, ""), (distribution,))
-    elsewhere = [extra for extra in _discovery.EXTRAS.values() if distribution in extras.get(extra, ())]
-    if distribution in here or not elsewhere:
-        return f"'pip install {distribution}' brings that backend."
-    return f"{distribution} has that backend for {' and '.join(elsewhere)}; this is {platform}."
-
-
-def _nearest(name: str, names: Iterable[str], similarity: float = 0.6) -> str | None:
-    by_lower = {candidate.lower(): candidate for candidate in names}
-    return next((by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, 1, similarity)), None)
 
 
 def _by_name(entries: Iterable[PluginEntry]) -> dict[tuple[str, str], tuple[PluginEntry, ...]]:

@@ -14,7 +14,8 @@ import attrs
 
 from ._errors import PluginError, description
 from ._hooks import BUILT_IN_PREFIX
-from ._kernel import Candidate, Invocation
+from ._invocation import Invocation
+from ._kernel import Candidate
 from ._plan import Choice, Verdict
 from ._policies import Policies, Selection, fault_of_choice
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import attrs
 import jax
 
+from ._content import abstract, content
 from ._devices import Target, absent_target, current_platform, target
 from ._display import repr_of
 from ._errors import NoKernel, PluginError, Unsupported, message
+from ._invocation import Invocation
 from ._jax_versions import Primitive, keep_weakly, lower_with_devices, vary_alike
-from ._kernel import Invocation
-from ._keys import abstract, content
 from ._operation import Arguments, Operation, Restore
 from ._plan import AUTOTUNED, Plan
 from ._plugins import Plugins

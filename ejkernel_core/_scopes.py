@@ -19,9 +19,11 @@ from typing import Any, Literal, Protocol, TypeVar, overload
 import attrs
 import jax
 
+from ._content import plain, read_only, short_hash, stable_json
 from ._display import brief, suggestion
-from ._kernel import Candidate, Invocation, find_record
-from ._keys import Key, plain, read_only, short_hash, stable_json
+from ._invocation import Invocation
+from ._kernel import Candidate, find_record
+from ._keys import Key
 from ._records import Record, as_record
 
 Class = TypeVar("Class", bound=Any)

@@ -12,19 +12,11 @@ import attrs
 
 from ._display import quantity
 from ._errors import NoConfig, PluginError, Unsupported
-from ._kernel import Candidate, Invocation, with_versions
+from ._invocation import Invocation
+from ._kernel import Candidate, with_versions
 from ._measurement import Earlier, Progress
 from ._plan import AUTOTUNED, Choice
-from ._policies import (
-    Policies,
-    Selection,
-    ask_policies,
-    fault_of_choice,
-    is_incomplete,
-    notify,
-    remember,
-    tuner_name,
-)
+from ._policies import Policies, Selection, ask_policies, fault_of_choice, is_incomplete, notify, remember, tuner_name
 from ._records import Record
 
 #: How much longer than the budget a thread waits for the measurement of another thread.

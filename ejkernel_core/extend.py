@@ -9,9 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._call import AbstractCall as AbstractCall
-    from ._call import abstract_call as abstract_call
-    from ._call import results_and_restore as results_and_restore
+    from ._content import TAG as TAG
+    from ._content import abstractify as abstractify
+    from ._content import canonical_json as canonical_json
+    from ._content import content as content
+    from ._content import content_json as content_json
+    from ._content import import_path as import_path
+    from ._content import short_hash as short_hash
     from ._devices import Target as Target
     from ._devices import absent_target as absent_target
     from ._devices import device_fingerprint as device_fingerprint
@@ -38,6 +42,9 @@ if TYPE_CHECKING:
     from ._errors import message as message
     from ._errors import plugin_faults as plugin_faults
     from ._errors import printable as printable
+    from ._explain import AbstractCall as AbstractCall
+    from ._explain import abstract_call as abstract_call
+    from ._explain import results_and_restore as results_and_restore
     from ._hooks import BUILT_IN_PREFIX as BUILT_IN_PREFIX
     from ._jax_versions import Primitive as Primitive
     from ._jax_versions import ends_at_caller as ends_at_caller
@@ -45,16 +52,13 @@ if TYPE_CHECKING:
     from ._jax_versions import line_of_call as line_of_call
     from ._jax_versions import mapped_mesh_axes as mapped_mesh_axes
     from ._jax_versions import vary_alike as vary_alike
+    from ._json import SCHEMA as SCHEMA
+    from ._json import check_characters as check_characters
+    from ._json import check_time as check_time
+    from ._json import type_name as type_name
     from ._kernel import MAX_CONFIGURATIONS as MAX_CONFIGURATIONS
     from ._kernel import LoadedKernel as LoadedKernel
     from ._kernel import why_mutable as why_mutable
-    from ._keys import TAG as TAG
-    from ._keys import abstractify as abstractify
-    from ._keys import canonical_json as canonical_json
-    from ._keys import content as content
-    from ._keys import content_json as content_json
-    from ._keys import import_path as import_path
-    from ._keys import short_hash as short_hash
     from ._labels import digest_label as digest_label
     from ._labels import field_types as field_types
     from ._labels import nested_class as nested_class
@@ -69,16 +73,12 @@ if TYPE_CHECKING:
     from ._measurement import Trial as Trial
     from ._plugins import Plugins as Plugins
     from ._policies import Selection as Selection
-    from ._policies import StorePolicy as StorePolicy
     from ._policies import ask_policies as ask_policies
     from ._policies import is_incomplete as is_incomplete
     from ._processes import processes_in_words as processes_in_words
-    from ._records import SCHEMA as SCHEMA
+    from ._recall import StorePolicy as StorePolicy
     from ._records import Reason as Reason
     from ._records import Shortfall as Shortfall
-    from ._records import check_characters as check_characters
-    from ._records import check_time as check_time
-    from ._records import type_name as type_name
     from ._request import Numerics as Numerics
     from ._scopes import EMPTY as EMPTY
     from ._scopes import ScopeChange as ScopeChange
@@ -88,24 +88,26 @@ if TYPE_CHECKING:
 
 #: The names of each module.
 _NAMES = {
-    "_call": "AbstractCall abstract_call results_and_restore",
+    "_content": "TAG abstractify canonical_json content content_json import_path short_hash",
     "_devices": "Target absent_target device_fingerprint device_name device_or_default processor target_of "
     "target_of_device",
     "_discovery": "Broken KERNELS OPERATIONS POLICIES PluginEntry conflict version_of",
     "_display": "brief config_text html_table html_text one_line quantity suggestion text_of",
     "_errors": "message plugin_faults printable",
+    "_explain": "AbstractCall abstract_call results_and_restore",
     "_hooks": "BUILT_IN_PREFIX",
     "_jax_versions": "Primitive ends_at_caller hide_frames line_of_call mapped_mesh_axes vary_alike",
+    "_json": "SCHEMA check_characters check_time type_name",
     "_kernel": "LoadedKernel MAX_CONFIGURATIONS why_mutable",
-    "_keys": "TAG abstractify canonical_json content content_json import_path short_hash",
     "_labels": "digest_label field_types nested_class value_text",
     "_layout": "Axis Layout",
     "_loading": "check_plugin config_types",
     "_measurement": "Earlier Entry Progress Trial",
     "_plugins": "Plugins",
-    "_policies": "Selection StorePolicy ask_policies is_incomplete",
+    "_policies": "Selection ask_policies is_incomplete",
     "_processes": "processes_in_words",
-    "_records": "Reason SCHEMA Shortfall check_characters check_time type_name",
+    "_recall": "StorePolicy",
+    "_records": "Reason Shortfall",
     "_request": "Numerics",
     "_scopes": "EMPTY ScopeChange current_scope",
     "_tuning": "exclusive_measurement remember_records",

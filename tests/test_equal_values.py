@@ -16,7 +16,7 @@ import pytest
 
 from ejkernel_classes import Kernel
 from ejkernel_core import Operation, Registry, hookimpl
-from ejkernel_core._keys import content, plain, short_hash
+from ejkernel_core._content import content, plain, short_hash
 
 
 class Pair(NamedTuple):

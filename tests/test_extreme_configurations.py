@@ -12,8 +12,8 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core import NoKernel, Unsupported
-from ejkernel_core._call import abstract_call
 from ejkernel_core._discovery import KERNELS
+from ejkernel_core._explain import abstract_call
 
 REGISTRY = ejkernel_core.registry
 EXTREMES: tuple[Any, ...] = (0, -1, 2**31 - 1, 2**31, 2**63, True, 1.5, "128")

@@ -195,7 +195,7 @@ def test_without_the_command_the_hint_says_what_brings_it(extras: None, monkeypa
         "; 'pip install ejkernel-cli' brings 'ejkernel list', which lists what is installed (this registry has plugins='')"
     )
     versions["ejkernel-cli"] = "1.0"
-    assert Registry().listing_hint() == "'ejkernel list' lists what is installed"
+    assert Registry().hints.listing() == "'ejkernel list' lists what is installed"
 
 
 # -- the extras of this core -----------------------------------------------------------------------------------------

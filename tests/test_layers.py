@@ -21,6 +21,8 @@ LAYERS = """
     __init__ extend
     _default
     _call
+    _explain
+    _form
     _gradients
     _lowering
     _divided
@@ -30,10 +32,13 @@ LAYERS = """
     _plugins
     _choice
     _tuning _processes
-    _loading _policies _plain
+    _loading _policies _plain _hints
+    _recall
     _hooks
     _scopes _cache _plan _measurement
     _kernel
+    _invocation
+    _json
     _records
     _validation
     _donation
@@ -42,6 +47,7 @@ LAYERS = """
     _partitioning _declaration
     _layout _code
     _keys _devices _samples
+    _content
     _display
     _errors
     _jax_versions environment
