@@ -64,7 +64,7 @@ SECTIONS = {
     ),
     "Performance and design": ("performance", "measurements/index", "design"),
     "The project": ("/README", "/CHANGELOG", "distributions"),
-    "For contributors": ("/CONTRIBUTING", "releasing", "names"),
+    "For contributors": ("/CONTRIBUTING", "releasing"),
 }
 #: The pages of each card and day, and the log.
 MEASUREMENTS = tuple(
