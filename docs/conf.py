@@ -43,7 +43,6 @@ SECTIONS = {
         "triton",
         "pallas-tpu",
         "kernel-classes",
-        "moving-from-ejkernel",
         "from-ejkernel",
     ),
     "Operations": tuple(f"operations/{page.stem}" for page in sorted(ROOT.glob("docs/operations/*.md"))),

@@ -74,8 +74,8 @@ PAGES_WITH_EXAMPLES = [name_of(page) for page in PAGES if has_examples(page) and
 #: Those whose examples are tuned, or are many.
 LONG_PAGES = {
     "docs/decoding.md",
+    "docs/from-ejkernel.md",
     "docs/index.md",
-    "docs/moving-from-ejkernel.md",
     "docs/several-devices.md",
     "docs/several-processes.md",
     "docs/tuning.md",
