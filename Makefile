@@ -66,7 +66,7 @@ $(TPU)/.installed: Makefile $(PROJECTS)
 	$(TPU)/bin/python -m pip install -q "jax[tpu]" -e . -e plugins/ops -e plugins/xla -e plugins/testing -e plugins/pallas_tpu -e plugins/cli
 	@touch $@
 
-# The pictures of the README, from the tables of docs/performance.md.
+# The pictures of the README and the pages, from the tables of docs/measurements.
 pictures: $(STAMP)
 	$(BIN)/python .ci/pictures.py
 

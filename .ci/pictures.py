@@ -1,4 +1,4 @@
-"""``python .ci/pictures.py``: draw the pictures of the README and the pages from the tables of docs/performance.md.
+"""``python .ci/pictures.py``: draw the pictures of the README and the pages from the tables of docs/measurements.
 
 Each picture is drawn twice, for light and for dark pages, with a background of its own: a page may be dark where the
 system of the reader is light.
@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
-FIGURES = ROOT / "docs" / "performance.md"
+MEASUREMENTS = ROOT / "docs" / "measurements"
 FOLDER = ROOT / "docs" / "pictures"
 #: In inches, of which a README shows 96 pixels each, and the size of its smallest text in points.
 WIDTH, TEXT = 8.6, 9.5
@@ -43,11 +43,12 @@ THEMES = (
 # -- the figures -------------------------------------------------------------------------------------------------------
 
 
-def table(text: str, heading: str, first_column: str) -> list[list[str]]:
-    """The rows of the first table after a heading whose first column has this name."""
+def table(page: str, heading: str, first_column: str) -> list[list[str]]:
+    """The rows of the first table after a heading of a page whose first column has this name."""
+    text = (MEASUREMENTS / f"{page}.md").read_text()
     after = text[text.index(f"\n{heading}\n") :]
     rows = re.search(rf"^\| {first_column} \|.*\n\| --- .*\n((?:\|.*\n)+)", after, re.MULTILINE)
-    assert rows is not None, f"no table follows {heading!r}"
+    assert rows is not None, f"no table of {page} follows {heading!r}"
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[1].splitlines()]
 
 
@@ -65,9 +66,9 @@ def work(name: str) -> float:
     return 4e-9 * batch * length**2 * heads * head_dim * (1.0 if name.endswith("full") else 0.5)
 
 
-def on_h200(text: str) -> Iterator[Case]:
+def on_h200() -> Iterator[Case]:
     """The seven common sizes: two rows each, with our milliseconds and cuDNN's relative to them."""
-    rows = table(text, "## Attention on Hopper, in Gluon", "case")
+    rows = table("h200-2026-11-22", "## Attention in Gluon", "case")
     for forward, both in zip(rows[::2], rows[1::2], strict=True):
         name = forward[0].removesuffix(", causal")
         amounts = work(name), 3.5 * work(name)
@@ -76,40 +77,40 @@ def on_h200(text: str) -> Iterator[Case]:
         yield Case(name, (ours[0], ours[1]), (cudnn[0], cudnn[1]))
 
 
-def on_h100(text: str) -> Iterator[Case]:
+def on_h100() -> Iterator[Case]:
     """The same sizes: a row each, with our milliseconds and cuDNN's relative to them."""
-    for row in table(text, "### On an H100", "case")[:7]:
+    for row in table("h100-2026-11-25", "## Attention in Gluon", "case")[:7]:
         name, amount = row[0], work(row[0])
         ours = amount / float(row[1]), 3.5 * amount / float(row[4])
         yield Case(name, ours, (ours[0] / float(row[3]), ours[1] / float(row[6])))
 
 
-def memory(text: str) -> list[tuple[int, float, float]]:
+def memory() -> list[tuple[int, float, float]]:
     """Tokens, and MiB of ours and of ``jax.nn``."""
-    return _by_tokens(table(text, "## Attention on the CPU", "tokens"))
+    return _by_tokens(table("cpu-2026-11-21", "## Attention on the CPU", "tokens"))
 
 
-def memory_of_loss(text: str) -> list[tuple[int, float, float]]:
+def memory_of_loss() -> list[tuple[int, float, float]]:
     """Tokens, and MiB of ours and with all logits."""
-    return _by_tokens(table(text, "## The loss of a language model", "tokens"))
+    return _by_tokens(table("cpu-2026-11-21", "## The loss of a language model", "tokens"))
 
 
 def _by_tokens(rows: Sequence[Sequence[str]]) -> list[tuple[int, float, float]]:
     return [(int(row[0]), float(row[1]), float(row[2])) for row in rows]
 
 
-def step(text: str) -> list[tuple[str, float, float]]:
+def step() -> list[tuple[str, float, float]]:
     """The parts of a training step, with our milliseconds and tokamax's: forward, again and backward."""
-    rows = table(text, "### A training step with experts", "part")
+    rows = table("h100-h200-2026-11-27", "## A training step with experts", "part")
     return [(name, *(sum(float(cell or 0) for cell in cells) for cells in (row[:3], row[3:]))) for name, *row in rows]
 
 
 # -- the pictures ------------------------------------------------------------------------------------------------------
 
 
-def attention(text: str, theme: Theme) -> Figure:
+def attention(theme: Theme) -> Figure:
     """Rates beside cuDNN: a row of panels for each card, a column for each pass."""
-    cards = {"H200": list(on_h200(text)), "H100": list(on_h100(text))}
+    cards = {"H200": list(on_h200()), "H100": list(on_h100())}
     figure = Figure(figsize=(WIDTH, 5.6), layout="constrained")
     panels = figure.subplots(len(cards), 2, sharex=True, sharey=True)
     for row, (card, cases) in enumerate(cards.items()):
@@ -148,18 +149,18 @@ def _rates(axes: Axes, pairs: Sequence[tuple[float, float]], theme: Theme) -> No
     axes.set_xlim(340, 800)
 
 
-def memory_by_length(text: str, theme: Theme) -> Figure:
+def memory_by_length(theme: Theme) -> Figure:
     """Attention, beside ``jax.nn``."""
     title = "Memory of attention on a CPU, forward and backward, beside inputs and outputs"
     ticks = {16: "16 MiB", 128: "128 MiB", 1024: "1 GiB", 8192: "8 GiB", 65536: "64 GiB"}
-    return _memory_lines(memory(text), "jax.nn.dot_product_attention", title, ticks, (12, 2**16.6), theme)
+    return _memory_lines(memory(), "jax.nn.dot_product_attention", title, ticks, (12, 2**16.6), theme)
 
 
-def memory_of_losses(text: str, theme: Theme) -> Figure:
+def memory_of_losses(theme: Theme) -> Figure:
     """A loss, beside that with all logits."""
     title = "Memory of a loss on a CPU, forward and backward, beside inputs and outputs"
     ticks = {512: "512 MiB", 2048: "2 GiB", 8192: "8 GiB", 32768: "32 GiB"}
-    return _memory_lines(memory_of_loss(text), "all logits", title, ticks, (512, 2**15.9), theme)
+    return _memory_lines(memory_of_loss(), "all logits", title, ticks, (512, 2**15.9), theme)
 
 
 def _memory_lines(
@@ -200,9 +201,9 @@ def _memory_lines(
     return figure
 
 
-def training_step(text: str, theme: Theme) -> Figure:
+def training_step(theme: Theme) -> Figure:
     """Two bars for each part of a step, the longest parts first."""
-    parts = sorted(step(text), key=lambda part: -max(part[1:]))
+    parts = sorted(step(), key=lambda part: -max(part[1:]))
     figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
     axes = figure.subplots()
     for column, name, colour, shift in ((1, "ejkernel", theme.ours, -0.2), (2, "tokamax", theme.peer, 0.2)):
@@ -256,16 +257,16 @@ PICTURES = {
 }
 
 
-def draw(folder: Path, text: str) -> Iterator[Path]:
+def draw(folder: Path) -> Iterator[Path]:
     """Draw all pictures, and return their files."""
     for name, picture in PICTURES.items():
         for theme in THEMES:
             with rc_context(settings(theme)):
                 file = folder / f"{name}{theme.suffix}.svg"
-                picture(text, theme).savefig(file, metadata={"Date": None})
+                picture(theme).savefig(file, metadata={"Date": None})
             yield file
 
 
 if __name__ == "__main__":
-    for path in draw(FOLDER, FIGURES.read_text()):
+    for path in draw(FOLDER):
         print(path.relative_to(ROOT))

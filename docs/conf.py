@@ -43,7 +43,6 @@ SECTIONS = {
         "triton",
         "pallas-tpu",
         "kernel-classes",
-        "moving-from-ejkernel",
         "from-ejkernel",
     ),
     "Operations": tuple(f"operations/{page.stem}" for page in sorted(ROOT.glob("docs/operations/*.md"))),
@@ -63,10 +62,14 @@ SECTIONS = {
         "reference/refusals",
         "glossary",
     ),
-    "Performance and design": ("performance", "design"),
+    "Performance and design": ("performance", "measurements/index", "design"),
     "The project": ("/README", "/CHANGELOG", "distributions"),
-    "For contributors": ("/CONTRIBUTING", "releasing", "names"),
+    "For contributors": ("/CONTRIBUTING", "releasing"),
 }
+#: The pages of each card and day, and the log.
+MEASUREMENTS = tuple(
+    f"/docs/measurements/{page.stem}" for page in sorted(ROOT.glob("docs/measurements/*.md")) if page.stem != "index"
+)
 #: Each plugin's own page.
 DISTRIBUTIONS = tuple(f"/{page.relative_to(ROOT).with_suffix('')}" for page in sorted(ROOT.glob("plugins/*/README.md")))
 
@@ -138,11 +141,13 @@ def toctree(caption: str, pages: tuple[str, ...]) -> str:
 
 
 def add_sections(app: Sphinx, page: str, source: list[str]) -> None:
-    """Add the sections to the first page, and the plugins' own pages to that of the distributions."""
+    """Add the sections to the first page, and the pages of a list to the page that has the list."""
     if page == root_doc:
         source[0] += "\n" + "\n".join(toctree(caption, pages) for caption, pages in SECTIONS.items())
     if page == "docs/distributions":
         source[0] += "\n" + toctree("Distributions", DISTRIBUTIONS)
+    if page == "docs/measurements/index":
+        source[0] += "\n" + toctree("Measurements", MEASUREMENTS)
 
 
 def with_plain_defaults(

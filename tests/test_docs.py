@@ -74,8 +74,8 @@ PAGES_WITH_EXAMPLES = [name_of(page) for page in PAGES if has_examples(page) and
 #: Those whose examples are tuned, or are many.
 LONG_PAGES = {
     "docs/decoding.md",
+    "docs/from-ejkernel.md",
     "docs/index.md",
-    "docs/moving-from-ejkernel.md",
     "docs/several-devices.md",
     "docs/several-processes.md",
     "docs/tuning.md",
@@ -257,12 +257,19 @@ def figures(text: str) -> set[str]:
     return {figure.rstrip(".,") for figure in re.findall(r"\d[\d.,]*", re.sub(r"\d{4}-\d\d-\d\d", "", text))}
 
 
-def test_the_figures_of_today_are_those_of_the_sections_below():
-    text = (ROOT / "docs/performance.md").read_text()
-    today, sections_below = text.partition("\n## Today\n")[2].split("\n## How it is measured\n")
+MEASUREMENTS = [page for page in sorted(ROOT.glob("docs/measurements/*.md")) if page.stem != "index"]
+
+
+def test_the_figures_of_today_are_those_of_the_measurements():
+    today = (ROOT / "docs/performance.md").read_text()
     in_tables = figures("\n".join(line for line in today.splitlines() if line.startswith("|")))
     assert len(in_tables) > 50
-    assert sorted(in_tables - figures(sections_below)) == []
+    assert sorted(in_tables - figures("\n".join(page.read_text() for page in MEASUREMENTS))) == []
+
+
+def test_the_first_page_of_the_measurements_has_all_of_them():
+    first_page = (ROOT / "docs/measurements/index.md").read_text()
+    assert [page.name for page in MEASUREMENTS if f"]({page.name}) |" not in first_page] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

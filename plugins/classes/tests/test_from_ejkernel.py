@@ -1,4 +1,4 @@
-"""``docs/from-ejkernel.md``: every name of ejKernel's documents has a row. The row's target can be imported and takes
+"""The tables "All names" of ``docs/from-ejkernel.md``: every name of ejKernel's documents has a row. The row's target can be imported and takes
 the documented arguments. Documented values are those of this package, or the row says what differs.
 """
 
@@ -23,7 +23,8 @@ from ejkernel_classes import BwdParams, FwdParams
 from ejkernel_ops.calibration import estimate_shared_memory_bytes
 from ejkernel_ops.numerics import log_sum_exp
 
-PAGE = Path(__file__).parents[3] / "docs/from-ejkernel.md"
+PAGE = (Path(__file__).parents[3] / "docs/from-ejkernel.md").read_text()
+SECTION = PAGE.partition("\n## All names\n")[2].partition("\n## Tried as written\n")[0]
 
 #: The names that the four documents present as the interface. The documents are not in the repository.
 FRAMEWORK = """
@@ -108,7 +109,7 @@ def rows() -> list[tuple[list[str], str, str]]:
     """(names, target, difference) of every row of the tables."""
     cells = [
         [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))]
-        for line in PAGE.read_text().partition("\n## Tried as written\n")[0].splitlines()
+        for line in SECTION.splitlines()
         if line[:1] == "|"
     ]
     table_rows = [row for row in cells if row != ["there", "here", "what differs, and why"] and set(row) != {"---"}]

@@ -6,7 +6,7 @@ n * K < H + K, for n devices, H heads and K key heads. Ulysses also copies every
 change places, but its calls are plain ones. The ring divides the work into n steps, each of which is a smaller call
 with a merge. It is for keys that are too many to be gathered: its steps are then long enough to hide the transfers. On
 two H100s with H = 32 and K = 8, forward, the efficiencies of gathered keys, Ulysses and the ring are 0.92, 0.87 and
-0.92 for 32k tokens, and 0.96, 0.93 and 0.96 for 128k (see docs/performance.md).
+0.92 for 32k tokens, and 0.96, 0.93 and 0.96 for 128k (see docs/measurements).
 
 All processes of a program have to choose alike, so the rule depends on nothing but the call.
 """

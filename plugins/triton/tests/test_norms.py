@@ -219,7 +219,7 @@ def check(op: str, card: str, arguments: Mapping[str, Any], cfg: Any) -> None:
         case = f"{op} {arguments['x'].shape} {arguments['x'].dtype} on {card}, {cfg}: {kernel}"
         # Only Triton 3.6 spills, two registers at most.
         is_exception = op.endswith("_quantized") and card == A100 and str(arguments["x"].dtype) == "float32"
-        # Three registers at most: the times with them are in docs/performance.md.
+        # Three registers at most: the times with them are in docs/measurements.
         is_wide = kernel.name == "differentiate_wide" and arguments["x"].shape[-1] > 8192
         # One program of 1,024 threads on a multiprocessor: measured as well, and the fastest also where it spills.
         is_alone = cfg.num_warps == 32 and arguments["x"].shape[-1] > 16384 and not op.endswith("_bwd")

@@ -2,7 +2,7 @@
 
 A shape is (query block, key block, warps, stages). The first of a table that fits is the heuristic, and a tuner
 measures all that fit. The order of Hopper's tables was measured on an H200, full and causal, from 2k to 16k tokens, at
-head dims 64, 128 and in part 256 (docs/performance.md); the order of the others is a guess. In a causal call no shape
+head dims 64, 128 and in part 256 (docs/measurements); the order of the others is a guess. In a causal call no shape
 spills registers, except in float32 beyond a head dim of 128. A call with many features may spill, and with segments of
 100k tokens it does. docs/triton.md says what each shape takes, and which of them tests compile.
 """

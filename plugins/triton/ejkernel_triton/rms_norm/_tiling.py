@@ -1,6 +1,6 @@
 """Which tiles: how many rows and columns a program holds, by how many warps, and whether rows are read once or twice.
 
-The numbers follow from measurements on an H100 (docs/performance.md), and from the registers that a tile takes.
+The numbers follow from measurements on an H100 (docs/measurements), and from the registers that a tile takes.
 """
 
 from __future__ import annotations
