@@ -42,7 +42,7 @@ DEVICES: Mapping[str, dict[str, Any]] = {
 }
 #: The option that a call over several devices has, whatever else it has.
 DEVICE_COUNT = "axis_size"
-#: The words of examples that are no argument of the operation, as a row shows them.
+#: The words of examples that are not arguments of the operation, as a row shows them.
 MEANINGS = {
     "packed": "packed sequences",
     "dropout": "dropout",

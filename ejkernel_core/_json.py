@@ -130,7 +130,7 @@ def _backend(kernel: Any, op: str) -> str | None:
     if kernel is None:
         return None
     if not isinstance(kernel, str) or not kernel.startswith(f"{op}."):
-        raise RecordError(f"$.kernel is {_brief(kernel)}, no kernel of {op}")
+        raise RecordError(f"$.kernel is {_brief(kernel)}, not a kernel of {op}")
     return kernel.removeprefix(f"{op}.")
 
 
@@ -277,7 +277,7 @@ def _parse(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as fault:
         raise RecordError(f"not JSON: {fault}", damaged=True) from fault
     if not isinstance(data, dict):
-        raise RecordError(f"$ is a {type(data).__name__}, no object", damaged=True)
+        raise RecordError(f"$ is a {type(data).__name__}, not an object", damaged=True)
     return data
 
 

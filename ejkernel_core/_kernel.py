@@ -223,7 +223,7 @@ def find_record(records: Iterable[Record], candidate: Candidate) -> Record | Non
     for other in records if record is None else ():
         if other.backend in (None, candidate.backend):
             raise RecordError(
-                f"it has {brief(other.cfg, 80)} for the call, no configuration of {candidate.kernel.name}"
+                f"it has {brief(other.cfg, 80)} for the call, not a configuration of {candidate.kernel.name}"
             )
     return record
 

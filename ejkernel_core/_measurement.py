@@ -42,7 +42,7 @@ class Entry:
 
 @attrs.frozen(eq=False)
 class Trial:
-    """A configuration that is compiled or run now: if the process dies, it may be the cause."""
+    """A configuration that is compiled or run now: if the process crashes, it may be the cause."""
 
     backend: str
     cfg: Any = attrs.field(repr=repr_of)
@@ -90,7 +90,7 @@ class Progress:
 class Earlier:
     """What a store has of an unfinished measurement, which ended by Ctrl-C or with its process."""
 
-    #: The configurations that were measured or excluded, some of them with a reason that begins with ``Reason.DIED``.
+    #: The configurations that were measured or excluded, some with a reason that begins with ``Reason.CRASHED``.
     entries: tuple[Entry, ...] = ()
-    #: The configurations that were tried when a process died. They are tried last, one at a time.
-    suspects: tuple[Trial, ...] = ()
+    #: The configurations that were tried when a process crashed. They are tried last, one at a time.
+    crashed: tuple[Trial, ...] = ()

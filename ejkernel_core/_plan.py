@@ -51,7 +51,7 @@ class Choice:
         provenance = self.record.provenance if self.record else None
         if provenance is None:
             return source + (", put there by hand" if self.key else "")
-        return "\n  ".join([f"{source}, {provenance}", *provenance.casualties])
+        return "\n  ".join([f"{source}, {provenance}", *provenance.crashes])
 
 
 @attrs.frozen

@@ -181,7 +181,7 @@ def fault_of_choice(choice: Any, candidates: Sequence[Candidate]) -> str | None:
     if choice is None:
         return None
     if not isinstance(choice, Choice):
-        return f"select_config returned a {type(choice).__name__}, no Choice"
+        return f"select_config returned a {type(choice).__name__}, not a Choice"
     if fault := _fault_of_fields(choice):
         return fault
     if choice.measured and (choice.record is None or choice.record.provenance is None):
@@ -211,7 +211,7 @@ def notify(policies: Policies, hook: str, until: type | None = None, **arguments
                 raise
             failure = f"{hook} raised {description(fault)}"
         if until is not None and not isinstance(answer, until | None):
-            answer, failure = None, f"{hook} returned a {type(answer).__name__}, no {until.__name__}"
+            answer, failure = None, f"{hook} returned a {type(answer).__name__}, not an {until.__name__}"
         if failure is not None:
             policies.failures[policy.plugin_name, hook] = failure
         else:

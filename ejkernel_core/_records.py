@@ -20,7 +20,7 @@ class Reason(StrEnum):
     """How the reason begins for which a configuration has no time, or none that counts."""
 
     #: It ended its process, or ran without end: explanations show these with the record.
-    DIED = "the process died"
+    CRASHED = "the process crashed"
     HUNG = "hung"
     #: Its results differ from those of the reference.
     WRONG = "wrong"
@@ -87,11 +87,13 @@ class Provenance:
     shortfall: Shortfall | None = attrs.field(default=None, validator=optional(instance_of(Shortfall)))
 
     @property
-    def casualties(self) -> list[str]:
+    def crashes(self) -> list[str]:
         """The configurations that ended their processes or hung, each with its reason."""
         reasons = [(text, reason) for text, reason in self.tried if isinstance(reason, str)]
         return [
-            printable(f"{text}: {reason}") for text, reason in reasons if reason.startswith((Reason.DIED, Reason.HUNG))
+            printable(f"{text}: {reason}")
+            for text, reason in reasons
+            if reason.startswith((Reason.CRASHED, Reason.HUNG))
         ]
 
     def why_not(self, backend: str) -> str:

@@ -72,7 +72,7 @@ def test_each_backend_has_its_own_record() -> None:
     assert cache.get("k") == Other(2)
     assert cache.find("k", candidate("a")) == first
     assert cache.find("k", candidate("b", Other)) == second
-    with pytest.raises(RecordError, match=r"it has Other\(.*\) for the call, no configuration of double.b"):
+    with pytest.raises(RecordError, match=r"it has Other\(.*\) for the call, not a configuration of double.b"):
         cache.find("k", candidate("b", Config))
     assert cache.find("k", candidate("c")) is None
     better = Record(Config(3), "a", provenance(0.5))
@@ -87,7 +87,7 @@ def test_a_plain_configuration_applies_to_every_kernel_of_its_type() -> None:
     for backend in ("a", "b"):
         assert cache.find("k", candidate(backend)) == Record(Config(1))
         for kind in (None, Other):  # None: a kernel without configurations
-            with pytest.raises(RecordError, match=f"no configuration of double.{backend}"):
+            with pytest.raises(RecordError, match=f"not a configuration of double.{backend}"):
                 cache.find("k", candidate(backend, kind))
 
 

@@ -191,7 +191,7 @@ def test_an_overlay_with_a_value_of_another_type_is_reported(registry, value):
         plan = registry.plan("scale", X)
     assert plan.origin == "heuristic"
     (verdict,) = [v for v in plan.verdicts if v.name == "built-in overlay"]
-    assert "no configuration of scale.two" in verdict.reason
+    assert "not a configuration of scale.two" in verdict.reason
 
 
 @pytest.mark.parametrize("value", [3, {"factor": 3}, SimpleNamespace])
@@ -201,7 +201,7 @@ def test_a_remembered_value_of_another_type_is_in_the_explanation(registry, valu
     assert plan.origin == "heuristic"
     (verdict,) = [v for v in plan.verdicts if v.name == "built-in memory"]
     assert verdict.status == "no answer"
-    assert "no configuration of scale.two" in verdict.reason
+    assert "not a configuration of scale.two" in verdict.reason
 
 
 def test_the_lines_of_a_reason_are_apart_from_the_next_verdict(registry):

@@ -300,7 +300,7 @@ def test_a_failure_to_remember_is_reported_until_it_is_fixed(double: None) -> No
 
     registry = Registry(plugins="good-dist, ejkernel-tuning")
     registry.register(SimpleNamespace(select_config=_no_choice, tuning_started=tuning_started), "a disk")
-    for reasons in (["tuning_started returned a str, no Earlier"], []):
+    for reasons in (["tuning_started returned a str, not an Earlier"], []):
         with policy_override(autotune=True, budget_s=60):
             np.testing.assert_array_equal(registry.call("double", X), 2 * X)
         assert [v.reason for v in registry.plan("double", X).verdicts if v.name == "a disk"] == reasons

@@ -311,8 +311,8 @@ def test_a_document_without_fields_is_refused() -> None:
         ("", "not JSON"),
         (to_json(Tile())[:-3], "not JSON"),
         ("\0\0\0", "not JSON"),
-        ("[1]", "$ is a list, no object"),
-        ("null", "$ is a NoneType, no object"),
+        ("[1]", "$ is a list, not an object"),
+        ("null", "$ is a NoneType, not an object"),
         ("[" * 100_000, "not JSON"),
         (to_json(Tile()).replace("16", "NaN"), "not JSON: NaN is not a number"),
         (to_json(Tile()).replace("16", "-Infinity"), "not JSON: -Infinity is not a number"),
@@ -457,8 +457,8 @@ def record_with(part: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [
-        ("kernel", 3, "$.kernel is 3, no kernel of op"),
-        ("kernel", "another.a", '$.kernel is "another.a", no kernel of op'),
+        ("kernel", 3, "$.kernel is 3, not a kernel of op"),
+        ("kernel", "another.a", '$.kernel is "another.a", not a kernel of op'),
         ("config", 3, "$.config"),
         ("config", {"rows": 3}, "$.config.columns is missing"),
         ("config", None, "$.config is null, and Tile is wanted"),

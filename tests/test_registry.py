@@ -535,7 +535,7 @@ def test_a_policy_of_a_third_party_comes_before_the_heuristic(distribution: Make
 
 BROKEN_POLICIES = {
     "chooses nobody": ("return Choice('nobody', None, 'a guess')", "a guess chose backend 'nobody'"),
-    "returns no choice": ("return 'good'", "select_config returned a str, no Choice"),
+    "returns no choice": ("return 'good'", "select_config returned a str, not a Choice"),
     "raises": ("raise KeyError('boom')", "select_config raised KeyError: 'boom'"),
 }
 

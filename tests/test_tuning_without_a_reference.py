@@ -153,16 +153,16 @@ def test_no_config_is_selected_if_the_reference_does_not_load(distribution: Any)
     assert any("the reference is broken" in note and "no driver" in note for note in tuned.notes)
 
 
-def test_no_config_is_selected_if_processes_died_in_the_reference() -> None:
-    entry = Entry("reference", None, reason=f"{Reason.DIED} while it was run, twice")
+def test_no_config_is_selected_if_processes_crashed_in_the_reference() -> None:
+    entry = Entry("reference", None, reason=f"{Reason.CRASHED} while it was run, twice")
     check_no_config_is_selected(
         run_tuner(make_registry((no_config, triple)), earlier=(entry,)),
-        f"triple.reference: {Reason.DIED} while it was run",
+        f"triple.reference: {Reason.CRASHED} while it was run",
     )
 
 
-def test_a_suspected_reference_is_still_run() -> None:
-    tuned = run_tuner(make_registry((no_config, triple)), suspects=(Trial("reference", None, "running"),))
+def test_a_reference_that_may_crash_is_still_run() -> None:
+    tuned = run_tuner(make_registry((no_config, triple)), crashed=(Trial("reference", None, "running"),))
     assert tuned.best.cfg in (Config(3), None)  # None is the configuration of the reference
     assert "checked against triple.reference" in tuned.notes
 

@@ -147,7 +147,7 @@ class Directory:
         return None
 
     def sweep(self) -> None:
-        """Remove the temporary files of processes that have died."""
+        """Remove the temporary files of processes that have ended."""
         folder = self.root / TEMPORARY
         with contextlib.suppress(OSError):
             _expect_folder(folder)

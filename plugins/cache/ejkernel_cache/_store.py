@@ -63,19 +63,19 @@ class PersistentCache:
 
         return Unfinished(self._files)
 
-    def dangers(self, key: Key) -> str:
+    def crashes(self, key: Key) -> str:
         """The configurations that ended processes that measured this call, in words; "" for none."""
-        if not any(self._files.has((UNFINISHED, f"{key.digest}.{kind}")) for kind in ("died", "trying")):
+        if not any(self._files.has((UNFINISHED, f"{key.digest}.{kind}")) for kind in ("crashed", "trying")):
             return ""
-        return self.unfinished.describe_dangers(key)
+        return self.unfinished.describe_crashes(key)
 
-    def forgive(self) -> None:
+    def forget_crashes(self) -> None:
         """Allow all configurations that ended processes to be tried again.
 
         One that is excluded in a record stays excluded until the call is measured again, as ``autotune`` does.
         """
         for name in self._files.names(UNFINISHED):
-            if name.endswith(".died"):  # the other files belong to running measurements
+            if name.endswith(".crashed"):  # the other files belong to running measurements
                 with contextlib.suppress(OSError):
                     self._files.unlink((UNFINISHED, name))
 

@@ -1,7 +1,7 @@
 """Unfinished measurements: one process at a time measures a key, and its results are kept if it is interrupted.
 
 There are three files beside the lock, with the key in their names. ``.json`` has the results so far, ``.trying`` what
-is being compiled or run now, and ``.died`` what was being compiled or run when a process died.
+is being compiled or run now, and ``.crashed`` what was being compiled or run when a process crashed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ except ImportError:  # Windows: two processes may measure the same call, and bot
 POLL_S = 0.1
 #: The shortest time between two writes of results.
 WRITE_S = 0.5
-#: A configuration is excluded after so many processes have died while trying it, if it was alone the last time.
-MAX_DEATHS = 2
+#: A configuration is excluded after so many processes have crashed while trying it, if it was alone the last time.
+MAX_CRASHES = 2
 PARTICIPLES = {"compiling": "compiled", "running": "run"}
 #: The longest time of one call that is read. No budget is as long.
 MAX_MILLISECONDS = 1e9
@@ -86,19 +86,19 @@ class Unfinished:
             return
         self._write_times[key.digest] = now
         # Those that ended processes are in a file of their own, which users may remove.
-        self._write(key, "json", list(_documents(e for e in entries if not e.reason.startswith(Reason.DIED))))
+        self._write(key, "json", list(_documents(e for e in entries if not e.reason.startswith(Reason.CRASHED))))
 
     def entries(self, key: Key) -> tuple[Entry, ...]:
         """The results of an unfinished measurement, and the configurations that ended too many processes."""
-        died = ({**d, "reason": self._reason_of(key, d)} for d in self._read(key, "died") if d["is_out"])
-        documents = (*self._read(key, "json"), *died)
+        crashed = ({**d, "reason": self._reason_of(key, d)} for d in self._read(key, "crashed") if d["is_out"])
+        documents = (*self._read(key, "json"), *crashed)
         # One that cannot be read is measured again.
         return tuple(entry for document in documents if (entry := _parse(_parse_entry, key, document)))
 
     def end(self, key: Key, entries: Sequence[Entry], is_interrupted: bool) -> None:
         """The measurement of a key has ended. Results are kept if it was interrupted."""
         if key.digest in self._locks:
-            self._clear_suspects(key, entries)
+            self._clear_crashed(key, entries)
             self.note(key, ())
             if is_interrupted:
                 self.keep(key, entries, at_once=True)
@@ -122,19 +122,19 @@ class Unfinished:
             self._trials.pop(key.digest, None)
             self._remove(key, "trying")
 
-    def suspects(self, key: Key) -> tuple[Trial, ...]:
-        """What was being tried when a process died, and may still be tried again."""
-        documents = (document for document in self._read(key, "died") if not document["is_out"])
+    def crashed(self, key: Key) -> tuple[Trial, ...]:
+        """What was being tried when a process crashed, and may still be tried again."""
+        documents = (document for document in self._read(key, "crashed") if not document["is_out"])
         return tuple(trial for document in documents if (trial := _parse(_parse_trial, key, document)))
 
-    def describe_dangers(self, key: Key) -> str:
+    def describe_crashes(self, key: Key) -> str:
         """The configurations that ended processes, each with its reason, in words; "" for none."""
-        dangers = [(document, self._reason_of(key, document)) for document in self._read(key, "died")]
+        crashes = [(document, self._reason_of(key, document)) for document in self._read(key, "crashed")]
         if _temporary.is_process_gone(self._owner(key)):  # and the key has not been measured since
             for note in self._read(key, "trying"):
-                reason = f"{Reason.DIED} while it was {PARTICIPLES[note['step']]}; it will be tried last, and alone"
-                dangers.append((note, reason))
-        trials = ((_parse(_parse_trial, key, document), reason) for document, reason in dangers)
+                reason = f"{Reason.CRASHED} while it was {PARTICIPLES[note['step']]}; it will be tried last, and alone"
+                crashes.append((note, reason))
+        trials = ((_parse(_parse_trial, key, document), reason) for document, reason in crashes)
         return "; ".join(f"{trial.backend} {trial.cfg}: {reason}" for trial, reason in trials if trial)
 
     def _owner(self, key: Key) -> str:
@@ -143,37 +143,37 @@ class Unfinished:
         return "" if data is None else data.decode(errors="replace")
 
     def _inherit(self, key: Key) -> None:
-        """Move what the last process was trying when it died from ``.trying`` to ``.died``."""
+        """Move what the last process was trying when it crashed from ``.trying`` to ``.crashed``."""
         trial_notes = self._read(key, "trying")
         if trial_notes:
-            documents = {_identity(document): document for document in self._read(key, "died")}
+            documents = {_identity(document): document for document in self._read(key, "crashed")}
             for document in trial_notes:
                 earlier = documents.get(_identity(document), {})
-                deaths = earlier.get("deaths", 0) + 1
+                crashes = earlier.get("crashes", 0) + 1
                 # Of several that were compiled at once, it is unknown which one ended the process.
-                is_out = earlier.get("is_out", False) or (deaths >= MAX_DEATHS and len(trial_notes) == 1)
-                died = {**document, "deaths": deaths, "is_out": is_out}
-                documents[_identity(document)] = {**died, "reason": self._reason_of(key, died)}
-            self._write(key, "died", list(documents.values()))
+                is_out = earlier.get("is_out", False) or (crashes >= MAX_CRASHES and len(trial_notes) == 1)
+                crashed = {**document, "crashes": crashes, "is_out": is_out}
+                documents[_identity(document)] = {**crashed, "reason": self._reason_of(key, crashed)}
+            self._write(key, "crashed", list(documents.values()))
         self._remove(key, "trying")
 
-    def _reason_of(self, key: Key, died: dict[str, Any]) -> str:
+    def _reason_of(self, key: Key, crashed: dict[str, Any]) -> str:
         """Why a configuration that ended processes is tried last, or is out. The file has it too, for people."""
-        times = {1: "once", 2: "twice"}.get(died["deaths"], f"{died['deaths']} times")
-        consequence = "is out" if died["is_out"] else "is tried last, and alone"
-        remedy = f"ejkernel_cache.default_cache().forgive(), or remove {self._path(key, 'died')}"
-        participle = PARTICIPLES[died["step"]]
-        return f"{Reason.DIED} while it was {participle}, {times}, so it {consequence}; to change that: {remedy}"
+        times = {1: "once", 2: "twice"}.get(crashed["crashes"], f"{crashed['crashes']} times")
+        consequence = "is out" if crashed["is_out"] else "is tried last, and alone"
+        remedy = f"ejkernel_cache.default_cache().forget_crashes(), or remove {self._path(key, 'crashed')}"
+        participle = PARTICIPLES[crashed["step"]]
+        return f"{Reason.CRASHED} while it was {participle}, {times}, so it {consequence}; to change that: {remedy}"
 
-    def _clear_suspects(self, key: Key, entries: Sequence[Entry]) -> None:
-        """Remove suspects that have been tried without ending the process."""
-        documents = self._read(key, "died")
-        survivors = {_identity(d) for d in _documents(e for e in entries if e.is_reached)} if documents else ()
-        remaining = [d for d in documents if d["is_out"] or _identity(d) not in survivors]
+    def _clear_crashed(self, key: Key, entries: Sequence[Entry]) -> None:
+        """Remove those that have been tried since without ending the process."""
+        documents = self._read(key, "crashed")
+        reached = {_identity(d) for d in _documents(e for e in entries if e.is_reached)} if documents else ()
+        remaining = [d for d in documents if d["is_out"] or _identity(d) not in reached]
         if not remaining:
-            self._remove(key, "died")
+            self._remove(key, "crashed")
         elif remaining != documents:
-            self._write(key, "died", remaining)
+            self._write(key, "crashed", remaining)
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ def _documents(entries: Iterable[Entry]) -> Iterator[dict[str, Any]]:
 
 def _trial_documents(trials: Sequence[Trial]) -> Iterator[dict[str, Any]]:
     for trial in trials:
-        with contextlib.suppress(RecordError):  # one without JSON cannot become a suspect
+        with contextlib.suppress(RecordError):  # one without JSON is not noted
             yield {"backend": trial.backend, "config": to_json(trial.cfg), "step": trial.step}
 
 
@@ -262,9 +262,9 @@ def _is_step(value: Any) -> bool:
 _FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "json": {"milliseconds": _is_time, "reason": _is_text, "is_checked": _is_flag},
     "trying": {"step": _is_step},
-    "died": {
+    "crashed": {
         "step": _is_step,
-        "deaths": lambda value: type(value) is int and value > 0,
+        "crashes": lambda value: type(value) is int and value > 0,
         "is_out": _is_flag,
         "reason": _is_text,
     },

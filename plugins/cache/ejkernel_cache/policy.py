@@ -32,8 +32,8 @@ def select_config(inv: Invocation, candidates: Sequence[Candidate], scope: Scope
     """The fastest record on disk for this call, for its bucket, or for the nearest call."""
     cache, other_versions = default_cache(), scope.policy.other_versions
     choice = recall(inv, candidates, f"disk ({cache.path})", cache.find, near=cache.near, other_versions=other_versions)
-    if choice is None and (dangers := cache.dangers(inv.tuning_keys[-1])):
-        raise Unsupported(f"there is no record; {dangers}")
+    if choice is None and (crashes := cache.crashes(inv.tuning_keys[-1])):
+        raise Unsupported(f"there is no record; {crashes}")
     return choice
 
 
@@ -61,7 +61,7 @@ def tuning_started(inv: Invocation, scope: Scope) -> Earlier:
     # The other process may have just begun with the same budget. It stores its records before it releases the lock.
     if not unfinished.take(key, scope.policy.budget_s + GRACE_S if scope.policy.wait else 0.0):
         raise Unsupported("another process is measuring this; the heuristic is taken meanwhile")
-    return Earlier(unfinished.entries(key), unfinished.suspects(key))
+    return Earlier(unfinished.entries(key), unfinished.crashed(key))
 
 
 @hookimpl

@@ -101,9 +101,9 @@ def whole(scale_op: Any, folder: Path, tmp_path: Path) -> Path:
         cache.put(key, record)
     cache.unfinished.take(bucket)
     cache.unfinished.keep(bucket, (Entry("two", scale_op.Config(6), 1.5, is_checked=True),))
-    for name in ("died", "trying"):
+    for name in ("crashed", "trying"):
         cache.unfinished.note(bucket, (Trial("two", scale_op.Config(8), "running"),))
-        if name == "died":
+        if name == "crashed":
             cache.unfinished._inherit(bucket)
             cache.unfinished._trials.clear()
     os.close(cache.unfinished._locks.pop(bucket.digest))
@@ -122,7 +122,7 @@ def whole(scale_op: Any, folder: Path, tmp_path: Path) -> Path:
 def outside(tmp_path: Path, whole: Path) -> Path:
     """What links lead to: copies of all files, under their own names and others."""
     shutil.copytree(whole, tmp_path / "outside")
-    for name in ("somebodys.died", "somebodys.json", "somebodys.jsonl"):
+    for name in ("somebodys.crashed", "somebodys.json", "somebodys.jsonl"):
         (tmp_path / "outside" / name).write_text("somebody's")
     os.mkfifo(tmp_path / "outside" / "fifo")
     return tmp_path / "outside"
@@ -238,7 +238,7 @@ def replace(rng: random.Random, path: Path, outside: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     twins = [twin for twin in outside.rglob(path.name) if twin.is_file() == (path.suffix != "")]
     target = rng.choice(
-        [*twins, outside, outside / "fifo", outside / "somebodys.died", Path("/dev/zero"), path, Path("/none")]
+        [*twins, outside, outside / "fifo", outside / "somebodys.crashed", Path("/dev/zero"), path, Path("/none")]
     )
     kind = rng.choice(["link", "link", "link", "hard link", "fifo", "folder", "file", "socket", "nothing"])
     if kind == "link":
@@ -344,14 +344,14 @@ def check_answers(scale_op: Any, package: Path) -> None:
         assert result.tolist() == [x * factor for x in X.tolist()]
     inv, cache = plan.invocation, default_cache()
     earlier = policy.tuning_started(inv, EMPTY)
-    assert {type(each.cfg) for each in (*earlier.entries, *earlier.suspects)} <= {scale_op.Config}
+    assert {type(each.cfg) for each in (*earlier.entries, *earlier.crashed)} <= {scale_op.Config}
     assert all(e.milliseconds is None or 0 <= e.milliseconds < 1e10 for e in earlier.entries)
     policy.tuning_progress(inv, Progress(inv, earlier.entries, 1.0, 2.0, finished=True))
     for key, records in cache.items():
         check_text(f"{key}{key!r}{records!r}", 1)
     assert len(cache) >= 0
     cache.get(inv.key)
-    cache.forgive()
+    cache.forget_crashes()
 
 
 def check_commands(run: Callable[..., str], place: Path, package: Path) -> None:

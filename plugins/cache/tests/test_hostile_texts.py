@@ -38,7 +38,7 @@ def hostile_document(text: str, op: str = "scale", device: str = "a device") -> 
         "milliseconds": 1.5,
         "backends": ["two", text],
         "software": {"jax": text, text: "1"},
-        "tried": [[f"two {text}", 1.5], [text, text], [f"one{text}", f"the process died {text}"]],
+        "tried": [[f"two {text}", 1.5], [text, text], [f"one{text}", f"the process crashed {text}"]],
         "shortfall": {"unreached": 3, "budget_s": 1.0},
     }
     return {
@@ -122,12 +122,12 @@ def test_no_explanation_has_control_characters(scale_op: Any, folder: Path, tmp_
 def test_the_texts_of_records_are_harmless() -> None:
     provenance = Provenance(
         when=ESCAPES, device=ESCAPES, milliseconds=1.0, backends=(ESCAPES,), software={"a": ESCAPES},
-        tried=((ESCAPES, 1.0), (ESCAPES, f"the process died{ESCAPES}")),
+        tried=((ESCAPES, 1.0), (ESCAPES, f"the process crashed{ESCAPES}")),
     )  # fmt: skip
     key = Key(ESCAPES, ESCAPES, json.dumps(ESCAPES))
     for value in (provenance, key, Record(None, ESCAPES, provenance), RecordError(ESCAPES)):
         assert is_harmless(str(value) + repr(value)), value
-    assert is_harmless("".join(provenance.casualties) + provenance.changes({"a": ""}))
+    assert is_harmless("".join(provenance.crashes) + provenance.changes({"a": ""}))
 
 
 # -- one bad record ----------------------------------------------------------------------------------------------------

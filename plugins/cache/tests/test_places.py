@@ -172,7 +172,7 @@ class Config:
 
 
 KEY = Key("scale", "cpu", '{"a":1}')
-SUFFIXES = ("json", "died", "trying", "lock")
+SUFFIXES = ("json", "crashed", "trying", "lock")
 
 
 def outside_state(folder: Path) -> dict[str, bytes | None]:
@@ -182,25 +182,25 @@ def outside_state(folder: Path) -> dict[str, bytes | None]:
 def use_unfinished() -> tuple[Any, ...]:
     """All that a process does with the unfinished measurements of a key, and what it has read."""
     cache = PersistentCache()
-    text = cache.dangers(KEY)
+    text = cache.crashes(KEY)
     unfinished = cache.unfinished
     assert unfinished.take(KEY, 0.0)
-    outcome = text, unfinished.describe_dangers(KEY), unfinished.entries(KEY), unfinished.suspects(KEY)
+    outcome = text, unfinished.describe_crashes(KEY), unfinished.entries(KEY), unfinished.crashed(KEY)
     unfinished.note(KEY, (Trial("two", Config(3), "running"),))
     unfinished.keep(KEY, (Entry("two", Config(3), 1.5),))
     unfinished.end(KEY, (Entry("two", Config(3), 1.5),), is_interrupted=False)
-    cache.forgive()
+    cache.forget_crashes()
     return outcome
 
 
 def hard_link_for_file(file: Path) -> None:
-    os.link(file.parents[2] / "outside" / "somebodys.died", file)
+    os.link(file.parents[2] / "outside" / "somebodys.crashed", file)
 
 
 IN_THE_WAY = {
     "fifo": os.mkfifo,
     "folder": os.mkdir,
-    "link": lambda file: file.symlink_to(file.parents[2] / "outside" / "somebodys.died"),
+    "link": lambda file: file.symlink_to(file.parents[2] / "outside" / "somebodys.crashed"),
     "link to a fifo": lambda file: file.symlink_to(file.parents[2] / "outside" / "fifo"),
     "link to a folder": lambda file: file.symlink_to(file.parents[2] / "outside"),
     "link to a device": lambda file: file.symlink_to("/dev/zero"),
@@ -232,7 +232,7 @@ def test_nothing_in_place_of_a_shared_file_is_followed_or_waited_for(folder, out
 
 
 def test_a_link_in_place_of_the_shared_folder_is_not_followed(folder, outside, watchdog):
-    """``forgive`` would remove the files of somebody else."""
+    """``forget_crashes`` would remove the files of somebody else."""
     before = outside_state(outside)
     folder.mkdir()
     (folder / ".tuning").symlink_to(outside, target_is_directory=True)
@@ -240,13 +240,13 @@ def test_a_link_in_place_of_the_shared_folder_is_not_followed(folder, outside, w
     assert outside_state(outside) == before
 
 
-def test_forgive_removes_what_it_can(folder, watchdog):
-    (folder / ".tuning" / "a.died").mkdir(parents=True)
-    os.mkfifo(folder / ".tuning" / "b.died")
-    for name in ("c.died", "d.json"):
+def test_forget_crashes_removes_what_it_can(folder, watchdog):
+    (folder / ".tuning" / "a.crashed").mkdir(parents=True)
+    os.mkfifo(folder / ".tuning" / "b.crashed")
+    for name in ("c.crashed", "d.json"):
         (folder / ".tuning" / name).write_text("[]")
-    PersistentCache().forgive()
-    assert sorted(os.listdir(folder / ".tuning")) == ["a.died", "b.died", "d.json"]
+    PersistentCache().forget_crashes()
+    assert sorted(os.listdir(folder / ".tuning")) == ["a.crashed", "b.crashed", "d.json"]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in IN_THE_WAY if kind != "hard link"])

@@ -151,7 +151,7 @@ def test_the_config_of_another_operation_is_not_constructed(scale_op, monkeypatc
         file.parent.mkdir(parents=True)
         file.write_text(trap_record(call_key, kernel, AttrsTrap))
         constructed.clear()
-        with pytest.warns(CacheWarning, match="no kernel of scale|which is not known here"):
+        with pytest.warns(CacheWarning, match="not a kernel of scale|which is not known here"):
             assert (cache.get(call_key), cache.items()) == (None, [])
         with pytest.raises(RecordError):
             cache.read(call_key, backend)

@@ -208,9 +208,9 @@ def entry_document(**changes: Any) -> dict[str, Any]:
     return {"backend": "two", "config": config, "milliseconds": 1.5, "reason": "", "is_checked": True, **changes}
 
 
-def died_document(**changes: Any) -> dict[str, Any]:
+def crashed_document(**changes: Any) -> dict[str, Any]:
     config = to_json(Config(3))
-    fields = {"step": "running", "deaths": 2, "is_out": True, "reason": "the process died", **changes}
+    fields = {"step": "running", "crashes": 2, "is_out": True, "reason": "the process crashed", **changes}
     return {"backend": "two", "config": config, **fields}
 
 
@@ -225,14 +225,14 @@ INVALID_ENTRIES: list[dict[str, Any]] = [
     ),
     {"when": "2242-01-01"},
 ]
-INVALID_DEATHS: list[dict[str, Any]] = [
+INVALID_CRASHES: list[dict[str, Any]] = [
     *({"step": step} for step in (None, 3, ["running"], {}, "sleeping", "\x1b[2J")),
-    *({"deaths": deaths} for deaths in (None, True, "2", 2.0, -2, 0, math.nan, [2])),
+    *({"crashes": crashes} for crashes in (None, True, "2", 2.0, -2, 0, math.nan, [2])),
     *({"is_out": flag} for flag in (None, 1, "yes")),
     *({"reason": reason} for reason in (None, 3, [])),
     {"more": 1},
 ]
-INVALID_TRIALS = [change for change in INVALID_DEATHS if change.keys() & {"step", "more"}]
+INVALID_TRIALS = [change for change in INVALID_CRASHES if change.keys() & {"step", "more"}]
 
 
 @pytest.mark.parametrize("change", INVALID_ENTRIES, ids=lambda change: repr(change)[:40])
@@ -247,28 +247,28 @@ def test_an_entry_that_nobody_has_measured_is_measured_again(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("suffix", "change"),
-    [("died", change) for change in INVALID_DEATHS] + [("trying", change) for change in INVALID_TRIALS],
+    [("crashed", change) for change in INVALID_CRASHES] + [("trying", change) for change in INVALID_TRIALS],
     ids=lambda value: repr(value)[:40],
 )
 def test_a_death_that_nobody_has_noted_excludes_nothing(
     monkeypatch: pytest.MonkeyPatch, suffix: str, change: Any
 ) -> None:
     monkeypatch.setattr(ejkernel_core, "config_type", {"scale.two": Config}.get)
-    cache, valid = PersistentCache(), died_document(config=to_json(Config(4)))
-    cache.unfinished.files.write_at((".tuning",), f"{key().digest}.died", json.dumps([valid]).encode())
-    document = died_document(**change)
+    cache, valid = PersistentCache(), crashed_document(config=to_json(Config(4)))
+    cache.unfinished.files.write_at((".tuning",), f"{key().digest}.crashed", json.dumps([valid]).encode())
+    document = crashed_document(**change)
     if suffix == "trying":
-        document = {name: document[name] for name in document if name not in ("deaths", "is_out", "reason")}
+        document = {name: document[name] for name in document if name not in ("crashes", "is_out", "reason")}
         document |= change
-    documents = [document, valid] if suffix == "died" else [document]
+    documents = [document, valid] if suffix == "crashed" else [document]
     cache.unfinished.files.write_at((".tuning",), f"{key().digest}.{suffix}", json.dumps(documents).encode())
-    assert cache.dangers(key()).startswith(
-        "two Config(factor=4): the process died while it was run, twice, so it is out"
+    assert cache.crashes(key()).startswith(
+        "two Config(factor=4): the process crashed while it was run, twice, so it is out"
     )
-    assert "Config(factor=3)" not in cache.dangers(key())
+    assert "Config(factor=3)" not in cache.crashes(key())
     assert cache.unfinished.take(key())
     assert [entry.cfg for entry in cache.unfinished.entries(key())] == [Config(4)]
-    assert cache.unfinished.suspects(key()) == ()
+    assert cache.unfinished.crashed(key()) == ()
     cache.unfinished.release(key())
 
 

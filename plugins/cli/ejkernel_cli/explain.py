@@ -137,14 +137,14 @@ def _print_times(provenance: Provenance, chosen: str) -> None:
                 "which stays unless another one is more than 2 % faster"
             )
     reasons = [reason for _, reason in provenance.tried if isinstance(reason, str)]
-    # The line of the measurement counts those that it did not reach, and casualties have lines of their own.
-    failures = sum(not reason.startswith(Reason.OUT_OF_TIME) for reason in reasons) - len(provenance.casualties)
+    # The line of the measurement counts those that it did not reach, and crashes have lines of their own.
+    failures = sum(not reason.startswith(Reason.OUT_OF_TIME) for reason in reasons) - len(provenance.crashes)
     rest = [f"{len(times) - MOST_TIMES} more were slower"] if len(times) > MOST_TIMES else []
     rest += [f"{failures} {'was' if failures == 1 else 'were'} left out or failed"] if failures else []
     if rest:
         print_line(f"{' and '.join(rest)}; --json has all")
-    for casualty in provenance.casualties:
-        print_line(casualty)
+    for crash in provenance.crashes:
+        print_line(crash)
 
 
 def measured_times(provenance: Provenance) -> list[tuple[str, float]]:

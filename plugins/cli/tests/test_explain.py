@@ -76,7 +76,7 @@ def record(registry):
         ("xla Config(q_block=512, kv_block=64)", 2.5),
         ("xla Config(q_block=999, kv_block=64)", "wrong results"),
         ("xla Config(q_block=777, kv_block=64)", "hung: still running after 9 s"),
-        ("xla Config(q_block=888, kv_block=64)", "the process died while it was run, twice, so it is out"),
+        ("xla Config(q_block=888, kv_block=64)", "the process crashed while it was run, twice, so it is out"),
         ("xla Config(q_block=666, kv_block=64)", "out of time: not reached within the budget"),
     )
     provenance = Provenance(
@@ -107,7 +107,7 @@ def test_measured_times_are_shown_with_the_lead_of_the_winner(run, record):
     assert lines[start + MOST_TIMES + 1 :][:3] == [
         "3 more were slower and 1 was left out or failed; --json has all",
         "xla Config(q_block=777, kv_block=64): hung: still running after 9 s",
-        "xla Config(q_block=888, kv_block=64): the process died while it was run, twice, so it is out",
+        "xla Config(q_block=888, kv_block=64): the process crashed while it was run, twice, so it is out",
     ]
 
 

@@ -32,7 +32,7 @@ def tune(
     report: Callable[[Progress], None] = lambda progress: None,
     earlier: Sequence[Entry] = (),
     calls: tuple[int, int] = (1, 46),
-    suspects: Sequence[Trial] = (),
+    crashed: Sequence[Trial] = (),
     record: Record | None = None,
     has_burst_ranking: bool = False,
 ) -> Tuned:
@@ -40,7 +40,7 @@ def tune(
     configuration with wrong results, compared with those of the ``reference``, is never selected.
 
     ``calls`` is the number of warm-up calls, and that of measured calls for configurations that stay to the end.
-    ``earlier`` results are not measured again, and ``suspects`` are tried last, one at a time. With the ``record`` of a
+    ``earlier`` results are not measured again, and ``crashed`` are tried last, one at a time. With the ``record`` of a
     measurement that ran out of time, its configuration is compared with those that were not reached. With
     ``has_burst_ranking``, what is measured under load is ranked by bursts first, which the result has for a comparison.
 
@@ -53,7 +53,7 @@ def tune(
     """
     start = time.monotonic()
     inputs_on_device = _place_inputs(inv, inputs)
-    known = KnownResults(earlier, suspects, record if record and _has_same_versions(record, candidates) else None)
+    known = KnownResults(earlier, crashed, record if record and _has_same_versions(record, candidates) else None)
     source = VariantSource(
         inv, candidates, reference, None if configs is None else list(configs), known, start + budget_s
     )

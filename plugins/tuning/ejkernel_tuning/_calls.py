@@ -336,10 +336,10 @@ class _Measurement:
         it, only those that ended a process do.
         """
         entries = self.earlier.entries
-        known = entries if is_resumed else [entry for entry in entries if entry.reason.startswith(Reason.DIED)]
+        known = entries if is_resumed else [entry for entry in entries if entry.reason.startswith(Reason.CRASHED)]
         inv, reference = self.selection.inv, self.selection.reference
         announcer = Announcer(self.report, inv, self.budget_s)
-        arguments = (known, calls, self.earlier.suspects, record, has_burst_ranking)
+        arguments = (known, calls, self.earlier.crashed, record, has_burst_ranking)
         try:
             tuned = tune(inv, candidates, reference, self.budget_s, inputs, configs, announcer, *arguments)
             announcer.finish(tuned.entries, tuned.seconds)

@@ -68,8 +68,8 @@ class Variant:
     has_earlier_result: bool = False
     #: Whether its results were compared with those of the reference, now or earlier.
     is_checked: bool = False
-    #: Whether a process died while it was tried. Another variant may have been the cause.
-    is_suspect: bool = False
+    #: Whether a process crashed while it was tried. Another variant may have been the cause.
+    may_crash: bool = False
     #: Why it is excluded, or None.
     reason: str | None = None
     _entry: tuple[Any, Entry] | None = None
@@ -165,7 +165,7 @@ class Measurement:
     _has_no_reference: bool = False
     #: Whether the expected results tell nothing about a kernel.
     _is_constant: bool = False
-    _suspects: list[Variant] = attrs.field(factory=list)
+    _crashed: list[Variant] = attrs.field(factory=list)
     _compile_threads: list[threading.Thread] = attrs.field(factory=list)
     #: By backend: the longest time that a variant of it took to compile.
     _compile_s: dict[str, float] = attrs.field(factory=dict)
@@ -183,8 +183,8 @@ class Measurement:
         """Compile, check and time the variants. Return the best one, or None where there is none."""
         try:
             # The heuristic and the reference come first, so that they are measured even if others fail or hang.
-            is_reference_suspect = self.reference is not None and self.reference.is_suspect
-            self._compile_and_check(self._first_variants(), 1 if is_reference_suspect else None)
+            may_reference_crash = self.reference is not None and self.reference.may_crash
+            self._compile_and_check(self._first_variants(), 1 if may_reference_crash else None)
             self._compile_and_check(iter(self.others))
             self._measure_slowest_again()
             self._exclude_slower(FIRST_CALL_FACTOR)
@@ -194,7 +194,7 @@ class Measurement:
             self._run_rounds()
             if not self._is_loaded:
                 self.burst_ranking = ()
-            self._try_suspects()
+            self._try_crashed()
             self._wait_for_compilations()
         finally:
             with self._lock:  # no reports after the end
@@ -209,7 +209,7 @@ class Measurement:
             thread.join(max(0.0, self.deadline - time.monotonic()))
 
     def remaining_variants(self) -> list[Variant]:
-        """The variants that are not excluded, without suspects that have not been tried yet."""
+        """The variants that are not excluded, without those that are tried last and have not been yet."""
         return [variant for variant in self.variants if variant.reason is None and not self._is_postponed(variant)]
 
     def _best_milliseconds(self) -> float:
@@ -268,16 +268,16 @@ class Measurement:
             self.report()
 
     def _is_postponed(self, variant: Variant) -> bool:
-        return variant in self._suspects
+        return variant in self._crashed
 
-    def _try_suspects(self) -> None:
-        """Try the suspects last and one at a time, so that the cause is known if the process dies again."""
+    def _try_crashed(self) -> None:
+        """Try what may crash last and one at a time, so that the cause is known if the process crashes again."""
         is_any_remaining = False
-        while self._suspects:
-            variant = self._suspects.pop(0)
+        while self._crashed:
+            variant = self._crashed.pop(0)
             if self._trials:
                 variant.reason = (
-                    f"{Reason.OUT_OF_TIME}: a process died while it was tried; {self.trials[0]} has not ended"
+                    f"{Reason.OUT_OF_TIME}: a process crashed while it was tried; {self.trials[0]} has not ended"
                 )
                 continue
             self._compile_and_check(iter([variant]), num_threads=1)
@@ -381,9 +381,9 @@ class Measurement:
             return
         if variant not in self.variants:
             self.variants.append(variant)
-        if variant.is_suspect and variant.reason is None:
-            variant.is_suspect = False
-            self._suspects.append(variant)
+        if variant.may_crash and variant.reason is None:
+            variant.may_crash = False
+            self._crashed.append(variant)
 
     def _add_unreached(self, variant: Variant) -> None:
         if variant not in self.variants and variant is not self.reference:

@@ -24,8 +24,8 @@ class KnownResults:
 
     #: Those of an unfinished measurement.
     entries: Sequence[Entry] = ()
-    #: What was tried when a process died.
-    suspects: Sequence[Trial] = ()
+    #: What was tried when a process crashed.
+    crashed: Sequence[Trial] = ()
     #: The best record of a measurement that ran out of time.
     record: Record | None = None
 
@@ -38,8 +38,8 @@ class KnownResults:
                 variant.reason, variant.is_checked = entry.reason or None, entry.is_checked
                 if entry.milliseconds is not None:
                     variant.samples, variant.has_earlier_result = [entry.milliseconds], True
-        if any(_is_same(variant, trial) for trial in self.suspects):
-            variant.is_suspect, variant.has_earlier_result, variant.samples = True, False, []
+        if any(_is_same(variant, trial) for trial in self.crashed):
+            variant.may_crash, variant.has_earlier_result, variant.samples = True, False, []
         return variant
 
     def _apply_record(self, variant: Variant, record: Record) -> None:
@@ -52,7 +52,7 @@ class KnownResults:
         outcome = dict(record.provenance.tried).get(f"{variant.backend} {text_of(variant.cfg)}")
         if isinstance(outcome, str):
             # The stores decide whether one that ended a process is tried again.
-            variant.reason = None if outcome.startswith((Reason.OUT_OF_TIME, Reason.DIED)) else outcome
+            variant.reason = None if outcome.startswith((Reason.OUT_OF_TIME, Reason.CRASHED)) else outcome
         elif outcome is not None:
             variant.samples, variant.reason = [float(outcome)], f"{Reason.SLOWER}: {outcome:.4g} ms, measured before"
 
@@ -111,7 +111,7 @@ class VariantSource:
             variant.reason = fault_text("heuristic_cfg", fault)
         own_result = self.known.apply_to(attrs.evolve(variant))
         # Its results are needed again even if it was measured before, unless it may end the process.
-        variant.is_suspect = own_result.is_suspect
+        variant.may_crash = own_result.may_crash
         variant.reason = variant.reason or (None if own_result.samples else own_result.reason)
         return variant
 

@@ -37,7 +37,7 @@ def measure(
             scope.policy.budget_s,
             report=announcer,
             earlier=earlier.entries,
-            suspects=earlier.suspects,
+            crashed=earlier.crashed,
             record=record,
         )
         if not tuned.records:

@@ -126,18 +126,18 @@ def test_only_the_configuration_that_kills_the_process_is_excluded(tmp_path: Pat
     codes, lines = run_until_success(tmp_path, f"{step} dies")
     assert codes == [-signal.SIGSEGV, -signal.SIGSEGV, 0]
     assert lines[0] == "kinds fast"
-    lines_of_deaths = [line for line in lines if line.startswith("tried") and Reason.DIED in line]
+    lines_of_crashes = [line for line in lines if line.startswith("tried") and Reason.CRASHED in line]
     participle = {"compiling": "compiled", "running": "run"}[step]
-    assert [line.split(": ")[0] for line in lines_of_deaths] == [
-        f"tried kinds Config(kind='dies') {Reason.DIED} while it was {participle}, twice, so it is out; to change that"
+    assert [line.split(": ")[0] for line in lines_of_crashes] == [
+        f"tried kinds Config(kind='dies') {Reason.CRASHED} while it was {participle}, twice, so it is out; to change that"
     ]
     assert len([line for line in lines if line.startswith("tried")]) == 7
     text = "\n".join(lines)
-    assert f"\n  kinds Config(kind='dies'): {Reason.DIED}" in text  # from explain
-    assert "ejkernel_cache.default_cache().forgive()" in text
+    assert f"\n  kinds Config(kind='dies'): {Reason.CRASHED}" in text  # from explain
+    assert "ejkernel_cache.default_cache().forget_crashes()" in text
     (file_of_deaths,) = (folder / ".tuning").iterdir()
     assert f"or remove {file_of_deaths}" in text
-    default_cache().forgive()
+    default_cache().forget_crashes()
     assert list((folder / ".tuning").iterdir()) == []
 
 
@@ -148,31 +148,31 @@ def test_the_heuristic_and_the_reference_may_die(tmp_path: Path, folder: Path, s
     codes, lines = run_until_success(tmp_path, f"{step} {kind}")
     assert codes[-1] == 0
     assert lines[0] in ("kinds fast", "kinds dies")  # "dies" lives here, and both are equally fast
-    lines_of_deaths = [line for line in lines if line.startswith("tried") and Reason.DIED in line]
-    assert [f"'{kind}'" in line for line in lines_of_deaths] == [True]
+    lines_of_crashes = [line for line in lines if line.startswith("tried") and Reason.CRASHED in line]
+    assert [f"'{kind}'" in line for line in lines_of_crashes] == [True]
 
 
 @pytest.mark.long
 def test_explain_reports_a_death_without_measuring(tmp_path: Path, folder: Path) -> None:
     prefix = "cache (registered at run time): no answer, there is no record; kinds Config(kind='dies'): "
     assert run(tmp_path, "running dies").returncode == -signal.SIGSEGV
-    text_after_one_death = run(tmp_path, "running dies", "explain").stdout
-    assert f"{prefix}{Reason.DIED} while it was run; it will be tried last, and alone" in text_after_one_death
+    text_after_one_crash = run(tmp_path, "running dies", "explain").stdout
+    assert f"{prefix}{Reason.CRASHED} while it was run; it will be tried last, and alone" in text_after_one_crash
     assert run(tmp_path, "running dies").returncode == -signal.SIGSEGV
     lock_file = next((folder / ".tuning").glob("*.lock"))
     assert run(tmp_path, "running dies", "explain").stdout.startswith(
         "triple.kinds with Config(kind='usual'), by heuristic"
     )
     lock_file.write_text(f"{lock_file.read_text().split('-')[0]}-{os.getpid()}-0")  # a live process is measuring
-    text_after_two_deaths = run(tmp_path, "running dies", "explain").stdout
+    text_after_two_crashes = run(tmp_path, "running dies", "explain").stdout
     assert (
-        f"{prefix}{Reason.DIED} while it was run, once, so it is tried last, and alone; to change that: "
-        in text_after_two_deaths
+        f"{prefix}{Reason.CRASHED} while it was run, once, so it is tried last, and alone; to change that: "
+        in text_after_two_crashes
     )
-    assert Reason.DIED not in text_after_two_deaths.partition("to change that")[2]
+    assert Reason.CRASHED not in text_after_two_crashes.partition("to change that")[2]
 
 
-# -- suspects and exclusions -----------------------------------------------------------------------------------------
+# -- crashes and exclusions -----------------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -194,20 +194,20 @@ def die_with_trials(*factors: int, step: str = "compiling") -> Any:
     return next_unfinished
 
 
-def suspects(unfinished: Any) -> list[int]:
-    return [trial.cfg.factor for trial in unfinished.suspects(KEY)]
+def crashed(unfinished: Any) -> list[int]:
+    return [trial.cfg.factor for trial in unfinished.crashed(KEY)]
 
 
 def excluded(unfinished: Any) -> list[int]:
     return [entry.cfg.factor for entry in unfinished.entries(KEY)]
 
 
-def test_all_trials_are_suspects_and_one_that_dies_alone_is_excluded() -> None:
+def test_all_trials_are_tried_last_and_one_that_crashes_alone_is_excluded() -> None:
     unfinished = die_with_trials(3, 4, 5)
-    assert (suspects(unfinished), excluded(unfinished)) == ([3, 4, 5], [])
+    assert (crashed(unfinished), excluded(unfinished)) == ([3, 4, 5], [])
     unfinished.release(KEY)
     unfinished = die_with_trials(4)
-    assert (suspects(unfinished), excluded(unfinished)) == ([3, 5], [4])
+    assert (crashed(unfinished), excluded(unfinished)) == ([3, 5], [4])
     unfinished.release(KEY)
 
 
@@ -215,25 +215,25 @@ def test_trials_that_never_ran_alone_are_never_excluded() -> None:
     for _ in range(4):
         unfinished = die_with_trials(3, 4)
         unfinished.release(KEY)
-    assert (suspects(unfinished), excluded(unfinished)) == ([3, 4], [])
+    assert (crashed(unfinished), excluded(unfinished)) == ([3, 4], [])
 
 
-def test_forgive_applies_to_an_interrupted_measurement() -> None:
+def test_forget_crashes_applies_to_an_interrupted_measurement() -> None:
     die_with_trials(3).release(KEY)
     unfinished = die_with_trials(3)
     assert excluded(unfinished) == [3]
     unfinished.end(KEY, unfinished.entries(KEY), is_interrupted=True)
-    PersistentCache().forgive()
+    PersistentCache().forget_crashes()
     assert unfinished.take(KEY)
-    assert (suspects(unfinished), excluded(unfinished)) == ([], [])
+    assert (crashed(unfinished), excluded(unfinished)) == ([], [])
     unfinished.release(KEY)
 
 
-def test_a_measured_configuration_is_no_longer_a_suspect() -> None:
+def test_a_measured_configuration_is_no_longer_tried_last() -> None:
     unfinished = die_with_trials(3, 4, 5)
     unfinished.end(KEY, (Entry("two", Config(3), 1.0), Entry("two", Config(4), reason="out of time: later")), False)
     next_unfinished = die_with_trials(7)
-    assert (suspects(next_unfinished), excluded(next_unfinished)) == ([4, 5, 7], [])
+    assert (crashed(next_unfinished), excluded(next_unfinished)) == ([4, 5, 7], [])
     next_unfinished.release(KEY)
 
 
@@ -268,9 +268,9 @@ def test_a_process_without_the_lock_writes_nothing(folder: Path) -> None:
 )
 def test_damaged_files_exclude_nothing(text: str, folder: Path) -> None:
     unfinished = PersistentCache().unfinished
-    for suffix in ("trying", "died"):
+    for suffix in ("trying", "crashed"):
         unfinished.files.write_at((".tuning",), f"{KEY.digest}.{suffix}", text.encode())
     assert unfinished.take(KEY)
-    assert (suspects(unfinished), excluded(unfinished)) == ([], [])
-    assert isinstance(unfinished.describe_dangers(KEY), str)
+    assert (crashed(unfinished), excluded(unfinished)) == ([], [])
+    assert isinstance(unfinished.describe_crashes(KEY), str)
     unfinished.release(KEY)
