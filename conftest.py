@@ -34,7 +34,7 @@ settings.load_profile("ejkernel")
 # on two busy processors a product of (64, 64) and (64, 256) took 30 ms instead of 0.1.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-pytest_plugins = ("tests.selection",)
+pytest_plugins = ("tests.selection", "tests.distributions")
 
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

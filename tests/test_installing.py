@@ -30,7 +30,7 @@ from ejkernel_core import (
     _discovery,
     hookimpl,
 )
-from tests.conftest import KERNEL, MakeDistribution
+from tests.distributions import KERNEL, MakeDistribution
 from tests.test_imports import imported_packages
 
 ROOT = Path(__file__).parents[1]

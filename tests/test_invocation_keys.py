@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_core
 from ejkernel_core import Axes, Key, Operation, Registry, hookimpl
-from tests.conftest import MakeDistribution
+from tests.distributions import MakeDistribution
 
 
 def scale(x, y=None, *, by=1, dtype=None, mode="a"): ...
@@ -232,7 +232,7 @@ def test_axes_that_count_are_written_by_name() -> None:
 def test_a_kernel_has_the_versions_of_its_dependencies(
     distribution: MakeDistribution, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    from tests.conftest import KERNEL, OPERATION
+    from tests.distributions import KERNEL, OPERATION
 
     versions = {"jax": "0.1", "jaxlib": "0.2", "good-dist": "1.0", "compiler-dist": "3.0"}
 

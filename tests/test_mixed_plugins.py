@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ejkernel_core import PluginError, Registry, policy_override
-from tests.conftest import KERNEL, OPERATION, MakeDistribution
+from tests.distributions import KERNEL, OPERATION, MakeDistribution
 from tests.test_plugin_traps import BROKEN_KERNELS
 
 X = np.array([1.0, 2.0, 3.0], np.float32)

@@ -26,7 +26,7 @@ from ejkernel_core import (
     hookimpl,
     policy_override,
 )
-from tests.conftest import KERNEL, MakeDistribution
+from tests.distributions import KERNEL, MakeDistribution
 
 X = np.array([1.0, 2.0], np.float32)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ejkernel_core import Operation, Registry, _fallback
-from tests.conftest import KERNEL, OPERATION, MakeDistribution
+from tests.distributions import KERNEL, OPERATION, MakeDistribution
 from tests.test_plugin_traps import HOOKS
 
 X = np.array([1.0, 2.0], np.float32)

@@ -30,7 +30,7 @@ from ejkernel_core import (
     hookimpl,
 )
 from ejkernel_core._policies import fault_of_choice
-from tests.conftest import KERNEL, MakeDistribution
+from tests.distributions import KERNEL, MakeDistribution
 
 X = np.array([1.0, 2.0], np.float32)
 

@@ -19,6 +19,7 @@ import pytest
 
 from ejkernel_cache import PersistentCache, default_cache, policy
 from ejkernel_core import Candidate, Choice, Key, Operation, Provenance, Record, Registry, hookimpl
+from tests.distributions import write_distribution
 
 #: A test with a watchdog that takes longer than so many seconds hangs.
 WATCHDOG_S = 600
@@ -171,24 +172,14 @@ def scale_op() -> Scale:
 
 @pytest.fixture
 def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """``distribution(name, modules, version, policies=..., ...)`` makes one, and returns its folder."""
+    """``distribution(name, files, version, policies=..., ...)`` makes one for other processes, and returns its folder."""
     count = 0
 
-    def make(name: str, modules: Mapping[str, str], version: str = "1.0", **groups: Mapping[str, str]) -> Path:
+    def make(name: str, files: Mapping[str, str], version: str = "1.0", **groups: Mapping[str, str]) -> Path:
         nonlocal count
         count += 1
         site = tmp_path / f"site{count}"
-        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        sections = [
-            f"[ejkernel.{group}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items())
-            for group, entries in groups.items()
-        ]
-        (info / "entry_points.txt").write_text("\n".join(sections))
-        for file, source in modules.items():
-            (site / file).parent.mkdir(exist_ok=True)
-            (site / file).write_text(textwrap.dedent(source))
+        write_distribution(site, name, files, version, **groups)
         return site
 
     return make

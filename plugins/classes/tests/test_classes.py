@@ -49,7 +49,7 @@ from ejkernel_core import (
     hookimpl,
 )
 from ejkernel_core._devices import device_name
-from tests.conftest import MakeDistribution
+from tests.distributions import MakeDistribution
 
 X = jnp.arange(1.0, 4.0)
 Y = jnp.array([2.0, -1.0, 0.5])

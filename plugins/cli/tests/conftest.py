@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ejkernel_cli import _metadata, main
+from tests.distributions import write_distribution
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -71,16 +72,7 @@ def install(tmp_path: Path) -> Callable[..., str]:
 
     def install(name: str, modules: Mapping[str, str], **groups: Mapping[str, str]) -> str:
         folder = tmp_path / f"site-{name}"
-        info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        sections = [
-            f"[ejkernel.{group}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items())
-            for group, entries in groups.items()
-        ]
-        (info / "entry_points.txt").write_text("\n".join(sections))
-        for module, source in modules.items():
-            (folder / f"{module}.py").write_text(source)
+        write_distribution(folder, name, {f"{module}.py": source for module, source in modules.items()}, **groups)
         return str(folder)
 
     return install

@@ -18,7 +18,7 @@ from ejkernel_core._choice import candidates_for
 from ejkernel_core._policies import Selection, ask_policies
 from ejkernel_core._scopes import EMPTY
 from ejkernel_ops.flash_attention.sizes import self_attention
-from tests.conftest import MakeDistribution
+from tests.distributions import MakeDistribution
 
 KERNELS = "ejkernel-ops,ejkernel-xla,ejkernel-cudnn,ejkernel-triton"
 

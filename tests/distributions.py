@@ -1,4 +1,4 @@
-"""A fixture that installs small distributions: folders with metadata and modules, put on ``sys.path``."""
+"""Fixtures that install small distributions: folders with metadata and modules, put on ``sys.path``. All tests have them."""
 
 from __future__ import annotations
 
@@ -35,6 +35,23 @@ OPERATION = """
 """
 
 
+def write_distribution(
+    folder: Path, name: str, files: Mapping[str, str], version: str = "1.0", **groups: Mapping[str, str]
+) -> None:
+    """Write a distribution with these files and, by group, the entry points ``ejkernel.<group>``."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    sections = [
+        f"[ejkernel.{group}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items())
+        for group, entries in groups.items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(sections))
+    for file, source in files.items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text(textwrap.dedent(source))
+
+
 @pytest.fixture
 def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeDistribution]:
     """``distribution(name, modules, kernels=..., operations=..., policies=...)`` installs one; returns its folder."""
@@ -45,16 +62,9 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ma
         nonlocal count
         count += 1
         folder = tmp_path / f"site{count}"
-        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        sections = [
-            f"[ejkernel.{group}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items())
-            for group, entries in groups.items()
-        ]
-        (info / "entry_points.txt").write_text("\n".join(sections))
-        for module, source in modules.items():
-            (folder / f"{module}.py").write_text(textwrap.dedent(source))
+        write_distribution(
+            folder, name, {f"{module}.py": source for module, source in modules.items()}, version, **groups
+        )
         all_modules.update(modules)
         monkeypatch.syspath_prepend(str(folder))
         return folder

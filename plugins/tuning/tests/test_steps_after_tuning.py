@@ -14,9 +14,9 @@ import pytest
 
 from ejkernel_core import Record, Registry, policy_override
 from ejkernel_tuning import _measurement, _threads
-from tests.test_samples_of_gradients import LABELS, LOGITS, make_registry
-from tests.test_tuning_budget import Config, run_tuner
-from tests.test_tuning_budget import make_registry as make_triple
+from plugins.tuning.tests.test_samples_of_gradients import LABELS, LOGITS, make_registry
+from plugins.tuning.tests.test_tuning_budget import Config, run_tuner
+from plugins.tuning.tests.test_tuning_budget import make_registry as make_triple
 
 
 def counting_traces(registry: Registry) -> list[str]:

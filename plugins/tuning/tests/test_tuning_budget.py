@@ -87,7 +87,7 @@ def test_an_invalid_shortfall_is_refused(shortfall: object) -> None:
 
 
 def test_the_published_records_have_no_shortfall() -> None:
-    files = (Path(__file__).parents[1] / "plugins").glob("tuned/ejkernel_*/*/*.jsonl")
+    files = (Path(__file__).parents[2]).glob("tuned/ejkernel_*/*/*.jsonl")
     records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert len(records) > 100
     assert not any("shortfall" in record["provenance"] for record in records)
