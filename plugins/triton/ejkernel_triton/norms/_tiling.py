@@ -11,16 +11,14 @@ from itertools import product
 from typing import TypeVar
 
 import attrs
-from attrs.validators import ge, in_, instance_of, le
 
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_ops.rms_norm.axes import FORMATS
 from ejkernel_triton.launch._cards import multiprocessors
 from ejkernel_triton.launch._requirements import require_card, require_float8
+from ejkernel_triton.norms import BackwardConfig, Config
 
 DTYPES = ("float16", "bfloat16", "float32")
-WARPS = (1, 2, 4, 8, 16, 32)
-BLOCKS = (0, 1024, 2048, 4096, 8192, 16384)
 #: The longest rows that the forward holds in registers, 32 entries a thread, of 512 threads; and of 1,024, with one
 #: program on a multiprocessor. Of longer rows there is one on each, too: then they stay in the L2 cache until they are
 #: read the second time.
@@ -44,39 +42,6 @@ FEW_ENTRIES, FEW_ENTRIES_BACKWARD = 1 << 21, 1 << 15
 FEW_ROWS = 8
 #: The same for the backward. Of rows of more entries than a key, fewer than these for each multiprocessor are left.
 FEW_ROWS_BACKWARD = {4096: 1, 8192: 3}
-
-#: The most programs of a multiprocessor: more than any holds, and few enough to number those of all in 32 bits.
-MOST_PROGRAMS = 1024
-
-
-@attrs.frozen
-class Config:
-    """How rows are divided among programs, and how each program is run."""
-
-    #: Rows of a tile.
-    rows: int = attrs.field(default=1, validator=in_(tuple(1 << power for power in range(13))))
-    num_warps: int = attrs.field(default=4, validator=in_(WARPS))
-    #: Programs of each multiprocessor, that take one tile after the other; 0: a program for each tile.
-    programs: int = attrs.field(default=0, validator=[instance_of(int), ge(0), le(MOST_PROGRAMS)])
-    #: Columns of a tile of rows that are read twice; 0: whole rows are held in registers.
-    block: int = attrs.field(default=0, validator=in_(BLOCKS))
-
-
-@attrs.frozen
-class BackwardConfig:
-    """How rows are divided among programs, and how each program is run."""
-
-    #: Rows of a tile.
-    rows: int = attrs.field(default=1, validator=in_(tuple(1 << power for power in range(13))))
-    num_warps: int = attrs.field(default=8, validator=in_(WARPS))
-    #: Programs of each multiprocessor, that take one tile after the other.
-    programs: int = attrs.field(default=2, validator=[instance_of(int), ge(1), le(MOST_PROGRAMS)])
-    #: Columns of a tile of rows that are read twice; 0: whole rows are held in registers.
-    block: int = attrs.field(default=0, validator=in_(BLOCKS))
-    #: Columns that a program of a second kernel has of many rows; 0: a program has whole rows, and holds at least the
-    #: sums over its rows in registers.
-    columns: int = attrs.field(default=0, validator=in_((0, 64, 128, 256, 512)))
-
 
 C = TypeVar("C")
 
@@ -175,6 +140,11 @@ def width(inv: Invocation) -> int:
     if "quantize" in inv:
         return padded(dim, FORMATS[inv["quantize"]][2] or LEAST_COLUMNS)
     return padded(dim) if "wrt" in inv else sum(pieces(dim))
+
+
+def is_centered(inv: Invocation) -> bool:
+    """Whether the mean of each row is subtracted."""
+    return inv.op.startswith("layer_norm")
 
 
 def count_rows(inv: Invocation) -> int:

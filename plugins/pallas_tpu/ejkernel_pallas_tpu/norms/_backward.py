@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel_ops.rms_norm.definition import upcast
 from ejkernel_pallas_tpu.launch import Launch, Output, grid_indices
-from ejkernel_pallas_tpu.rms_norm._blocks import Blocks, add_lanes, from_lanes
+from ejkernel_pallas_tpu.norms._blocks import Blocks, add_lanes, from_lanes
 
 Arguments = Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""Launches of the kernels, of ``rms_norm`` and with ``centered`` of ``layer_norm``."""
+"""Launches of the kernels, of ``rms_norm`` and, where rows are centered, of ``layer_norm``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ejkernel_core import Invocation
 from ejkernel_ops.rms_norm.axes import FORMATS
 from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability, multiprocessors
-from ejkernel_triton.rms_norm._tiling import THREADS, BackwardConfig, Config, count_rows, padded, pieces, width
+from ejkernel_triton.norms import BackwardConfig, Config
+from ejkernel_triton.norms._tiling import THREADS, count_rows, is_centered, padded, pieces, width
 
 Results = tuple[jax.Array, ...]
 #: An output that a call does not have.
@@ -24,9 +25,9 @@ STATISTICS = ("d_mean", "d_rstd")
 COLUMN_WARPS, COLUMN_ENTRIES, COLUMN_PROGRAMS = 8, 16 * THREADS * 8, 4
 
 
-def forward(inv: Invocation, cfg: Config, centered: bool) -> tuple[jax.Array | None, ...]:
+def forward(inv: Invocation, cfg: Config) -> tuple[jax.Array | None, ...]:
     """The result, the sum and, if they are needed, the statistics of the rows, as the operation declares them."""
-    x, residual = inv["x"], inv["residual"]
+    x, residual, centered = inv["x"], inv["residual"], is_centered(inv)
     statistic = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
     has_statistics = inv.needs("rstd") or (centered and inv.needs("mean"))
     statistics = (statistic if centered and has_statistics else None, statistic if has_statistics else None)
@@ -44,7 +45,7 @@ def forward(inv: Invocation, cfg: Config, centered: bool) -> tuple[jax.Array | N
             outputs,
             (grid,),
             {
-                **_forward_constants(inv, cfg, centered),
+                **_forward_constants(inv, cfg),
                 "STATISTICS": has_statistics,
                 **({"WIDTH": cfg.block} if cfg.block else _whole_rows(inv, cfg)),
             },
@@ -54,7 +55,7 @@ def forward(inv: Invocation, cfg: Config, centered: bool) -> tuple[jax.Array | N
     return results if has_statistics else (out, total, *(None for _ in results[2:]))
 
 
-def quantized(inv: Invocation, cfg: Config, centered: bool) -> Results:
+def quantized(inv: Invocation, cfg: Config) -> Results:
     """The values, their scales, and the sum."""
     x, residual = inv["x"], inv["residual"]
     dtype, largest, block = FORMATS[inv["quantize"]]
@@ -75,7 +76,7 @@ def quantized(inv: Invocation, cfg: Config, centered: bool) -> Results:
             outputs,
             (blocks(count_rows(inv), cfg.rows),),
             {
-                **_forward_constants(inv, cfg, centered),
+                **_forward_constants(inv, cfg),
                 "WIDTH": cfg.block or width(inv),
                 "BLOCK": block or 0,
                 "LARGEST": largest,
@@ -84,7 +85,7 @@ def quantized(inv: Invocation, cfg: Config, centered: bool) -> Results:
     return values, scales, x if residual is None else total
 
 
-def gradients(inv: Invocation, cfg: BackwardConfig, centered: bool) -> Results:
+def gradients(inv: Invocation, cfg: BackwardConfig) -> Results:
     """The gradients that ``wrt`` names, in its order."""
     wrt = inv["wrt"]
     has_statistics = any(inv.get(name) is not None for name in STATISTICS)
@@ -96,13 +97,11 @@ def gradients(inv: Invocation, cfg: BackwardConfig, centered: bool) -> Results:
         inv = inv.with_arrays({"d_out": jnp.zeros(inv["x"].shape, inv["x"].dtype)})
     sums = [name for name in ("weight", "bias") if name in wrt]
     has_rows = "x" in wrt or "residual" in wrt
-    by_name = (
-        _of_columns(inv, cfg, centered, sums) if cfg.columns or not has_rows else _of_rows(inv, cfg, centered, sums)
-    )
+    by_name = _of_columns(inv, cfg, sums) if cfg.columns or not has_rows else _of_rows(inv, cfg, sums)
     return tuple(by_name[name] for name in wrt)
 
 
-def _of_rows(inv: Invocation, cfg: BackwardConfig, centered: bool, sums: list[str]) -> dict[str, jax.Array]:
+def _of_rows(inv: Invocation, cfg: BackwardConfig, sums: list[str]) -> dict[str, jax.Array]:
     """All gradients, by programs that have whole rows."""
     tiles = blocks(count_rows(inv), cfg.rows)
     return _gradients(
@@ -114,7 +113,7 @@ def _of_rows(inv: Invocation, cfg: BackwardConfig, centered: bool, sums: list[st
         {
             **_presence(inv, ("d_sum", *STATISTICS)),
             **_weight(inv),
-            "CENTERED": centered,
+            "CENTERED": is_centered(inv),
             "DIM": inv["x"].shape[-1],
             "ROWS": cfg.rows,
             "WIDTH": width(inv),
@@ -124,7 +123,7 @@ def _of_rows(inv: Invocation, cfg: BackwardConfig, centered: bool, sums: list[st
     )
 
 
-def _of_columns(inv: Invocation, cfg: BackwardConfig, centered: bool, sums: list[str]) -> dict[str, jax.Array]:
+def _of_columns(inv: Invocation, cfg: BackwardConfig, sums: list[str]) -> dict[str, jax.Array]:
     """All gradients, by programs that have some columns of many rows, after others have reduced each row."""
     dim, columns = inv["x"].shape[-1], min(cfg.columns or 256, padded(inv["x"].shape[-1]))
     has_rows = "x" in inv["wrt"] or "residual" in inv["wrt"]
@@ -136,12 +135,12 @@ def _of_columns(inv: Invocation, cfg: BackwardConfig, centered: bool, sums: list
             inv,
             cfg,
             ("sum", "d_out", *STATISTICS, "weight", "mean", "rstd"),
-            (of_rows, of_rows if centered else ABSENT),
+            (of_rows, of_rows if is_centered(inv) else ABSENT),
             (blocks(count_rows(inv), cfg.rows),),
             {
                 **_presence(inv, STATISTICS),
                 **weight,
-                "CENTERED": centered,
+                "CENTERED": is_centered(inv),
                 "DIM": dim,
                 "ROWS": cfg.rows,
                 "WIDTH": cfg.block,
@@ -161,7 +160,7 @@ def _of_columns(inv: Invocation, cfg: BackwardConfig, centered: bool, sums: list
             **_presence(inv, ("d_sum",)),
             **weight,
             "D_ROWS": has_rows,
-            "CENTERED": centered,
+            "CENTERED": is_centered(inv),
             "DIM": dim,
             "ROWS": tile,
             "WIDTH": columns,
@@ -217,7 +216,7 @@ def _launch(
     # A kernel does not read what a call does not have: any array will do in its place.
     operands = [inv.get(name) for name in arrays]
     return _jax_triton.call(
-        f"ejkernel_triton.rms_norm.{kernel}",
+        f"ejkernel_triton.norms.{kernel}",
         [operands[0] if array is None else array for array in operands],
         tuple(outputs),
         scalars=(count_rows(inv),),
@@ -230,12 +229,12 @@ def _launch(
     )
 
 
-def _forward_constants(inv: Invocation, cfg: Config, centered: bool) -> dict[str, Any]:
+def _forward_constants(inv: Invocation, cfg: Config) -> dict[str, Any]:
     return {
         "RESIDUAL": inv["residual"] is not None,
         **_weight(inv),
         "BIAS": inv["bias"] is not None,
-        "CENTERED": centered,
+        "CENTERED": is_centered(inv),
         "EPSILON": float(inv["epsilon"]),
         "DIM": inv["x"].shape[-1],
         "ROWS": cfg.rows,

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from ejkernel_ops.rms_norm.axes import FORMATS
 from ejkernel_ops.rms_norm.definition import upcast
 from ejkernel_pallas_tpu.launch import Launch, Operand, Output, Scratch
-from ejkernel_pallas_tpu.rms_norm._blocks import LANES, Blocks, add_lanes, into_lanes, max_lanes
+from ejkernel_pallas_tpu.norms._blocks import LANES, Blocks, add_lanes, into_lanes, max_lanes
 
 Arguments = Mapping[str, Any]
 

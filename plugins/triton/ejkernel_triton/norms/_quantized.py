@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel_triton.rms_norm._forward import _weighted_tile
-from ejkernel_triton.rms_norm._tile import (
+from ejkernel_triton.norms._forward import _weighted_tile
+from ejkernel_triton.norms._tile import (
     apply_weight,
     load_columns,
     normalized_rows,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel_triton.rms_norm._tile import load_columns, load_tile, store_tile
+from ejkernel_triton.norms._tile import load_columns, load_tile, store_tile
 
 
 @triton.jit
