@@ -27,9 +27,9 @@ from ejkernel_triton.flash_attention_sm90._shared import (
     own_tokens,
     store_rows,
 )
-from ejkernel_triton.hopper import tma
-from ejkernel_triton.hopper.constants import LOG2E
-from ejkernel_triton.hopper.shared_memory import barriers
+from ejkernel_triton.gluon import tma
+from ejkernel_triton.gluon.constants import LOG2E
+from ejkernel_triton.gluon.shared_memory import barriers
 
 
 @aggregate

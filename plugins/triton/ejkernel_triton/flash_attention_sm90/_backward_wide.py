@@ -34,8 +34,8 @@ from ejkernel_triton.flash_attention_sm90._shared import (
     own_tokens,
     store_rows,
 )
-from ejkernel_triton.hopper import tma
-from ejkernel_triton.hopper.shared_memory import barriers, reinterpret
+from ejkernel_triton.gluon import tma
+from ejkernel_triton.gluon.shared_memory import barriers, reinterpret
 
 
 @aggregate

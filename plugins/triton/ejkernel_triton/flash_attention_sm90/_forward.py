@@ -28,9 +28,9 @@ from ejkernel_triton.flash_attention_sm90._shared import (
     soft_cap_weights,
     store_rows,
 )
-from ejkernel_triton.hopper import tma
-from ejkernel_triton.hopper.constants import LOG2E
-from ejkernel_triton.hopper.shared_memory import barriers
+from ejkernel_triton.gluon import tma
+from ejkernel_triton.gluon.constants import LOG2E
+from ejkernel_triton.gluon.shared_memory import barriers
 
 #: Queries of a tile: 64 for each of two groups of warps.
 Q_BLOCK = gl.constexpr(128)

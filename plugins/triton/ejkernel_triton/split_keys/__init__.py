@@ -1,1 +1,1 @@
-"""Few queries against many keys on Hopper: the device code that attention to arrays and to pages share."""
+"""Few queries against many keys, split among programs on Hopper: what attention to arrays and to pages share."""

@@ -16,12 +16,12 @@ depend on how many programs have parts of it.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ejkernel_triton.decode_sm90.columns import no_columns, sums_of_columns
-from ejkernel_triton.decode_sm90.pairs import load_pairs, no_pairs, sums_of_pairs
-from ejkernel_triton.decode_sm90.results import added, store_results, store_sums
-from ejkernel_triton.decode_sm90.rows import no_rows, sums_of_rows
-from ejkernel_triton.decode_sm90.tiles import load_queries
 from ejkernel_triton.flash_attention._tile import LOG2E
+from ejkernel_triton.split_keys.columns import no_columns, sums_of_columns
+from ejkernel_triton.split_keys.pairs import load_pairs, no_pairs, sums_of_pairs
+from ejkernel_triton.split_keys.results import added, store_results, store_sums
+from ejkernel_triton.split_keys.rows import no_rows, sums_of_rows
+from ejkernel_triton.split_keys.tiles import load_queries
 
 
 @gluon.jit

@@ -12,8 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ejkernel_triton.decode_sm90.tiles import scaled, values
 from ejkernel_triton.flash_attention._tile import LOWEST
+from ejkernel_triton.split_keys.tiles import scaled, values
 
 
 @gluon.constexpr_function

@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ejkernel_triton.decode_sm90.columns import layout_of_columns, partial_sums, rescaled
-from ejkernel_triton.decode_sm90.tiles import values
 from ejkernel_triton.flash_attention._tile import LOG2E, LOWEST, tanh
+from ejkernel_triton.split_keys.columns import layout_of_columns, partial_sums, rescaled
+from ejkernel_triton.split_keys.tiles import values
 
 #: Of two words $2, the first bytes as two numbers of float16, and the second ones.
 FROM_FLOAT8 = gl.constexpr("""{

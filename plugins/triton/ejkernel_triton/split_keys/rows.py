@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ejkernel_triton.decode_sm90.tiles import scaled, values
 from ejkernel_triton.flash_attention._tile import LOWEST
+from ejkernel_triton.split_keys.tiles import scaled, values
 
 
 @gluon.jit

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from ejkernel_triton.hopper.shared_memory import barriers, words
+from ejkernel_triton.gluon.shared_memory import barriers, words
 
 
 @aggregate

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ejkernel_triton.flash_attention._tile import LOG2E, tanh
-from ejkernel_triton.hopper.shared_memory import wait_for_group
+from ejkernel_triton.gluon.shared_memory import wait_for_group
 
 
 @gluon.jit
