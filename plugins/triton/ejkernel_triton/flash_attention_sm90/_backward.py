@@ -8,6 +8,8 @@ run. For the same bits every time there is the portable kernel. The parts are st
 because rows of 64 floats would have bank conflicts in shared memory.
 """
 
+# mypy: ignore-errors
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

@@ -7,6 +7,8 @@ overwrites the same half of the dims of the queries and of the output's gradient
 memory left. This is safe: a group reads the other's half only before it signals that its weights are stored.
 """
 
+# mypy: ignore-errors
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

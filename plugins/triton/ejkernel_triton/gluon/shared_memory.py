@@ -1,5 +1,7 @@
 """Barriers, for groups of warps that wait for each other or for the copy engine, and views of shared memory."""
 
+# mypy: ignore-errors
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin

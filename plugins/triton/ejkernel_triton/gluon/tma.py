@@ -1,5 +1,7 @@
 """The copy engine, by one name for what the versions of Triton call differently: 3.6 and 3.9 have no name in common."""
 
+# mypy: ignore-errors
+
 from triton._C.libtriton import ir
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma

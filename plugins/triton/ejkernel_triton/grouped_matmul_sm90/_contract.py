@@ -5,6 +5,8 @@ Programs are persistent, and begin with the largest groups. The last step of a g
 They are set to zero in shared memory, in both operands: what stands there may be infinite.
 """
 
+# mypy: ignore-errors
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

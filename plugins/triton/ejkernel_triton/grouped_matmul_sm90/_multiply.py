@@ -8,6 +8,8 @@ results of this one are stored.
 Matrix products are asynchronous. Nothing may use the registers of a product before `warpgroup_mma_wait` returns them.
 """
 
+# mypy: ignore-errors
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

@@ -1,5 +1,7 @@
 """What warps tell each other: which tile of the result comes next, and where the tiles of its operands are."""
 
+# mypy: ignore-errors
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier

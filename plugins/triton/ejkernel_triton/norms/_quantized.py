@@ -4,6 +4,8 @@ A scale covers a row (``BLOCK`` is 0) or ``BLOCK`` columns. It is the largest ma
 all entries are 0.
 """
 
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import triton

@@ -6,6 +6,8 @@ smaller tail (``TAIL`` is 0 if there is none): a row of 5,120 entries takes 4,09
 Entries outside the array are 0.
 """
 
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import triton

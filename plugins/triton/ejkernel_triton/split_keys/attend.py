@@ -13,6 +13,8 @@ added in the order of the parts: here, or by a second launch with the same opera
 depend on how many programs have parts of it.
 """
 
+# mypy: ignore-errors
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

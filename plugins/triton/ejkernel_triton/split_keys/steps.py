@@ -1,5 +1,7 @@
 """What the warps of a program share: the ring of blocks, and the arrays of results."""
 
+# mypy: ignore-errors
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier

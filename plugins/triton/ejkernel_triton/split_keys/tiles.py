@@ -1,5 +1,7 @@
 """What all forms of the products do with tiles: queries in shared memory, logits, and values that may not be used."""
 
+# mypy: ignore-errors
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
