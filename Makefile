@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PLUGINS := ops xla cudnn cache tuning agree packed context triton pallas_tpu tuned testing classes bench cli
+PLUGINS := $(patsubst plugins/%/pyproject.toml,%,$(sort $(wildcard plugins/*/pyproject.toml)))
 
 # A second `make` installs nothing: the stamp is newer than everything that says what to install.
 STAMP := $(VENV)/.installed

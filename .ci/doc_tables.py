@@ -18,6 +18,7 @@ import importlib
 import inspect
 import re
 import textwrap
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
@@ -534,18 +535,34 @@ def operations_on(page: Path) -> list[str]:
     return re.findall(r"^`(\w+)`:$", region, re.MULTILINE)
 
 
-def operation_pages() -> list[Path]:
-    return sorted((ROOT / "docs/operations").glob("*.md"))
+def operation_pages(package: str = "") -> list[Path]:
+    """The pages of operations, or those with an operation of this package."""
+    modules = {point.name: point.module for point in entry_points(group="ejkernel.operations")}
+    pages = sorted((ROOT / "docs/operations").glob("*.md"))
+    return [page for page in pages if not package or any(modules[op].startswith(package) for op in operations_on(page))]
 
 
-def table_of_operations() -> str:
-    """The pages of operations, each with the first sentence on it."""
+def table_of_operations(docs: str = "", package: str = "") -> str:
+    """The pages of operations, each with the first sentence on it, for a page from which ``docs`` leads to docs/."""
     rows = []
-    for page in operation_pages():
+    for page in operation_pages(package):
         title, text = page.read_text().removeprefix("# ").split("\n\n")[:2]
-        sentence = re.sub(r"\]\((?=\w+\.md)", "](operations/", re.split(r"(?<=\.)\s", text)[0].replace("\n", " "))
-        rows.append((f"[{title}](operations/{page.name})", sentence))
+        sentence = re.split(r"(?<=\.)\s", text)[0].replace("\n", " ")
+        sentence = re.sub(r"\]\((?=\w+\.md)", f"]({docs}operations/", sentence)
+        rows.append((f"[{title}]({docs}operations/{page.name})", sentence))
     return markdown([("operation", "is"), *rows]) + "\n"
+
+
+def table_of_distributions(root: str = "") -> str:
+    """What pip installs, for a page from which ``root`` leads to the repository: the core, then all plugins."""
+    rows = []
+    for project in (ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))):
+        metadata = tomllib.loads(project.read_text())["project"]
+        page = (project.parent / metadata["readme"]).relative_to(ROOT)
+        rows.append(
+            (f"[{metadata['name']}]({root}{page})", f"`{metadata['name'].replace('-', '_')}`", metadata["description"])
+        )
+    return markdown([("distribution", "package", "is"), *rows]) + "\n"
 
 
 # -- the third circle of names -----------------------------------------------------------------------------------------
@@ -580,7 +597,10 @@ def regions() -> dict[tuple[str, str], Any]:
     }
     return {
         **pages,
+        ("README.md", "distributions"): table_of_distributions,
+        ("docs/distributions.md", "distributions"): lambda: table_of_distributions("../"),
         ("docs/index.md", "operations"): table_of_operations,
+        ("plugins/ops/README.md", "operations"): lambda: table_of_operations("../../docs/", "ejkernel_ops"),
         ("docs/reference/configurations.md", "configurations"): configurations,
         ("docs/reference/ejkernel_core_extend.md", "names"): extended_names,
         ("docs/reference/refusals.md", "words"): refusable,

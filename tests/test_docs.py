@@ -248,7 +248,7 @@ def test_the_page_has_the_fields_of_every_configuration(name):
         for kernel in (ejkernel_core.registry.kernel(op, backend) for backend in ejkernel_core.registry.backends(op)):
             if kernel.config_type and attrs.fields(kernel.config_type):
                 fields = ", ".join(f"`{field.name}`" for field in attrs.fields(kernel.config_type))
-                expected.append([f"`{kernel.name}`", f"`{kernel.config_name.removesuffix('.Config')}`", fields])
+                expected.append([f"`{kernel.name}`", f"`{kernel.config_name}`", fields])
     text = (ROOT / f"docs/operations/{name}.md").read_text().partition("## Configurations")[2].partition("\n## ")[0]
     assert sorted(table_rows(text)) == sorted(expected)
 

@@ -20,18 +20,9 @@ import ejkernel_core
 from ejkernel_core import _discovery
 
 #: Parts of a dotted module name. JAX contains a module pallas, but importing JAX does not load it.
-FORBIDDEN = ("triton", "jax_triton", "pallas", "cattrs", "platformdirs", "pytest", "ejkernel_testing")
-OURS = (
-    "ejkernel_ops",
-    "ejkernel_xla",
-    "ejkernel_cudnn",
-    "ejkernel_cache",
-    "ejkernel_packed",
-    "ejkernel_context",
-    "ejkernel_bench",
-    "ejkernel_classes",
-    "ejkernel_tuning",
-    "ejkernel_agree",
+FORBIDDEN = ("triton", "jax_triton", "pallas", "cattrs", "platformdirs", "pytest")
+OURS = sorted(
+    f"ejkernel_{project.parent.name}" for project in Path(__file__).parents[1].glob("plugins/*/pyproject.toml")
 )
 
 EFFECTS = """

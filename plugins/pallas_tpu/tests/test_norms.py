@@ -14,27 +14,16 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import ejkernel_core as core
 from ejkernel_core import Example
-from ejkernel_pallas_tpu import layer_norm, rms_norm
 from ejkernel_pallas_tpu.launch._generations import KINDS
-from ejkernel_pallas_tpu.layer_norm import backward as layer_norm_bwd
-from ejkernel_pallas_tpu.layer_norm import quantized as layer_norm_quantized
-from ejkernel_pallas_tpu.rms_norm import _tuning
-from ejkernel_pallas_tpu.rms_norm import backward as rms_norm_bwd
-from ejkernel_pallas_tpu.rms_norm import quantized as rms_norm_quantized
+from ejkernel_pallas_tpu.norms import Config
+from ejkernel_pallas_tpu.norms.kernels import backward, forward, quantized
 from ejkernel_pallas_tpu.testing import interpreted_registry
 from ejkernel_testing import KernelProofs
 
-RMS_NORM = {
-    "rms_norm.pallas_tpu": rms_norm,
-    "rms_norm_bwd.pallas_tpu": rms_norm_bwd,
-    "rms_norm_quantized.pallas_tpu": rms_norm_quantized,
-}
-LAYER_NORM = {
-    "layer_norm.pallas_tpu": layer_norm,
-    "layer_norm_bwd.pallas_tpu": layer_norm_bwd,
-    "layer_norm_quantized.pallas_tpu": layer_norm_quantized,
-}
-MODULES = {name.removesuffix(".pallas_tpu"): module for name, module in (RMS_NORM | LAYER_NORM).items()}
+KERNELS = {"": forward, "_bwd": backward, "_quantized": quantized}
+RMS_NORM = {f"rms_norm{suffix}.pallas_tpu": kernel for suffix, kernel in KERNELS.items()}
+LAYER_NORM = {f"layer_norm{suffix}.pallas_tpu": kernel for suffix, kernel in KERNELS.items()}
+BY_OP = {name.removesuffix(".pallas_tpu"): kernel for name, kernel in (RMS_NORM | LAYER_NORM).items()}
 
 
 # -- with races detected ---------------------------------------------------------------------------------------------
@@ -111,7 +100,7 @@ def invocation(op: str, *sizes: Any, device_kind: str = "TPU v5e", **changes: An
     return attrs.evolve(inv, platform="tpu", device_kind=device_kind)
 
 
-@pytest.mark.parametrize("op", MODULES)
+@pytest.mark.parametrize("op", BY_OP)
 @pytest.mark.parametrize("device_kind", ["TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x"])
 def test_every_configuration_lowers(op, device_kind):
     """Blocks of one group and of several, in the rows and the entries of a row."""
@@ -120,7 +109,7 @@ def test_every_configuration_lowers(op, device_kind):
         call = arrays(op, *sizes)
         shapes = {name: value for name, value in call.items() if isinstance(value, jax.ShapeDtypeStruct)}
         options = {name: value for name, value in call.items() if name not in shapes}
-        for cfg in MODULES[op].config_space(invocation(op, *sizes, device_kind=device_kind)):
+        for cfg in BY_OP[op].config_space(invocation(op, *sizes, device_kind=device_kind)):
 
             def function(shapes: Any, options: Any = options, cfg: Any = cfg) -> Any:
                 return core.call(op, **shapes, **options, backend="pallas_tpu", cfg=cfg)
@@ -130,43 +119,43 @@ def test_every_configuration_lowers(op, device_kind):
             assert lowered.as_text().count("tpu_custom_call") == 1
 
 
-@pytest.mark.parametrize("op", MODULES)
+@pytest.mark.parametrize("op", BY_OP)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_configurations_fit_and_the_first_is_the_heuristics(op, dtype):
-    module = MODULES[op]
+    kernel = BY_OP[op]
     for kind in KINDS:
         for rows, dim in ((1, 1), (1, 32768), (7, 4096), (65536, 64), (16384, 8192)):
             inv = invocation(op, rows, dim, dtype, device_kind=kind)
-            space = list(module.config_space(inv))
-            assert space[0] == module.heuristic_cfg(inv)
-            assert all(module.vmem(inv, cfg) <= KINDS[kind].budget for cfg in space)
+            space = list(kernel.config_space(inv))
+            assert space[0] == kernel.heuristic_cfg(inv)
+            assert all(kernel.vmem(inv, cfg) <= KINDS[kind].budget for cfg in space)
 
 
-@pytest.mark.parametrize("op", MODULES)
+@pytest.mark.parametrize("op", BY_OP)
 def test_only_v4_has_no_room_for_the_longest_rows(op):
     for kind, chip in KINDS.items():
         inv = invocation(op, 64, 65536, "float32", "float32", device_kind=kind)
         if chip.name == "v4":
             with pytest.raises(core.Unsupported, match="rows of 65536 entries do not fit into the 15 MiB that v4 has"):
-                MODULES[op].heuristic_cfg(inv)
+                BY_OP[op].heuristic_cfg(inv)
         else:
-            assert MODULES[op].heuristic_cfg(inv)
+            assert BY_OP[op].heuristic_cfg(inv)
 
 
 def test_a_block_that_does_not_fit_is_refused():
     with pytest.raises(core.Unsupported, match="8192 rows of 4096 entries take more than 100 MiB"):
-        rms_norm.check_cfg(invocation("rms_norm", 65536, 4096), rms_norm.Config(8192))
+        forward.check_cfg(invocation("rms_norm", 65536, 4096), Config(8192))
 
 
-@pytest.mark.parametrize("op", MODULES)
+@pytest.mark.parametrize("op", BY_OP)
 @pytest.mark.parametrize("name", ["x", "weight", "bias"])
 def test_dtypes_that_a_tpu_does_not_have_are_refused(op, name):
     inv = invocation(op, 8, 64)
     half = jax.ShapeDtypeStruct(inv[name].shape, jnp.float16)
     inv = attrs.evolve(inv, arguments={**inv.arguments, name: half})
-    for cfg in (_tuning.Config(), _tuning.Config(interpret=True)):
+    for cfg in (Config(), Config(interpret=True)):
         with pytest.raises(core.Unsupported, match=f"take bfloat16 and float32; {name} is float16"):
-            MODULES[op].check_cfg(inv, cfg)
+            BY_OP[op].check_cfg(inv, cfg)
 
 
 def test_plain_jax_is_preferred_except_for_scales_of_128_entries():
@@ -195,7 +184,7 @@ def test_every_configuration_has_the_same_results(op):
         jax.random.normal(key, shape) for key, shape in zip(keys, ((200, 72), (72,), (200, 72)), strict=True)
     )
     for rows in (8, 16, 64, 128, 256):
-        cfg = _tuning.Config(rows, interpret=True)
+        cfg = Config(rows, interpret=True)
         out = core.call(op, x, weight, cfg=cfg)
         assert jnp.allclose(out, core.call(op, x, weight, backend="reference"), atol=1e-5)
         statistics = {"rstd": jax.lax.rsqrt(x.var(1) + 1e-6), "mean": x.mean(1)}
@@ -210,17 +199,17 @@ def test_every_configuration_has_the_same_results(op):
 def test_without_a_residual_the_sum_is_x():
     x = jnp.ones((4, 16))
     inv = attrs.evolve(core.plan("rms_norm", x, backend="reference").invocation).with_arrays({"x": x})
-    assert rms_norm.run_backend(inv, rms_norm.Config(interpret=True))[1] is x
-    quantized = core.plan("rms_norm_quantized", x, quantize="int8_row", backend="reference").invocation
-    assert rms_norm_quantized.run_backend(quantized.with_arrays({"x": x}), _tuning.Config(interpret=True))[2] is x
+    assert forward.run_backend(inv, Config(interpret=True))[1] is x
+    call = core.plan("rms_norm_quantized", x, quantize="int8_row", backend="reference").invocation
+    assert quantized.run_backend(call.with_arrays({"x": x}), Config(interpret=True))[2] is x
 
 
-@pytest.mark.parametrize("op", MODULES)
+@pytest.mark.parametrize("op", BY_OP)
 def test_a_call_without_rows_has_a_configuration_and_results(op):
     inv = invocation(op, 0, 64)
-    cfg = MODULES[op].heuristic_cfg(inv)
+    cfg = BY_OP[op].heuristic_cfg(inv)
     zeros = {name: jnp.zeros(a.shape, a.dtype) for name, a in inv.items() if isinstance(a, jax.ShapeDtypeStruct)}
-    results = MODULES[op].run_backend(inv.with_arrays(zeros), cfg)
+    results = BY_OP[op].run_backend(inv.with_arrays(zeros), cfg)
     expected = core.call(op, **{**arrays(op, 0, 64), **zeros}, backend="reference")
     for result, other in zip(results, expected if isinstance(expected, tuple) else (expected,), strict=False):
         assert (result.shape, result.dtype) == (other.shape, other.dtype)

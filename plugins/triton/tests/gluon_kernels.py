@@ -9,8 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ejkernel_triton.hopper import tma
-from ejkernel_triton.hopper.shared_memory import barriers, reinterpret, words
+from ejkernel_triton.gluon import tma
+from ejkernel_triton.gluon.shared_memory import barriers, reinterpret, words
 
 SIZE = gl.constexpr(64)
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))

@@ -91,11 +91,11 @@ class Launch:
         """A hash of all that decides the figures."""
         from ejkernel_triton.interpreter._resources import sources  # it needs Triton, without which tests are skipped
 
-        code = sources(self.kernel.partition(":")[0])
+        module, _, name = self.kernel.partition(":")
         parts = (
             _jax_triton.triton_version(),
-            code,
-            self.kernel,
+            sources(module),
+            name,
             self.types,
             self.constants,
             self.num_warps,

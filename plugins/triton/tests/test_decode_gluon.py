@@ -17,11 +17,11 @@ from ejkernel_core import Unsupported
 from ejkernel_ops.flash_attention.random_calls import check, random_call
 from ejkernel_triton import flash_attention_decode, flash_attention_sm90
 from ejkernel_triton import flash_attention_decode_sm90 as decode
-from ejkernel_triton.decode_sm90 import shapes
 from ejkernel_triton.flash_attention_decode_sm90 import Config, _launch, _tiling
-from ejkernel_triton.hopper import requirements
+from ejkernel_triton.gluon import requirements
 from ejkernel_triton.interpreter import interpreted, interpreted_registry
 from ejkernel_triton.launch import _jax_triton
+from ejkernel_triton.split_keys import shapes
 from plugins.triton.tests.decode_calls import Kernel, cache, call, normal
 
 if _jax_triton.unavailable_reason():

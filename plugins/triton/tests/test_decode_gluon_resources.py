@@ -17,10 +17,10 @@ import pytest
 import ejkernel_core
 from ejkernel_core import Invocation
 from ejkernel_triton import flash_attention_decode_sm90 as decode
-from ejkernel_triton.decode_sm90 import shapes
 from ejkernel_triton.flash_attention_decode_sm90 import _tiling
 from ejkernel_triton.flash_attention_sm90._launch import width
 from ejkernel_triton.launch import _jax_triton
+from ejkernel_triton.split_keys import shapes
 from plugins.triton.tests.hopper_launches import Figures, Launch, Lock, record_launches
 
 if _jax_triton.unavailable_reason():

@@ -13,7 +13,7 @@ from ejkernel_testing import KernelProofs
 from ejkernel_triton import flash_attention_decode, flash_attention_decode_sm90
 from ejkernel_triton.flash_attention_decode._refusals import MOST_QUERIES
 from ejkernel_triton.flash_attention_decode_sm90 import _launch
-from ejkernel_triton.hopper import requirements
+from ejkernel_triton.gluon import requirements
 from ejkernel_triton.interpreter import interpreted, interpreted_registry
 from ejkernel_triton.launch import _jax_triton
 from plugins.triton.tests.hopper_examples import few_queries_on_hopper

@@ -21,7 +21,7 @@ from ejkernel_triton import flash_attention_decode, flash_attention_decode_sm90
 from ejkernel_triton import flash_attention_sm90 as flash_attention
 from ejkernel_triton.flash_attention_decode_sm90 import _launch
 from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
-from ejkernel_triton.hopper import requirements
+from ejkernel_triton.gluon import requirements
 from ejkernel_triton.interpreter import interpreted, interpreted_registry
 from ejkernel_triton.launch import _jax_triton
 from plugins.triton.tests.hopper_cache_calls import CALLS, check

@@ -119,7 +119,7 @@ def test_ptx_is_run() -> None:
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
 def test_numbers_of_8_bits_become_float16(dtype: str) -> None:
     """All of them, as words of two in shared memory."""
-    from ejkernel_triton.decode_sm90 import pairs
+    from ejkernel_triton.split_keys import pairs
 
     numbers = np.random.default_rng(0).permutation(np.tile(np.arange(256, dtype=np.uint8), 16)).reshape(64, 64)
     numbers = numbers.view(jnp.dtype(dtype))

@@ -19,10 +19,10 @@ from ejkernel_triton import flash_attention_sm90 as flash_attention
 from ejkernel_triton import grouped_matmul as portable
 from ejkernel_triton import grouped_matmul_sm90 as grouped_matmul
 from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
+from ejkernel_triton.gluon import requirements
 from ejkernel_triton.grouped_matmul_sm90 import _launch
 from ejkernel_triton.grouped_matmul_sm90 import backward as grouped_matmul_bwd
 from ejkernel_triton.grouped_matmul_sm90 import d_rhs as grouped_matmul_d_rhs
-from ejkernel_triton.hopper import requirements
 from ejkernel_triton.interpreter import interpreted, interpreted_registry
 from ejkernel_triton.launch import _jax_triton
 from plugins.triton.tests.hopper_examples import attention_examples, grouped_examples

@@ -11,19 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_triton import flash_attention, rms_norm, update_kv_pages
+from ejkernel_triton import flash_attention, update_kv_pages
 from ejkernel_triton.flash_attention import backward as flash_attention_bwd
 from ejkernel_triton.interpreter import _launch, _lowering, interpreted, interpreted_registry
-from ejkernel_triton.rms_norm import backward as rms_norm_bwd
-from ejkernel_triton.rms_norm import quantized as rms_norm_quantized
+from ejkernel_triton.norms import BackwardConfig as Backward
+from ejkernel_triton.norms import Config as Forward
+from ejkernel_triton.norms import kernels as norms
 
 REGISTRY = interpreted_registry(
     {
         "flash_attention.triton": flash_attention,
         "flash_attention_bwd.triton": flash_attention_bwd,
-        "rms_norm.triton": rms_norm,
-        "rms_norm_bwd.triton": rms_norm_bwd,
-        "rms_norm_quantized.triton": rms_norm_quantized,
+        "rms_norm.triton": norms.forward,
+        "rms_norm_bwd.triton": norms.backward,
+        "rms_norm_quantized.triton": norms.quantized,
         "update_kv_pages.triton": update_kv_pages,
     }
 )
@@ -116,7 +117,6 @@ ROWS = (2**16 + 8, 2**15)
 SHORT_ROWS = (2**17 + 8, 2**14)
 #: Of a row that ends with ones, and is 0 before.
 RSTD = (ROWS[1] / ONES) ** 0.5
-Forward, Backward = rms_norm.Config, rms_norm_bwd.Config
 
 
 @pytest.mark.parametrize("cfg", [Forward(1, 16), Forward(1, 4, 0, 4096)])

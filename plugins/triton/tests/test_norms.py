@@ -14,42 +14,35 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core import Invocation, Unsupported
-from ejkernel_triton import layer_norm, rms_norm
 from ejkernel_triton.interpreter import Compiled, compiled_for, interpreted, interpreted_registry
 from ejkernel_triton.launch import _jax_triton
-from ejkernel_triton.layer_norm import backward as layer_norm_bwd
-from ejkernel_triton.layer_norm import quantized as layer_norm_quantized
-from ejkernel_triton.rms_norm import _launch
-from ejkernel_triton.rms_norm import backward as rms_norm_bwd
-from ejkernel_triton.rms_norm import quantized as rms_norm_quantized
+from ejkernel_triton.norms import BackwardConfig as Backward
+from ejkernel_triton.norms import Config as Forward
+from ejkernel_triton.norms import _launch, kernels
 
 if _jax_triton.unavailable_reason():
     pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
 
 H200, A100 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
 CAPABILITIES = {H200: (9, 0), A100: (8, 0)}
-KERNELS: dict[str, Any] = {
-    "rms_norm": rms_norm,
-    "rms_norm_bwd": rms_norm_bwd,
-    "rms_norm_quantized": rms_norm_quantized,
-    "layer_norm": layer_norm,
-    "layer_norm_bwd": layer_norm_bwd,
-    "layer_norm_quantized": layer_norm_quantized,
-}
 NORMS = ("rms_norm", "layer_norm")
+KERNELS = {
+    f"{op}{suffix}": kernel
+    for op in NORMS
+    for suffix, kernel in (("", kernels.forward), ("_bwd", kernels.backward), ("_quantized", kernels.quantized))
+}
 FORMATS = ("fp8_row", "int8_row", "fp8_block128")
 
 
 # -- values ----------------------------------------------------------------------------------------------------------
 
-Forward, Backward = rms_norm.Config, rms_norm_bwd.Config
 #: By the length of a row: whole rows, rows with a tail, and rows in blocks of which the last is partly filled or full.
-FORWARD: dict[int, tuple[rms_norm.Config, ...]] = {
+FORWARD: dict[int, tuple[Forward, ...]] = {
     200: (Forward(4, 2), Forward(1, 1), Forward(8, 8, 1), Forward(1, 4, 0, 1024)),
     2600: (Forward(2, 4), Forward(1, 8), Forward(1, 16, 2), Forward(1, 4, 0, 1024), Forward(2, 8, 0, 2048)),
     2048: (Forward(1, 4), Forward(1, 4, 0, 1024)),
 }
-BACKWARD: dict[int, tuple[rms_norm_bwd.Config, ...]] = {
+BACKWARD: dict[int, tuple[Backward, ...]] = {
     200: (Backward(4, 2, 2), Backward(1, 1, 1), Backward(8, 8, 1, 1024), Backward(1, 4, 1, 1024, 128)),
     2600: (Backward(1, 8, 2), Backward(1, 16, 1, 2048), Backward(1, 4, 1, 1024, 256), Backward(2, 8, 1, 2048, 64)),
     2048: (Backward(1, 8, 2), Backward(2, 8, 1, 1024), Backward(1, 4, 1, 1024, 256)),
@@ -59,7 +52,7 @@ BACKWARD: dict[int, tuple[rms_norm_bwd.Config, ...]] = {
 @pytest.fixture(scope="module", name="registry")
 def _registry() -> Iterator[Any]:
     with interpreted():
-        yield interpreted_registry({f"{op}.triton": module for op, module in KERNELS.items()})
+        yield interpreted_registry({f"{op}.triton": kernel for op, kernel in KERNELS.items()})
 
 
 def arrays(dim: int, rows: int = 13, dtype: str = "float32") -> dict[str, jax.Array]:
@@ -346,7 +339,7 @@ def test_gradients_of_few_long_rows_are_left_to_xla() -> None:
 
 def test_long_rows_are_held_or_read_twice_by_one_program_on_each_multiprocessor() -> None:
     def heuristic(dim: int, dtype: str) -> tuple[int, int]:
-        cfg = rms_norm.heuristic_cfg(invocation("rms_norm", H200, **call_of("rms_norm", dim, dtype)))
+        cfg = kernels.forward.heuristic_cfg(invocation("rms_norm", H200, **call_of("rms_norm", dim, dtype)))
         return cfg.num_warps, cfg.block
 
     assert [heuristic(dim, "bfloat16") for dim in (16384, 20000, 32768, 32769)] == [

@@ -21,7 +21,7 @@ from ejkernel_ops.ragged_paged_attention.examples import MIXED, Sizes, drawn
 from ejkernel_ops.ragged_paged_attention.random_calls import as_dtype, check, expected, random_call
 from ejkernel_triton import ragged_paged_attention
 from ejkernel_triton import ragged_paged_attention_sm90 as paged
-from ejkernel_triton.hopper import requirements
+from ejkernel_triton.gluon import requirements
 from ejkernel_triton.interpreter import interpreted, interpreted_registry
 from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability_by_name

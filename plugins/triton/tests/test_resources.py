@@ -208,6 +208,24 @@ def test_a_hash_depends_on_the_code_of_all_imported_modules(monkeypatch: pytest.
     assert digest(_tile='def tile(x):\n    """A docstring."""\n    return x  # a comment\n') == before
 
 
+def test_a_hash_does_not_depend_on_where_the_modules_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kernel, shared = (
+        "from device_code.{}.z import tile\n\ndef kernel(x):\n    return tile(x)\n",
+        "def tile(x):\n    return x\n",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    digests = set()
+    for own, other in (("a", "b"), ("b", "a")):
+        for folder, name, text in ((own, "kernel", kernel.format(other)), (other, "z", shared)):
+            (tmp_path / "device_code" / folder).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "device_code" / folder / f"{name}.py").write_text(text)
+        (tmp_path / "device_code" / "__init__.py").touch()
+        _resources.sources.cache_clear()
+        _resources._code.cache_clear()
+        digests.add(sources(f"device_code.{own}.kernel"))
+    assert len(digests) == 1
+
+
 def test_what_has_changed_is_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiled: list[str] = []
     resources = Resources(1024, 32, 0)

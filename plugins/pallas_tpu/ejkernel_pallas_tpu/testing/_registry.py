@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -15,7 +15,7 @@ from ejkernel_core import Invocation, Registry, hookimpl
 
 
 def interpreted_registry(
-    kernels: Mapping[str, ModuleType],
+    kernels: Mapping[str, Any],
     *,
     device_kind: str = "TPU v5e",
     races: bool = False,

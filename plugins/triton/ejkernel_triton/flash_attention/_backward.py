@@ -9,6 +9,8 @@ The gradient of a logit is ``weight * (d_weight - delta)``. With a bias the host
 log-sum-exp far from 0 is too coarse to compute the weights from.
 """
 
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import triton

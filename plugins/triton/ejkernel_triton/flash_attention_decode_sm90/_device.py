@@ -1,14 +1,16 @@
 """The decode kernel for Hopper of keys and values in arrays: which parts a program has, and how they are fetched."""
 
+# mypy: ignore-errors
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from ejkernel_triton.decode_sm90 import attend as programs
-from ejkernel_triton.decode_sm90.steps import Results, allocate_steps
 from ejkernel_triton.flash_attention_decode._device import blocks_of_split, place_of, seen_keys
-from ejkernel_triton.hopper import tma
+from ejkernel_triton.gluon import tma
+from ejkernel_triton.split_keys import attend as programs
+from ejkernel_triton.split_keys.steps import Results, allocate_steps
 
 
 @aggregate

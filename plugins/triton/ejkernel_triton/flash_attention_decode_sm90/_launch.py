@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ejkernel_core import Invocation
-from ejkernel_triton.decode_sm90.shapes import registers
 from ejkernel_triton.flash_attention._problem import operands
 from ejkernel_triton.flash_attention_decode._launch import combined, constants, outputs
 from ejkernel_triton.flash_attention_decode._tiling import rows
@@ -13,6 +12,7 @@ from ejkernel_triton.flash_attention_decode_sm90 import _tiling
 from ejkernel_triton.flash_attention_sm90._launch import tiled, width
 from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability, multiprocessors
+from ejkernel_triton.split_keys.shapes import registers
 
 KERNEL = "ejkernel_triton.flash_attention_decode_sm90._device:attend"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_triton.flash_attention_decode import _refusals
-from ejkernel_triton.hopper.requirements import DTYPES, ELEMENTS, require_hopper
+from ejkernel_triton.gluon.requirements import DTYPES, ELEMENTS, require_hopper
 
 
 def check(inv: Invocation) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ejkernel_core import Invocation
 from ejkernel_ops.calibration import get_shared_memory_limit
-from ejkernel_triton.decode_sm90.shapes import Problem
 from ejkernel_triton.flash_attention_decode._tiling import most_seen, rows
 from ejkernel_triton.flash_attention_sm90._launch import width
 from ejkernel_triton.launch._cards import capability, multiprocessors
+from ejkernel_triton.split_keys.shapes import Problem
 
 
 def problem(inv: Invocation) -> Problem:

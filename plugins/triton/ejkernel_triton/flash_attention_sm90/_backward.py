@@ -8,6 +8,8 @@ run. For the same bits every time there is the portable kernel. The parts are st
 because rows of 64 floats would have bank conflicts in shared memory.
 """
 
+# mypy: ignore-errors
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -27,9 +29,9 @@ from ejkernel_triton.flash_attention_sm90._shared import (
     own_tokens,
     store_rows,
 )
-from ejkernel_triton.hopper import tma
-from ejkernel_triton.hopper.constants import LOG2E
-from ejkernel_triton.hopper.shared_memory import barriers
+from ejkernel_triton.gluon import tma
+from ejkernel_triton.gluon.constants import LOG2E
+from ejkernel_triton.gluon.shared_memory import barriers
 
 
 @aggregate

@@ -7,6 +7,8 @@ overwrites the same half of the dims of the queries and of the output's gradient
 memory left. This is safe: a group reads the other's half only before it signals that its weights are stored.
 """
 
+# mypy: ignore-errors
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -34,8 +36,8 @@ from ejkernel_triton.flash_attention_sm90._shared import (
     own_tokens,
     store_rows,
 )
-from ejkernel_triton.hopper import tma
-from ejkernel_triton.hopper.shared_memory import barriers, reinterpret
+from ejkernel_triton.gluon import tma
+from ejkernel_triton.gluon.shared_memory import barriers, reinterpret
 
 
 @aggregate

@@ -7,6 +7,8 @@ Programs are persistent: each takes one tile of queries after another.
 Matrix products are asynchronous. Nothing may use the registers of a product before `warpgroup_mma_wait` returns them.
 """
 
+# mypy: ignore-errors
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,9 +30,9 @@ from ejkernel_triton.flash_attention_sm90._shared import (
     soft_cap_weights,
     store_rows,
 )
-from ejkernel_triton.hopper import tma
-from ejkernel_triton.hopper.constants import LOG2E
-from ejkernel_triton.hopper.shared_memory import barriers
+from ejkernel_triton.gluon import tma
+from ejkernel_triton.gluon.constants import LOG2E
+from ejkernel_triton.gluon.shared_memory import barriers
 
 #: Queries of a tile: 64 for each of two groups of warps.
 Q_BLOCK = gl.constexpr(128)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_triton.flash_attention import _refusals
-from ejkernel_triton.hopper.requirements import DTYPES, ELEMENTS, require_hopper
+from ejkernel_triton.gluon.requirements import DTYPES, ELEMENTS, require_hopper
 
 LEAST_SCALE = 1e-30
 #: Masked logits are a multiple of the cap: down to this cap their weights are 0.

@@ -1,5 +1,7 @@
 """The products of groups: of rows with the matrix of their group, and of rows contracted within each group."""
 
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import triton

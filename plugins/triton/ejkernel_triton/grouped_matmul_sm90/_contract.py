@@ -5,6 +5,8 @@ Programs are persistent, and begin with the largest groups. The last step of a g
 They are set to zero in shared memory, in both operands: what stands there may be infinite.
 """
 
+# mypy: ignore-errors
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -15,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from ejkernel_triton.gluon import tma
+from ejkernel_triton.gluon.shared_memory import barriers
 from ejkernel_triton.grouped_matmul_sm90._pipeline import DEPTH, DONE, HALF, Stages, queue
-from ejkernel_triton.hopper import tma
-from ejkernel_triton.hopper.shared_memory import barriers
 
 
 @aggregate

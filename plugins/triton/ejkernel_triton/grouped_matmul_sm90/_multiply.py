@@ -8,6 +8,8 @@ results of this one are stored.
 Matrix products are asynchronous. Nothing may use the registers of a product before `warpgroup_mma_wait` returns them.
 """
 
+# mypy: ignore-errors
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,10 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from ejkernel_triton.gluon import tma
+from ejkernel_triton.gluon.constants import LOG2E
+from ejkernel_triton.gluon.shared_memory import barriers
 from ejkernel_triton.grouped_matmul_sm90._pipeline import DEPTH, DONE, HALF, Stages, queue
-from ejkernel_triton.hopper import tma
-from ejkernel_triton.hopper.constants import LOG2E
-from ejkernel_triton.hopper.shared_memory import barriers
 
 
 @aggregate

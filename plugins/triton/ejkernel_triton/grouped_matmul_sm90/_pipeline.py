@@ -1,12 +1,14 @@
 """What warps tell each other: which tile of the result comes next, and where the tiles of its operands are."""
 
+# mypy: ignore-errors
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from ejkernel_triton.gluon.shared_memory import barriers
 from ejkernel_triton.grouped_matmul_sm90 import _tiling
-from ejkernel_triton.hopper.shared_memory import barriers
 
 HALF = gl.constexpr(_tiling.HALF)
 DEPTH = gl.constexpr(_tiling.DEPTH)

@@ -8,8 +8,8 @@ import attrs
 from attrs.validators import in_
 
 from ejkernel_core import Invocation, Unsupported
+from ejkernel_triton.gluon.requirements import DTYPES, ELEMENTS, require_hopper
 from ejkernel_triton.grouped_matmul import _tiling
-from ejkernel_triton.hopper.requirements import DTYPES, ELEMENTS, require_hopper
 
 #: Rows of a tile for each of the two groups of warps, and of a tile.
 HALF = 64

@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from ejkernel_triton.hopper import shared_memory, tma
+from ejkernel_triton.gluon import shared_memory, tma
 
 from . import _ptx
 from ._builder import Handle, numpy_dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -13,7 +13,7 @@ from ejkernel_core import Invocation, Registry, hookimpl
 
 
 def interpreted_registry(
-    kernels: Mapping[str, ModuleType],
+    kernels: Mapping[str, Any],
     *,
     device_kind: str = "NVIDIA H200",
     compute_capability: tuple[int, int] = (9, 0),

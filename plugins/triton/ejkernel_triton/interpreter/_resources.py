@@ -66,10 +66,10 @@ class Program:
     @functools.cached_property
     def digest(self) -> str:
         """A hash of all that decides the compiled code: sources, arguments, constants, card and versions."""
-        module = self.launch.kernel.partition(":")[0]
         versions = tuple(metadata.version(name) for name in COMPILERS)
         shapes = tuple((array.shape, str(array.dtype)) for array in self.arrays)
-        parts = (versions, sources(module), attrs.astuple(self.launch), shapes)
+        code = sources(self.launch.kernel.partition(":")[0])
+        parts = (versions, code, attrs.astuple(attrs.evolve(self.launch, kernel=self.name)), shapes)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def compile(self) -> Resources:
@@ -211,10 +211,15 @@ def _gradient(forward: str, example: Example) -> Invocation:
 @functools.cache
 def sources(module: str) -> str:
     """A hash of the code of a module of device code and of the modules of its package that it imports, without comments
-    and docstrings.
+    and docstrings. It does not depend on where these modules are, so that files can be moved.
     """
-    modules = sorted(_imports(module))
-    return hashlib.sha256("\n".join(_code(name) for name in modules).encode()).hexdigest()
+    return hashlib.sha256("\n".join(sorted(map(_code_in_any_place, _imports(module)))).encode()).hexdigest()
+
+
+def _code_in_any_place(module: str) -> str:
+    """The code of a module, with the names that it imports from its package, but not with where they are."""
+    imports = re.compile(rf"^from {module.partition('.')[0]}[\w.]* (import .*)\n", re.MULTILINE)
+    return "\n".join([*sorted(imports.findall(_code(module))), imports.sub("", _code(module))])
 
 
 def _imports(module: str) -> set[str]:

@@ -73,8 +73,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, jax.Array]:
     of_blocks = jax.ShapeDtypeStruct((blocks, columns), jnp.int32)
     counts, smaller, places = launch(
         inv,
-        "moe_order",
-        "count",
+        "ejkernel_triton.moe_order._kernels:count",
         [experts],
         (of_blocks, of_blocks, jax.ShapeDtypeStruct((slots,), jnp.int32)),
         blocks,

@@ -1,5 +1,7 @@
 """How many places of a block each expert has, and the number of each place among those of its expert in the block."""
 
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import triton

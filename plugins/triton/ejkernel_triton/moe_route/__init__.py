@@ -99,8 +99,7 @@ def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array, ...]:
     }
     of_tokens, of_experts, counts, smaller, places = launch(
         inv,
-        "moe_route",
-        "choose",
+        "ejkernel_triton.moe_route._kernels:choose",
         [logits, logits if bias is None else bias],
         (weights, chosen, of_blocks, of_blocks, order),
         blocks,

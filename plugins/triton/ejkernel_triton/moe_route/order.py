@@ -36,8 +36,7 @@ def ordered(
     height = min(padded(blocks), HEIGHT)
     starts, firsts, sizes = launch(
         inv,
-        "moe_route",
-        "place_blocks",
+        "ejkernel_triton.moe_route._kernels:place_blocks",
         [counts, smaller],
         (of_blocks, of_experts, of_experts),
         math.ceil(columns / COLUMNS),
@@ -47,8 +46,7 @@ def ordered(
     )
     (token_order,) = launch(
         inv,
-        "moe_route",
-        "order",
+        "ejkernel_triton.moe_route._kernels:order",
         [experts, places, starts, firsts],
         (_integers(places.size),),
         math.ceil(places.size / SLOTS),
@@ -66,7 +64,6 @@ def padded(size: int) -> int:
 
 def launch(
     inv: Invocation,
-    op: str,
     kernel: str,
     arrays: Sequence[Any],
     results: Sequence[jax.ShapeDtypeStruct],
@@ -75,9 +72,10 @@ def launch(
     constants: Mapping[str, Any],
     scalars: tuple[int, ...],
 ) -> tuple[jax.Array, ...]:
-    """Launch a kernel of an operation."""
+    """Launch a kernel, whose name is that of its module and function."""
+    module, _, function = kernel.partition(":")
     return _jax_triton.call(
-        f"ejkernel_triton.{op}._kernels:{kernel}",
+        kernel,
         arrays,
         results,
         scalars=scalars,
@@ -86,7 +84,7 @@ def launch(
         num_warps=num_warps,
         num_stages=1,
         compute_capability=capability(inv),
-        name=f"{op}_{kernel}",
+        name=f"{module.split('.')[1]}_{function}",
     )
 
 

@@ -9,10 +9,10 @@ import jax
 from attrs.validators import in_
 
 from ejkernel_core import Invocation, hookimpl
-from ejkernel_triton.decode_sm90 import shapes
 from ejkernel_triton.flash_attention_decode._tiling import SPLITS
 from ejkernel_triton.ragged_paged_attention_sm90 import _launch, _tiling
 from ejkernel_triton.ragged_paged_attention_sm90._refusals import check
+from ejkernel_triton.split_keys import shapes
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1

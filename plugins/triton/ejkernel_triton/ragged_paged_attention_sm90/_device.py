@@ -1,15 +1,17 @@
 """The kernel for Hopper of attention over pages: which parts a program has, and how they are fetched page by page."""
 
+# mypy: ignore-errors
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from ejkernel_triton.decode_sm90 import attend as programs
-from ejkernel_triton.decode_sm90.steps import Results, allocate_steps
 from ejkernel_triton.flash_attention_decode._device import blocks_of_split
-from ejkernel_triton.hopper import tma
+from ejkernel_triton.gluon import tma
 from ejkernel_triton.ragged_paged_attention._device import end_of_sequences, tile_at
+from ejkernel_triton.split_keys import attend as programs
+from ejkernel_triton.split_keys.steps import Results, allocate_steps
 
 
 @aggregate

@@ -10,13 +10,13 @@ from ejkernel_core import Invocation
 from ejkernel_ops.pages import pages_of
 from ejkernel_ops.ragged_paged_attention.definition import kv_heads, page_size, value_dim
 from ejkernel_ops.ragged_paged_attention.tiles import tiles
-from ejkernel_triton.decode_sm90.shapes import registers
 from ejkernel_triton.flash_attention._problem import operands
 from ejkernel_triton.launch import _jax_triton
 from ejkernel_triton.launch._cards import capability, multiprocessors
 from ejkernel_triton.ragged_paged_attention._launch import combined, outputs
 from ejkernel_triton.ragged_paged_attention._tiling import part_count, sides
 from ejkernel_triton.ragged_paged_attention_sm90 import _tiling
+from ejkernel_triton.split_keys.shapes import registers
 
 KERNEL = "ejkernel_triton.ragged_paged_attention_sm90._device:attend"
 SCALES = ("k_scale", "v_scale")

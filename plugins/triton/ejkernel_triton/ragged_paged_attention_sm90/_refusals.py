@@ -5,7 +5,7 @@ from __future__ import annotations
 from ejkernel_core import Invocation, Unsupported
 from ejkernel_ops.pages import EIGHT_BITS, pages_of
 from ejkernel_ops.ragged_paged_attention.definition import page_size, value_dim
-from ejkernel_triton.hopper.requirements import DTYPES, ELEMENTS, require_hopper
+from ejkernel_triton.gluon.requirements import DTYPES, ELEMENTS, require_hopper
 from ejkernel_triton.ragged_paged_attention import _refusals
 from ejkernel_triton.ragged_paged_attention._tiling import group
 from ejkernel_triton.ragged_paged_attention_sm90._tiling import most_rows

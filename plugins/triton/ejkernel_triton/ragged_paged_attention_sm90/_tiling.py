@@ -9,12 +9,12 @@ from ejkernel_ops.calibration import get_shared_memory_limit
 from ejkernel_ops.pages import pages_of
 from ejkernel_ops.ragged_paged_attention.definition import kv_heads, most_keys, value_dim
 from ejkernel_ops.ragged_paged_attention.tiles import tile_bound
-from ejkernel_triton.decode_sm90.shapes import Problem
 from ejkernel_triton.flash_attention_decode._tiling import LEAST_ROWS, MOST_ROWS, SPLITS
 from ejkernel_triton.flash_attention_sm90._launch import width
 from ejkernel_triton.launch._cards import capability, multiprocessors
 from ejkernel_triton.ragged_paged_attention import _tiling as portable
 from ejkernel_triton.ragged_paged_attention._tiling import group, longest
+from ejkernel_triton.split_keys.shapes import Problem
 
 #: Of values of 8 bits.
 LEAST_COLUMNS = 128

@@ -10,6 +10,8 @@ The depth of a word is how far its tempered logit is below the best one, as the 
 LAST is never drawn. Sums are added up in an order that does not depend on the number of programs.
 """
 
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import triton
