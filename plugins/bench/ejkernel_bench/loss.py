@@ -29,12 +29,11 @@ import jax
 from ejkernel_core import Cost, Example
 
 from . import suite
-from ._calls import PASSES, by_core, describe
+from ._calls import PASSES, abstract_inputs, by_core, describe, jitted
 from ._loss_memory import peaks
 from ._loss_peers import LIGER, XLA, by_xla, peers
-from ._memory import GIB
+from ._memory import GIB, temporary_bytes
 from ._report import ABSENT, joined
-from .memory import MIB, temporaries
 from .moe_step import dense_rate
 from .pictures import TOKENS
 
@@ -162,7 +161,8 @@ def plans(calls: Sequence[LossCall], backend: str | None) -> suite.Table:
         example = attrs.evolve(call, dtype=dtype).example()
         peer = by_xla(describe(example))
         assert peer is not None  # it takes every plain call
-        rows.add(str(call.tokens), *(temporaries(example, one) / MIB for one in (by_core(example, backend), peer)))
+        passes = (jitted(function, BOTH, abstract_inputs(example)) for function in (by_core(example, backend), peer))
+        rows.add(str(call.tokens), *(temporary_bytes(one.compile()) / 2**20 for one in passes))
     return rows.table()
 
 

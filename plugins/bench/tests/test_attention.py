@@ -18,17 +18,15 @@ from ejkernel_bench import (
     _roof,
     _timing,
     attention,
-    choice,
     demonstration,
     flash_attention,
     hopper,
     shapes,
-    window,
 )
 from ejkernel_bench._calls import PASSES, by_core, describe, draw, with_gradients
 from ejkernel_bench._report import cell_text
 from ejkernel_bench._timing import Times
-from ejkernel_core import policy_override, registry
+from ejkernel_core import registry
 from ejkernel_ops.flash_attention.sizes import COMMON, SCALED, VARIED, WITHOUT_CUDNN, self_attention
 from ejkernel_tuning import Timing
 
@@ -66,7 +64,7 @@ def wrong_kernels(monkeypatch):
         is_right = backend == "reference" or (backend == "xla" and example.dtype == "float32")
         return function if is_right else lambda **arrays: 1.01 * function(**arrays)
 
-    for module in (attention, flash_attention, hopper, demonstration, shapes, window):
+    for module in (attention, flash_attention, hopper, demonstration, shapes):
         monkeypatch.setattr(module, "by_core", scaled_by_core)
 
 
@@ -200,20 +198,6 @@ def test_the_peer_is_attention():
     arrays = draw(TINY).arrays
     out = _attention.by_jax_nn(describe(TINY))(**arrays)
     np.testing.assert_allclose(out, dense(TINY, *arrays.values()), rtol=1e-4, atol=1e-5)
-
-
-def test_a_window_is_checked_at_its_end(monkeypatch):
-    monkeypatch.setattr(window, "CHECKED", 16)
-    table, bars, faults = window.compare((1, 64, 2, 16), 8, None, rounds=1)
-    assert faults == []
-    assert len(table.rows) == 4
-    assert all(bar.at_least for bar in bars)
-
-
-@pytest.mark.long
-def test_a_wrong_window_is_reported(wrong_kernels):
-    _, _, faults = window.compare((1, 64, 2, 16), 8, None, rounds=1)
-    assert any("window 8" in fault for fault in faults)
 
 
 # -- flash_attention --------------------------------------------------------------------------------------------------
@@ -446,7 +430,7 @@ def test_the_results_of_hopper_are_drawn(monkeypatch, tmp_path, ejkernel, is_rec
         assert f" cuDNN {cell_text(1000 * rate * ours / cudnn)}" in texts
 
 
-# -- shapes and choice ------------------------------------------------------------------------------------------------
+# -- shapes -----------------------------------------------------------------------------------------------------------
 
 
 def family(lengths, batch=1, heads=2, dtype="bfloat16", **fields):
@@ -582,35 +566,10 @@ def test_bits_are_compared_where_they_are_promised(monkeypatch, name, cfg):
     assert len(without) == len(PASSES)
 
 
-@pytest.mark.long
-def test_a_choice_is_measured_against_its_candidates(monkeypatch):
-    monkeypatch.setattr(choice, "BUDGET_S", 10.0)
-    elsewhere = "triton" if jax.default_backend() == "cpu" else "pallas_tpu"
-    report = choice.compare([TINY, KINDS[8]], ("xla", "reference", elsewhere), rounds=1)
-    (table,) = report.tables
-    assert table.columns == ("", "chosen", "xla", "reference", elsewhere, "chosen / best", "by")
-    for row, bar in zip(table.rows, report.bars, strict=True):
-        assert row[4] == "-"  # it refuses
-        assert row[5] == bar.measured == pytest.approx(row[1] / min(row[2:4]))
-        assert row[6].startswith(("flash_attention.xla Config(", "flash_attention.reference Config("))
-        if row[0].endswith(", forward"):
-            assert row[1] in row[2:4]  # the same program is measured once
-    assert len(registry.memory) == 0
-
-
-@pytest.mark.long
-def test_a_program_is_named_by_its_calls():
-    biased = KINDS[6]  # its bias has no gradient here
-    with policy_override(autotune=True, budget_s=10.0):
-        tuned = choice._tune(biased, None, draw(biased))
-    ops = [[part.split(".")[0] for part in program.split(" and ")] for program, _ in tuned.values()]
-    assert ops == [["flash_attention"], ["flash_attention", "flash_attention_bwd"]]
-
-
 @pytest.mark.parametrize(
     "suite",
-    [partial(flash_attention.run, with_peers=True), shapes.run, choice.run, hopper.run],
-    ids=["flash_attention", "shapes", "choice", "hopper"],
+    [partial(flash_attention.run, with_peers=True), shapes.run, hopper.run],
+    ids=["flash_attention", "shapes", "hopper"],
 )
 def test_suites_for_gpus_measure_nothing_elsewhere(suite):
     if jax.default_backend() == "gpu":
