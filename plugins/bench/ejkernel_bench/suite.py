@@ -69,6 +69,7 @@ __all__ = [
     "PASSES",
     "ROUNDS",
     "Bar",
+    "Measurement",
     "Minimum",
     "OnOtherArrays",
     "Peer",
@@ -90,6 +91,8 @@ ROUNDS = 5
 Work = Callable[[Example, str], Cost]
 #: From an example, its inputs, a contender, its results and those of the reference to what is wrong, in sentences.
 Check = Callable[[Example, Inputs, str, Results, Results], Iterable[str]]
+#: From a measurement to more columns.
+Columns = Callable[["Measurement"], Mapping[str, Cell]]
 #: How many calls are compiled before they are measured: what threads do at once.
 GROUP = WORKERS
 
@@ -124,6 +127,21 @@ class Measurement:
     #: By contender of JAX, the bytes of its temporaries by the compiler; none where they are not asked for.
     temporaries: Mapping[str, int] = attrs.field(factory=dict)
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Medians by contender."""
+        return {name: one.median for name, one in self.times.items()}
+
+    def over_ours(self, names: Iterable[str]) -> dict[str, Cell]:
+        """Columns of the times of others, relative to that of the core's choice."""
+        seconds = self.seconds
+        return {f"{name} / {OURS}": seconds[name] / seconds[OURS] for name in names if name in seconds}
+
+    def over_best(self, names: Iterable[str]) -> float | None:
+        """The time of the core's choice, relative to the best of these; None where none of them was measured."""
+        others = [seconds for name, seconds in self.seconds.items() if name in set(names)]
+        return self.seconds[OURS] / min(others) if others else None
+
     def beside(self) -> dict[str, Cell]:
         """The columns behind the others."""
         memory = {memory_column(name): size / GIB for name, size in self.temporaries.items() if name in self.times}
@@ -156,6 +174,8 @@ def run(
     reference: str | None = None,
     work: Work | None = None,
     check: Check | None = None,
+    columns: Columns = lambda measurement: {},
+    bars: Callable[[Sequence[Measurement]], Iterable[Bar]] = lambda measurements: (),
     rounds: int = ROUNDS,
     has_memory: bool = False,
     registry: Registry = ejkernel_core.registry,
@@ -172,10 +192,10 @@ def run(
     ``names`` are measured. ``reference`` is the backend of the expected results, in a wider dtype, where the
     operation's own reference takes too long. ``work`` is the least work of a pass of an example, where the
     operation's cost, which knows shapes alone, is not that of the values. ``check`` says what is wrong with results
-    that may differ from the reference's, as those that are drawn at random. With ``has_memory`` there are columns of
-    the temporaries that the compiler plans. A contender that does not fit into the memory is told, and not measured.
-    The programs of some calls are compiled in parallel, and then these calls are measured; the device runs one thing
-    at a time.
+    that may differ from the reference's, as those that are drawn at random. ``columns`` has more columns of a row, and
+    ``bars`` limits of other figures than ``minima``. With ``has_memory`` there are columns of the temporaries that the
+    compiler plans. A contender that does not fit into the memory is told, and not measured. The programs of some calls
+    are compiled in parallel, and then these calls are measured; the device runs one thing at a time.
     """
     if jax.default_backend() == "cpu" and names is None:
         return Report(operation, (), text=f"{operation}: there is no accelerator here; --small measures on the CPU")
@@ -203,11 +223,12 @@ def run(
             if has_memory:
                 measurement = attrs.evolve(measurement, temporaries=programs.temporaries[measurement.pass_name])
             measurements.append(measurement)
-            rows.add(*measurement.row(contenders.names()), beside=measurement.beside())
+            beside = {**columns(measurement), **measurement.beside()}
+            rows.add(*measurement.row(contenders.names()), beside=beside)
     notes += [fault for fault in faults if is_out_of_memory(fault)]
     faults = [fault for fault in faults if not is_out_of_memory(fault)]
     text = "\n".join(line for line in (_absences(operation, peers or {}), *notes) if line)
-    return Report(operation, [rows.table()], list(_bars(measurements, minima)), faults, text)
+    return Report(operation, [rows.table()], [*_bars(measurements, minima), *bars(measurements)], faults, text)
 
 
 def memory_column(contender: str) -> str:

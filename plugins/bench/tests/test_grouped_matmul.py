@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ejkernel_bench import _grouped_products, _profile, grouped_matmul, moe_permute_matmul, moe_route, moe_step
-from ejkernel_bench._calls import draw
+from ejkernel_bench._calls import benchmark_examples, draw
 from ejkernel_bench._grouped_products import by_ragged_dot, by_tokamax, by_torch
 from ejkernel_bench.grouped_matmul import DIRECTIONS, GLUON, OURS, PARTS, TORCH, TRITON, skewed
 from ejkernel_ops.grouped_matmul.sizes import PEERS, Layer
@@ -325,7 +325,10 @@ def test_routing_is_measured():
     cells = dict(zip(report.tables[0].columns, row, strict=True))
     assert cells[f"XLA / {OURS}"] == pytest.approx(cells["XLA"] / cells[OURS])
     assert cells["kernels"].startswith("moe_route.")
-    assert {*moe_route.LIMITS} <= {example.name for example in moe_route.benchmark_examples("moe_route")}
+    (bar,) = report.bars
+    assert (bar.name, bar.measured) == (f"{moe_route.SMALL.name}: chosen / best", cells["over the best"])
+    assert cells["over the best"] == pytest.approx(cells[OURS] / cells["xla"])
+    assert {*moe_route.LIMITS} <= {example.name for example in benchmark_examples("moe_route")}
 
 
 # -- moe_permute_matmul ------------------------------------------------------------------------------------------------
