@@ -56,6 +56,7 @@ from ._calls import (
     tolerance_of,
 )
 from ._figures import Figures, figures_of
+from ._grouped_products import NotTuned
 from ._memory import GIB, MEMORY_SHARE, memory_limit, planned_bytes, temporary_bytes
 from ._peers import OnOtherArrays, Peer, Prepared, TorchFunction, bound, is_installed, optional, program_of
 from ._report import Bar, Cell, Report, Table
@@ -225,8 +226,8 @@ def run(
             measurements.append(measurement)
             beside = {**columns(measurement), **measurement.beside()}
             rows.add(*measurement.row(contenders.names()), beside=beside)
-    notes += [fault for fault in faults if is_out_of_memory(fault)]
-    faults = [fault for fault in faults if not is_out_of_memory(fault)]
+    notes += [fault for fault in faults if is_absence(fault)]
+    faults = [fault for fault in faults if not is_absence(fault)]
     text = "\n".join(line for line in (_absences(operation, peers or {}), *notes) if line)
     return Report(operation, [rows.table()], [*_bars(measurements, minima), *bars(measurements)], faults, text)
 
@@ -237,8 +238,13 @@ def memory_column(contender: str) -> str:
 
 
 def is_out_of_memory(fault: str) -> bool:
-    """Whether a call failed for want of memory, which says nothing about its results."""
+    """Whether a call failed for want of memory."""
     return "RESOURCE_EXHAUSTED" in fault or "OutOfMemoryError" in fault
+
+
+def is_absence(fault: str) -> bool:
+    """Whether a contender was not measured for a reason that says nothing about its results."""
+    return is_out_of_memory(fault) or NotTuned.__name__ in fault
 
 
 def _absences(operation: str, peers: Mapping[str, Peer | str | None]) -> str:
@@ -282,7 +288,10 @@ def _compiled_in_groups(contenders: _Contenders, examples: Sequence[Example]) ->
     for first in range(0, len(examples), GROUP):
         group = examples[first : first + GROUP]
         announce(f"compiling {len(group)} of {len(examples)} calls for all contenders")
-        yield from in_threads(contenders.programs, group)
+        for programs in in_threads(contenders.programs, group):
+            # XLA runs programs while it compiles. What had no memory for that beside others is compiled alone.
+            is_alone = any(map(is_out_of_memory, programs.faults))
+            yield contenders.programs(programs.example) if is_alone else programs
 
 
 def _measure(
