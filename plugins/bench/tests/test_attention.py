@@ -66,7 +66,7 @@ def wrong_kernels(monkeypatch):
         is_right = backend == "reference" or (backend == "xla" and example.dtype == "float32")
         return function if is_right else lambda **arrays: 1.01 * function(**arrays)
 
-    for module in (attention, suite, demonstration, shapes):
+    for module in (suite, demonstration, shapes):
         monkeypatch.setattr(module, "by_core", scaled_by_core)
 
 
@@ -185,14 +185,15 @@ def test_run_reports_wrong_results(wrong_kernels):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_agrees_with_its_peer(causal):
-    table, bars, faults = attention.compare(self_attention(1, 64, 2, 16, causal=causal), None, rounds=1)
-    assert faults == []
-    assert len(table.rows) == 4
-    assert len(bars) == 2
+    report = attention.compare([self_attention(1, 64, 2, 16, causal=causal)], None, rounds=1)
+    assert report.faults == ()
+    assert len(report.bars) == len(report.tables[0].rows) == 2
+    for bar, row in zip(report.bars, cells_of(report), strict=True):
+        assert bar.measured == pytest.approx(row["jax.nn"] / row["ejkernel"])
 
 
 def test_attention_reports_wrong_results(wrong_kernels):
-    _, _, faults = attention.compare(TINY, None, rounds=1)
+    faults = attention.compare([TINY], None, rounds=1).faults
     assert any("forward+backward" in fault and "d_key" in fault for fault in faults)
 
 
