@@ -206,7 +206,7 @@ def run(
     if unknown_names := set(names or ()) - {example.name for example in examples}:
         raise ValueError(f"{operation} has no examples {', '.join(sorted(unknown_names))}")
     installed = {name: peer for name, peer in (peers or {}).items() if callable(peer)}
-    work = work or partial(_work, registry=registry)
+    work = work or partial(least_work, registry=registry)
     if backends is None or backend is not None:
         backends = registry.backends(operation) if backend is None else ()
     reference = reference or registry.operation(operation).reference
@@ -465,7 +465,7 @@ def _takes(backend: str, example: Example, pass_name: str, registry: Registry) -
         return False
 
 
-def _work(example: Example, pass_name: str, registry: Registry) -> Cost:
+def least_work(example: Example, pass_name: str, registry: Registry = ejkernel_core.registry) -> Cost:
     """The least work of a pass, by the costs of the operation and of its backward."""
     explanation = registry.explain(
         example.op, **shapes_of(example), **options_of(example), backend=registry.operation(example.op).reference

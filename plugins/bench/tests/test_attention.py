@@ -14,7 +14,6 @@ import pytest
 
 from ejkernel_bench import (
     _attention,
-    _calls,
     _roof,
     _timing,
     attention,
@@ -136,11 +135,6 @@ def test_a_description_has_boundaries_with_their_values_and_large_arrays_without
     assert isinstance(arguments["bias"], jax.ShapeDtypeStruct)
     np.testing.assert_array_equal(arguments["cum_seqlens_q"][[0, -1]], [0, 64])
     assert arguments["sliding_window"] == (9, 0)
-
-
-@pytest.mark.parametrize("example", [TINY, KINDS[4], KINDS[-1]], ids=name_of)
-def test_the_kernels_of_a_call_are_named(example):
-    assert _calls.kernels_of(example, "reference") == "flash_attention.reference and flash_attention_bwd.reference"
 
 
 @pytest.mark.parametrize("example", KINDS, ids=name_of)
