@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import ejkernel_core
-from ejkernel_core import Example
+from ejkernel_core import Cost, Example
 
 from . import _flash_attention_peers
 from ._calls import PASSES, Function, describe
@@ -74,6 +74,11 @@ def exponentials(example: Example, pass_name: str) -> int:
     """One for each pair, in each pass."""
     batch, _, heads, *_ = sizes(example)
     return (1 if pass_name == PASSES[0] else 2) * batch * heads * pairs(example)
+
+
+def work(example: Example, pass_name: str) -> Cost:
+    """The least work of a pass of 16 bits."""
+    return Cost(flops(example, pass_name), bytes_moved(example, pass_name))
 
 
 # -- peers ------------------------------------------------------------------------------------------------------------

@@ -226,11 +226,6 @@ def plans(example: Example, backend: str | None, registry: Registry = ejkernel_c
     return [plan for plan in forward_and_backward if plan]
 
 
-def kernels_of(example: Example, backend: str | None) -> str:
-    """The kernels that the core chooses, forward and backward."""
-    return " and ".join(plan.kernel.name for plan in plans(example, backend))
-
-
 # -- results ----------------------------------------------------------------------------------------------------------
 
 

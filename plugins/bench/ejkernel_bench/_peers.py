@@ -48,12 +48,6 @@ def bound(program: Pass | Prepared, pass_name: str, inputs: Inputs) -> Run:
     return attrs.evolve(program, arguments=inputs.of_pass(pass_name))
 
 
-def pass_of(peer: Peer, example: Example, inputs: Inputs, pass_name: str) -> Run | None:
-    """One pass by a peer with its arrays; None where it cannot do the call."""
-    program = program_of(peer, example, inputs, pass_name)
-    return None if program is None else bound(program, pass_name, inputs)
-
-
 @attrs.frozen
 class Prepared:
     """A function of arrays that are made of those of the call before anything is timed."""

@@ -36,16 +36,6 @@ def announce(line: str) -> None:
     _listener.get()(line)
 
 
-def announced_table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], series: Sequence[str] = ()
-) -> Table:
-    """A table whose rows are all measured at once. Each is announced."""
-    announced_rows = Rows(title, columns, series)
-    for row in rows:
-        announced_rows.add(*row)
-    return announced_rows.table()
-
-
 class Rows(Iterable[tuple[Cell, ...]]):
     """The rows of a table so far. A suite adds each row when it is measured."""
 

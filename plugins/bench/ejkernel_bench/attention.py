@@ -2,47 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ejkernel_core import Example
 from ejkernel_ops.flash_attention.sizes import self_attention
 
-from ._attention import by_jax_nn
-from ._calls import PASSES, by_core, describe, draw, jitted, kernels_of, mismatches, tolerance_of
-from ._report import Bar, Report, Table
-from ._rows import Rows
-from ._timing import COLUMNS, interleaved
+from . import suite
+from ._attention import by_jax_nn, work
 
 EXAMPLES = tuple(self_attention(1, 4096, 8, 64, causal=causal) for causal in (True, False))
+PEER = "jax.nn"
+MINIMA = tuple(suite.Minimum(pass_name, PEER, 1.0) for pass_name in suite.PASSES)
 ROUNDS = 7
 
 
-def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
+def run(backend: str | None = None, rounds: int = ROUNDS) -> suite.Report:
     """Against ``implementation="xla"``."""
-    tables, bars, faults = [], [], []
-    for example in EXAMPLES:
-        table, new_bars, new_faults = compare(example, backend, rounds)
-        tables.append(table)
-        bars += new_bars
-        faults += new_faults
-    return Report("attention", tables, bars, faults)
+    return compare(EXAMPLES, backend, rounds)
 
 
-def compare(example: Example, backend: str | None, rounds: int) -> tuple[Table, list[Bar], list[str]]:
-    """Forward, and forward+backward: the results against each other, then the times."""
-    inputs = draw(example)
-    ours, peer = by_core(example, backend), by_jax_nn(describe(example))
-    assert peer is not None  # it takes every plain call
-    title = f"{example.name}, {kernels_of(example, backend)} against jax.nn: milliseconds, {rounds} rounds in turn"
-    rows = Rows(title, ("", *COLUMNS), series=("median",))
-    bars: list[Bar] = []
-    faults: list[str] = []
-    for pass_name in PASSES:
-        runs = {"ejkernel": jitted(ours, pass_name, inputs), "jax.nn": jitted(peer, pass_name, inputs)}
-        results, expected = (run() for run in runs.values())
-        label = f"{pass_name}, {example.name}"
-        faults += mismatches(label, results, expected, inputs.names(pass_name), tolerance_of(example))
-        times = interleaved(runs, rounds, warm_up=0)
-        for name, contender_times in times.items():
-            rows.add(f"{pass_name}, {name}", *contender_times.scaled(1e-3))
-        ratio = times["ejkernel"].median / times["jax.nn"].median
-        bars.append(Bar(f"{label}: ejkernel / jax.nn", ratio, 1.0, "times"))
-    return rows.table(), bars, faults
+def compare(examples: Sequence[Example], backend: str | None, rounds: int) -> suite.Report:
+    """Both are compared with our XLA kernel in a wider dtype."""
+    return suite.run(
+        "flash_attention",
+        {PEER: by_jax_nn},
+        MINIMA,
+        examples=examples,
+        names={example.name for example in examples},
+        backend=backend,
+        backends=(),
+        reference="xla",
+        work=work,
+        rounds=rounds,
+    )

@@ -6,9 +6,10 @@ long. --kernels names those to measure beside it, such as --kernels triton_decod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
+from statistics import geometric_mean
 from typing import Any
 
 import attrs
@@ -81,36 +82,23 @@ def run(
     if small:
         calls, names = [example((2, 96, 4, 2), 2, 16, "float32")], {SMALL}
         return suite.run("flash_attention", peers(), examples=calls, names=names, **options)
-    report = suite.run("flash_attention", peers(), MINIMA, examples=[*examples()], reference="xla", **options)
-    return attrs.evolve(report, bars=(*report.bars, *bars_of_lengths(report), *bars_of_the_best(report)))
+    return suite.run("flash_attention", peers(), MINIMA, examples=[*examples()], reference="xla", bars=bars, **options)
 
 
-def bars_of_lengths(report: suite.Report) -> Iterator[suite.Bar]:
-    """Time follows the keys that are there."""
-    times = {str(row[0]): row[1] for table in report.tables for row in table.rows}
+def bars(measurements: Iterable[suite.Measurement]) -> Iterator[suite.Bar]:
+    """Time follows the keys that are there; and the best peer of each plain call over ours, in geometric mean over
+    those with at least 65,536 cached tokens.
+    """
+    measured = {one.example.name: one for one in measurements}
     for queries in (1, 4):
-        full, tenth = (
-            times.get(f"{example(CACHES[0], queries, **options).name}, forward") for options in ({}, VARIED[0])
-        )
-        if isinstance(full, float) and isinstance(tenth, float):
-            yield suite.Bar(
-                f"{queries} queries, filled to a tenth, of the time of a full cache", tenth / full, TENTH, ""
-            )
-
-
-def bars_of_the_best(report: suite.Report) -> Iterator[suite.Bar]:
-    """The best peer of each plain call over ours, in geometric mean over those with at least 65,536 cached tokens."""
-    names = {f"{example(cache, n).name}, forward" for cache in CACHES if cache[0] * cache[1] >= 65536 for n in QUERIES}
-    ratios: list[float] = []
-    for table in report.tables:
-        for cells in table.rows:
-            row: dict[str, Any] = dict(zip(table.columns, cells, strict=True))
-            best = [row[name] for name in ("cuDNN", FA3, FA4) if isinstance(row.get(name), float)]
-            ratios += [min(best) / row[suite.OURS]] if best and cells[0] in names else []
-    if ratios:
-        yield suite.Bar(
-            "the best peer over ours, geometric mean", float(np.exp(np.log(ratios).mean())), 1.0, "times", True
-        )
+        full, tenth = (measured.get(example(CACHES[0], queries, **options).name) for options in ({}, VARIED[0]))
+        if full and tenth:
+            title = f"{queries} queries, filled to a tenth, of the time of a full cache"
+            yield suite.Bar(title, tenth.seconds[suite.OURS] / full.seconds[suite.OURS], TENTH, "")
+    large = (example(cache, n).name for cache in CACHES if cache[0] * cache[1] >= 65536 for n in QUERIES)
+    over_best = (measured[name].over_best(("cuDNN", FA3, FA4)) for name in large if name in measured)
+    if ratios := [1 / ratio for ratio in over_best if ratio]:
+        yield suite.Bar("the best peer over ours, geometric mean", geometric_mean(ratios), 1.0, "times", True)
 
 
 def peers() -> dict[str, suite.Peer | None]:

@@ -35,6 +35,7 @@ from ._errors import error, fault_messages
 from ._report import Report, Table
 from ._rows import announce
 from ._timing import interleaved, once
+from .suite import least_work
 
 #: Sizes at which the dense reference fits on the device.
 SIZES = {
@@ -84,7 +85,7 @@ def measure(example: Example, backend: str | None, rounds: int) -> Report:
     inputs = draw(example)
     runs, results = _first_calls(example, inputs, backend)
     accuracy, faults = _accuracy(example, inputs, results)
-    pace = _pace(example, inputs, runs, rounds, explanation)
+    pace = _pace(example, inputs, runs, rounds)
     title = f"{example.op} {example.name}"
     return Report(title, [accuracy, pace], faults=faults, text=f"{title}\n\n{explanation}")
 
@@ -146,17 +147,17 @@ def _accuracy(example: Example, inputs: Inputs, results: Results) -> tuple[Table
     return table, faults
 
 
-def _pace(example: Example, inputs: Inputs, runs: Mapping[str, Run], rounds: int, explanation: Explanation) -> Table:
+def _pace(example: Example, inputs: Inputs, runs: Mapping[str, Run], rounds: int) -> Table:
     """Both passes in turn with those of ``jax.nn``."""
     _step(5, f"is it fast? In turn with jax.nn.dot_product_attention, {rounds} rounds")
     peer = by_jax_nn(describe(example))
     assert peer is not None  # it takes every plain call
     rows = []
-    work = _flops(explanation)
     for pass_name, own in runs.items():
         times = interleaved({OURS: own, PEER: jitted(peer, pass_name, inputs)}, rounds)
         ours, theirs = times[OURS].median, times[PEER].median
-        rows.append((pass_name, ours * 1e3, theirs * 1e3, theirs / ours, work[pass_name] / ours / 1e9))
+        rate = least_work(example, pass_name).flops / ours
+        rows.append((pass_name, ours * 1e3, theirs * 1e3, theirs / ours, rate / 1e9))
     title = f"milliseconds, medians of {rounds} rounds in turn"
     table = Table(title, ("", OURS, PEER, f"{PEER} / {OURS}", f"GFLOP/s of {OURS}"), rows, series=(OURS, PEER))
     _announce_table(table)
@@ -168,16 +169,3 @@ def _pace(example: Example, inputs: Inputs, runs: Mapping[str, Run], rounds: int
 def _announce_table(table: Table) -> None:
     for line in str(table).splitlines():
         announce(f"  {line}")
-
-
-def _flops(explanation: Explanation) -> dict[str, float]:
-    """The least arithmetic, by the costs of the operations."""
-    forward, backward = _cost(explanation), _cost(explanation.backward)
-    return {PASSES[0]: forward, PASSES[1]: forward + backward}
-
-
-def _cost(explanation: Explanation | None) -> float:
-    if explanation is None or explanation.plan is None:
-        return 0.0
-    cost = ejkernel_core.registry.operation(explanation.op).cost
-    return cost(explanation.plan.invocation).flops if cost else 0.0

@@ -6,40 +6,22 @@ each kernel that it chooses from. FA3 and FA4 are measured where they are instal
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from statistics import geometric_mean
-from types import MappingProxyType
 
 import attrs
 import jax
 
-from ejkernel_core import Example, NoKernel
+from ejkernel_core import Example
 from ejkernel_ops.flash_attention.sizes import COMMON, SCALED, WITHOUT_CUDNN, self_attention
 
-from . import _flash_attention_peers
-from ._attention import by_cudnn, flops, sizes
-from ._calls import (
-    PASSES,
-    Inputs,
-    Pass,
-    Run,
-    by_core,
-    correct_runs,
-    describe_fault,
-    draw,
-    jitted,
-    plans,
-    tolerance_of,
-)
-from ._figures import figures_of
-from ._peers import Peer, pass_of
-from ._report import Bar, Cell, Report
+from . import _flash_attention_peers, suite
+from ._attention import by_cudnn, by_our_xla, flops, sizes, work
+from ._report import Cell
 from ._roof import CARDS, least_seconds
-from ._rows import Rows, announce
-from ._threads import in_threads
-from ._timing import Times
-from .flash_attention import LONG, installed_peers, reference
+from .flash_attention import LONG
+from .suite import OURS, PASSES, Bar, Measurement, Peer, Report
 
 #: The plain call for each that cuDNN refuses: of packed sequences, a batch of sequences of their mean length.
 PLAIN = {
@@ -50,187 +32,87 @@ PLAIN = {
 COMMON_MINIMUM, MEAN_MINIMUM, OTHER_MINIMUM, SHORT_MINIMUM = 1.0, 1.05, 0.9, 1.0
 #: The minimum ratio to the plain rate.
 PLAIN_MINIMUM = 0.85
-#: The most time that a choice may take, relative to the best kernel. cuDNN stands for our XLA kernel where it can.
+#: The most time that a choice may take, relative to the best kernel.
 CHOICE_LIMIT = 1.03
-KERNELS = ("triton", "gluon_sm90", "xla")
+#: What the core chooses from. cuDNN stands for our XLA kernel where it can.
+KERNELS, CUDNN, XLA = ("triton", "gluon_sm90"), "cuDNN", "xla"
 ROUNDS = 5
-OURS, CUDNN = "ejkernel", "cuDNN"
 
 #: The card whose roof is in the table.
 CARD = CARDS["NVIDIA H200"]
 
-#: Of all contenders in all passes: the seconds by contender, by the example's name and the pass.
-Seconds = Mapping[tuple[str, str], Mapping[str, float]]
+#: By the example's name and the pass.
+Measurements = Mapping[tuple[str, str], Measurement]
 
 
 def run(backend: str | None = None, rounds: int = ROUNDS) -> Report:
     """On a GPU."""
     if jax.default_backend() != "gpu":
         return Report("hopper", (), text="hopper: there is no GPU here, and nothing was measured")
-    others, text = installed_peers("hopper", _flash_attention_peers.peers())
-    report = compare([*COMMON, *SCALED, *WITHOUT_CUDNN], backend, rounds, by_cudnn, others)
-    return attrs.evolve(report, text=text)
+    peers = {CUDNN: by_cudnn, **_flash_attention_peers.peers()}
+    return compare([*COMMON, *SCALED, *WITHOUT_CUDNN], backend, rounds, peers)
 
 
-@attrs.frozen(eq=False)
-class _Contenders:
-    """All that runs for an example."""
-
-    example: Example
-    inputs: Inputs
-    #: Both passes in float32.
-    expected: Pass
-    #: By pass: the core's choice, and the others that take the call.
-    ours: Mapping[str, Pass]
-    others: Mapping[str, Mapping[str, Run]]
-
-    def runs(self) -> list[Run]:
-        return [self.expected, *self.ours.values(), *(run for runs in self.others.values() for run in runs.values())]
-
-
-def compare(
-    examples: Sequence[Example],
-    backend: str | None,
-    rounds: int,
-    cudnn: Peer,
-    peers: Mapping[str, Peer] = MappingProxyType({}),
-) -> Report:
-    """One row for each example and pass. All are compiled first, in parallel; the device runs one thing at a time.
-
-    It takes minutes, so each row is announced when it is measured. The ``peers`` are further ones, of PyTorch.
-    """
-    faults: list[str] = []
-
-    def prepared(example: Example) -> _Contenders | None:
-        try:
-            return _contenders(example, backend, cudnn)
-        except Exception as fault:  # the others are measured all the same
-            faults.append(f"{example.name}: {describe_fault(fault)}")
-            return None
-
-    announce(f"compiling {len(examples)} calls for all contenders")
-    all_contenders = [contenders for contenders in in_threads(prepared, examples) if contenders is not None]
-    in_threads(_compile, [run for contenders in all_contenders for run in contenders.runs()])
-    compared = [column for name in (CUDNN, *peers) for column in (name, f"{name} / {OURS}")]
-    columns = ("", OURS, "range", "TFLOP/s", *compared, *KERNELS, "over the best")
-    title = f"milliseconds, medians of {rounds} rounds in turn"
-    rows = Rows(title, (*columns, "roof", "by", "kernels"), series=(OURS, CUDNN, *peers, *KERNELS))
-    seconds: dict[tuple[str, str], Mapping[str, float]] = {}
-    by_name = {example.name: example for example in examples}
-    for contenders in all_contenders:
-        example = contenders.example
-        try:
-            expected = contenders.expected()
-        except Exception as fault:
-            faults.append(f"{example.name}: {describe_fault(fault)}")
-            continue
-        for pass_name in PASSES:
-            label = f"{pass_name}, {example.name}"
-            runs: dict[str, Run] = {OURS: contenders.ours[pass_name], **contenders.others[pass_name]}
-            # Only now, because PyTorch copies the arrays.
-            by_peer = {name: pass_of(peer, example, contenders.inputs, pass_name) for name, peer in peers.items()}
-            runs |= {name: run for name, run in by_peer.items() if run is not None}
-            runs, new_faults = correct_runs(
-                runs, label, expected, contenders.inputs.names(pass_name), tolerance_of(example)
-            )
-            faults += new_faults
-            if OURS in runs:
-                figures = figures_of(runs, rounds)
-                times = figures.times
-                seconds[example.name, pass_name] = {
-                    name: contender_times.median for name, contender_times in times.items()
-                }
-                ratio = _over_best(seconds, example.name, pass_name)
-                cells = _row(example, pass_name, times, peers, ratio, contenders.ours[pass_name].kernels())
-                rows.add(*cells, beside=figures.beside())
-    return Report("hopper", [rows.table()], list(_bars(seconds, by_name)), faults)
+def compare(examples: Sequence[Example], backend: str | None, rounds: int, peers: Mapping[str, Peer | None]) -> Report:
+    """All contenders of each call. With a backend there is no choice to compare."""
+    measured: dict[tuple[str, str], Measurement] = {}
+    report = suite.run(
+        "flash_attention",
+        {**peers, XLA: by_our_xla} if backend is None else peers,
+        examples=examples,
+        names={example.name for example in examples},
+        backend=backend,
+        backends=KERNELS,
+        reference="xla",
+        work=work,
+        columns=partial(_columns, measured, tuple(peers)),
+        bars=lambda _: bars(measured),
+        rounds=rounds,
+    )
+    return attrs.evolve(report, benchmark="hopper")
 
 
-def _contenders(example: Example, backend: str | None, cudnn: Peer) -> _Contenders:
-    inputs = draw(example)
-    ours, others = {}, {}
-    for pass_name in PASSES:
-        ours[pass_name] = jitted(by_core(example, backend), pass_name, inputs)
-        by_peer = pass_of(cudnn, example, inputs, pass_name)
-        others[pass_name] = {} if by_peer is None else {CUDNN: by_peer}
-        # With a backend there is no choice to compare.
-        for kernel in KERNELS if backend is None else ():
-            if _takes(kernel, example) and (kernel != "xla" or by_peer is None):
-                others[pass_name][kernel] = jitted(by_core(example, kernel), pass_name, inputs)
-    return _Contenders(example, inputs, reference(example, inputs), ours, others)
+def _columns(measured: dict[tuple[str, str], Measurement], peers: Sequence[str], one: Measurement) -> dict[str, Cell]:
+    """The others relative to ours, and the roof, of a measurement that is added to the others."""
+    measured[one.example.name, one.pass_name] = one
+    ratio = over_best(measured, one)
+    best: dict[str, Cell] = {} if ratio is None else {"over the best": ratio}
+    limit, least = max(least_seconds(one.example, one.pass_name, CARD).items(), key=lambda item: item[1])
+    return {**one.over_ours(peers), **best, "roof": one.work.flops / 1e12 / least, "by": limit}
 
 
-def _takes(kernel: str, example: Example) -> bool:
-    try:
-        return len(plans(example, kernel)) == len(PASSES)
-    except NoKernel:
-        return False
-
-
-def _compile(run: Run) -> None:
-    """A fault is reported when it runs."""
-    if isinstance(run, Pass):
-        with suppress(Exception):
-            run.compile()
-
-
-def _row(
-    example: Example,
-    pass_name: str,
-    times: Mapping[str, Times],
-    peers: Iterable[str],
-    over_best: float | None,
-    kernels: str,
-) -> tuple[Cell, ...]:
-    ours, spread, *_ = times[OURS].scaled(1e-3)
-    work = flops(example, pass_name) / 1e12
-    own = [1e3 * times[name].median if name in times else "-" for name in KERNELS]
-    compared = [cell for name in (CUDNN, *peers) for cell in _compared(times, name)]
-    limit, least = max(least_seconds(example, pass_name, CARD).items(), key=lambda item: item[1])
-    rate = work / times[OURS].median
-    best = "-" if over_best is None else over_best
-    return f"{example.name}, {pass_name}", ours, spread, rate, *compared, *own, best, work / least, limit, kernels
-
-
-def _compared(times: Mapping[str, Times], peer: str) -> tuple[Cell, Cell]:
-    """The time of a peer, and its ratio to ours."""
-    if peer not in times:
-        return "-", "-"
-    return 1e3 * times[peer].median, times[peer].median / times[OURS].median
-
-
-def _over_best(seconds: Seconds, name: str, pass_name: str) -> float | None:
+def over_best(measured: Measurements, one: Measurement) -> float | None:
     """The time of the choice, relative to the best of the others: to the sum of the best forward and the best backward
     where both passes are measured.
     """
-    forward, both_passes = seconds.get((name, PASSES[0]), {}), seconds[name, pass_name]
-    others = [contender for contender in (CUDNN, *KERNELS) if contender in both_passes and contender in forward]
-    if not set(KERNELS) & {*others}:
+    both, forward = one.seconds, measured.get((one.example.name, PASSES[0]), one).seconds
+    others = [name for name in (CUDNN, *KERNELS, XLA) if name in both and name in forward]
+    if not {*KERNELS, XLA} & {*others}:
         return None
-    best = min(forward[contender] for contender in others)
-    if pass_name != PASSES[0]:
-        best += min(both_passes[contender] - forward[contender] for contender in others)
-    return both_passes[OURS] / best
+    best = min(forward[name] for name in others)
+    if one.pass_name != PASSES[0]:
+        best += min(both[name] - forward[name] for name in others)
+    return both[OURS] / best
 
 
-def _bars(seconds: Seconds, examples: Mapping[str, Example]) -> Iterator[Bar]:
-    ratios = {key: times[CUDNN] / times[OURS] for key, times in seconds.items() if CUDNN in times}
+def bars(measured: Measurements) -> Iterator[Bar]:
+    """Ratios to cuDNN, to our plain rate, and to the best kernel."""
+    ratios = {key: one.seconds[CUDNN] / one.seconds[OURS] for key, one in measured.items() if CUDNN in one.times}
     common = [example.name for example in COMMON]
     for pass_name in PASSES:
         of_common = [ratios[name, pass_name] for name in common if (name, pass_name) in ratios]
         if len(of_common) == len(common):
             title = f"the {len(common)} common sizes, {pass_name}: over cuDNN, geometric mean"
             yield Bar(title, geometric_mean(of_common), MEAN_MINIMUM, "times", at_least=True)
-    for (name, pass_name), times in seconds.items():
+    for (name, pass_name), one in measured.items():
+        label, plain = f"{name}, {pass_name}", measured.get((PLAIN.get(name, ""), pass_name))
         if (name, pass_name) in ratios:
-            other_minimum = SHORT_MINIMUM if sizes(examples[name])[1] <= 1024 else OTHER_MINIMUM
+            other_minimum = SHORT_MINIMUM if sizes(one.example)[1] <= 1024 else OTHER_MINIMUM
             minimum = COMMON_MINIMUM if name in common else other_minimum
-            yield Bar(f"{name}, {pass_name}: over cuDNN", ratios[name, pass_name], minimum, "times", at_least=True)
-        elif name in PLAIN and (PLAIN[name], pass_name) in seconds:
-            work = flops(examples[name], pass_name) / flops(examples[PLAIN[name]], pass_name)
-            least = seconds[PLAIN[name], pass_name][OURS] * work
-            yield Bar(
-                f"{name}, {pass_name}: of the plain rate", least / times[OURS], PLAIN_MINIMUM, "times", at_least=True
-            )
-        if (ratio := _over_best(seconds, name, pass_name)) is not None:
-            yield Bar(f"{name}, {pass_name}: chosen / best", ratio, CHOICE_LIMIT, "times")
+            yield Bar(f"{label}: over cuDNN", ratios[name, pass_name], minimum, "times", at_least=True)
+        elif plain is not None:
+            work = flops(one.example, pass_name) / flops(plain.example, pass_name)
+            share = plain.seconds[OURS] * work / one.seconds[OURS]
+            yield Bar(f"{label}: of the plain rate", share, PLAIN_MINIMUM, "times", at_least=True)
+        if (ratio := over_best(measured, one)) is not None:
+            yield Bar(f"{label}: chosen / best", ratio, CHOICE_LIMIT, "times")

@@ -18,7 +18,7 @@ a CPU can run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,12 +29,11 @@ import jax
 from ejkernel_core import Cost, Example
 
 from . import suite
-from ._calls import PASSES, by_core, describe
+from ._calls import PASSES, abstract_inputs, by_core, describe, jitted
 from ._loss_memory import peaks
 from ._loss_peers import LIGER, XLA, by_xla, peers
-from ._memory import GIB
+from ._memory import GIB, temporary_bytes
 from ._report import ABSENT, joined
-from .memory import MIB, temporaries
 from .moe_step import dense_rate
 from .pictures import TOKENS
 
@@ -125,9 +124,9 @@ def run(
         options |= {"names": {call.name for call in calls}, "reference": "xla", "work": work, "has_memory": True}
         least = OF_XLA if op == OPERATION else OF_XLA_BY_ROW
         minima = () if small else (suite.Minimum(BOTH, XLA, least),)
-        report = suite.run(op, peers(), minima, examples=[call.example(op) for call in calls], **options)
         if op == OPERATION and not small:
-            report = attrs.evolve(report, bars=(*report.bars, *bars(report, calls, dense_rate(DENSE, "bfloat16"))))
+            options["bars"] = lambda measurements: bars(measurements, dense_rate(DENSE, "bfloat16"))
+        report = suite.run(op, peers(), minima, examples=[call.example(op) for call in calls], **options)
         tables = [*report.tables, *by_tokens(report, calls)]
         reports.append(attrs.evolve(report, benchmark=name, tables=tables))
     return joined("loss", reports)
@@ -162,7 +161,8 @@ def plans(calls: Sequence[LossCall], backend: str | None) -> suite.Table:
         example = attrs.evolve(call, dtype=dtype).example()
         peer = by_xla(describe(example))
         assert peer is not None  # it takes every plain call
-        rows.add(str(call.tokens), *(temporaries(example, one) / MIB for one in (by_core(example, backend), peer)))
+        passes = (jitted(function, BOTH, abstract_inputs(example)) for function in (by_core(example, backend), peer))
+        rows.add(str(call.tokens), *(temporary_bytes(one.compile()) / 2**20 for one in passes))
     return rows.table()
 
 
@@ -186,21 +186,17 @@ def by_tokens(report: suite.Report, calls: Sequence[LossCall]) -> Iterator[suite
             yield suite.Table(f"{title}: {BOTH}, {hidden_dim} x {vocab}", (TOKENS, *names), rows, names)
 
 
-def bars(report: suite.Report, calls: Sequence[LossCall], rate: float) -> Iterator[suite.Bar]:
+def bars(measurements: Iterable[suite.Measurement], rate: float) -> Iterator[suite.Bar]:
     """Of the mean: Liger, the rate of a product forward, and temporaries beside the float32 sum of a gradient."""
-    cells: dict[str, dict[str, Any]] = {
-        str(row[0]): dict(zip(table.columns, row, strict=True)) for table in report.tables for row in table.rows
-    }
-    for call in calls:
-        forward, both = (cells.get(f"{call.name}, {name}", {}) for name in PASSES)
-        if isinstance(share := forward.get("TFLOP/s"), float):
-            title = f"{call.name}, {FORWARD}: of the product rate, {rate / 1e12:.3g} TFLOP/s"
-            yield suite.Bar(title, share * 1e12 / rate, OF_PRODUCT, "times", at_least=True)
-        if isinstance(liger := both.get(LIGER), float):
-            xla = both.get(XLA)
-            limit = OF_SLOW_LIGER if isinstance(xla, float) and liger > xla else OF_LIGER
-            title = f"{call.name}, {BOTH}: over {LIGER}"
-            yield suite.Bar(title, liger / both[suite.OURS], limit, "times", at_least=True)
-        if isinstance(memory := both.get(suite.memory_column(suite.OURS)), float):
-            beside = memory - 4.0 * call.hidden_dim * call.vocab / GIB
-            yield suite.Bar(f"{call.name}, {BOTH}: temporaries besides the sum", beside, MOST_GIB, "GiB")
+    for one in measurements:
+        label, seconds = f"{one.example.name}, {one.pass_name}", one.seconds
+        if one.pass_name == FORWARD:
+            title = f"{label}: of the product rate, {rate / 1e12:.3g} TFLOP/s"
+            yield suite.Bar(title, one.work.flops / seconds[suite.OURS] / rate, OF_PRODUCT, "times", at_least=True)
+            continue
+        if liger := seconds.get(LIGER):
+            limit = OF_SLOW_LIGER if liger > seconds.get(XLA, liger) else OF_LIGER
+            yield suite.Bar(f"{label}: over {LIGER}", liger / seconds[suite.OURS], limit, "times", at_least=True)
+        _, hidden_dim, vocab = map(int, one.example.name.split("x"))
+        beside = (one.temporaries[suite.OURS] - 4.0 * hidden_dim * vocab) / GIB
+        yield suite.Bar(f"{label}: temporaries besides the sum", beside, MOST_GIB, "GiB")

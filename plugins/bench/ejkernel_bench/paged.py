@@ -20,7 +20,7 @@ names. What a step plans once is made before. --small has tiny sizes, which a CP
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from statistics import geometric_mean
 from typing import Any
 
@@ -127,10 +127,9 @@ def run(
     calls = {call.name: call for call in SMALL} if small else named_calls(part)
     options: dict[str, Any] = {"backend": backend, "rounds": rounds, "reference": "xla", "work": work}
     options |= {"backends": suite.backends_of(OP, kernels), "names": {*calls} if small else None}
-    report = suite.run(
-        OP, peers(), () if small else MINIMA, examples=[call.example() for call in calls.values()], **options
-    )
-    return attrs.evolve(report, benchmark="paged", bars=(*report.bars, *bars(report)))
+    examples, minima = [call.example() for call in calls.values()], () if small else MINIMA
+    report = suite.run(OP, peers(), minima, examples=examples, bars=bars, **options)
+    return attrs.evolve(report, benchmark="paged")
 
 
 def named_calls(part: str | None) -> dict[str, PagedCall]:
@@ -138,15 +137,16 @@ def named_calls(part: str | None) -> dict[str, PagedCall]:
     return suite.named_calls("paged", PARTS, DEFAULT if part is None else part.split(","))
 
 
-def bars(report: suite.Report) -> Iterator[suite.Bar]:
-    """Of those calls that are in the report."""
-    rows = {str(row[0]).removesuffix(", forward"): row for table in report.tables for row in table.rows}
-    columns = report.tables[0].columns if report.tables else ()
-    cells = {name: dict(zip(columns, row, strict=True)) for name, row in rows.items()}
-    ours = {name: float(row[suite.OURS]) for name, row in cells.items()}
+def bars(measurements: Iterable[suite.Measurement]) -> Iterator[suite.Bar]:
+    """Of those calls that were measured."""
+    seconds = {one.example.name: one.seconds for one in measurements}
+    ours = {name: of_call[suite.OURS] for name, of_call in seconds.items()}
     if SHORTEST.name in ours:
-        yield suite.Bar(SHORTEST.name, 1e3 * ours[SHORTEST.name], SHORTEST_US, "us")
-    yield from _geometric_mean(cells)
+        yield suite.Bar(SHORTEST.name, 1e6 * ours[SHORTEST.name], SHORTEST_US, "us")
+    compared = (seconds.get(call.name, {}) for call in (*TABLE, *OTHERS))
+    if ratios := [of_call[FA3] / of_call[suite.OURS] for of_call in compared if FA3 in of_call]:
+        title = f"over {FA3}, geometric mean of {len(ratios)} of {len(TABLE) + len(OTHERS)}"
+        yield suite.Bar(title, geometric_mean(ratios), 1.0, "times", at_least=True)
     for call, others, limit in _compared():
         parts = [ours.get(other.name) for other in others]
         if call.name in ours and all(parts):
@@ -160,12 +160,3 @@ def _compared() -> Iterator[tuple[PagedCall, tuple[PagedCall, ...], float]]:
     yield OF_1, (PLAIN,), OF_1_LIMIT
     yield MIXED, (PLAIN, CHUNK), MIXED_LIMIT
     yield from ((narrow, (call,), FP8_LIMIT) for narrow, call in zip(FP8, TABLE, strict=True))
-
-
-def _geometric_mean(cells: Mapping[str, Mapping[str, Any]]) -> Iterator[suite.Bar]:
-    """FA3 over ours, of the calls of the table and the others."""
-    compared = (cells.get(call.name, {}) for call in (*TABLE, *OTHERS))
-    ratios = [row[FA3] / row[suite.OURS] for row in compared if isinstance(row.get(FA3), float)]
-    if ratios:
-        title = f"over {FA3}, geometric mean of {len(ratios)} of {len(TABLE) + len(OTHERS)}"
-        yield suite.Bar(title, geometric_mean(ratios), 1.0, "times", at_least=True)

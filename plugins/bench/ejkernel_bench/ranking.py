@@ -23,7 +23,7 @@ from ejkernel_tuning._calls import passes_of, tune_each
 from ._calls import describe
 from ._report import Report
 from ._rows import Rows
-from .tuning import temporary_store
+from ._stores import temporary_store
 
 #: With their backward passes, a dozen calls.
 EXAMPLES = (

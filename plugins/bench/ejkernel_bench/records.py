@@ -22,7 +22,7 @@ from ejkernel_core.extend import OPERATIONS
 from ejkernel_tuning import autotune_recorded, recording
 
 from ._calls import abstract_inputs, benchmark_examples, by_core, shapes_of, with_gradients
-from .tuning import store_in
+from ._stores import store_in
 
 MEASUREMENTS = "measurements"
 

@@ -56,6 +56,7 @@ from ._calls import (
     tolerance_of,
 )
 from ._figures import Figures, figures_of
+from ._grouped_products import NotTuned
 from ._memory import GIB, MEMORY_SHARE, memory_limit, planned_bytes, temporary_bytes
 from ._peers import OnOtherArrays, Peer, Prepared, TorchFunction, bound, is_installed, optional, program_of
 from ._report import Bar, Cell, Report, Table
@@ -69,6 +70,7 @@ __all__ = [
     "PASSES",
     "ROUNDS",
     "Bar",
+    "Measurement",
     "Minimum",
     "OnOtherArrays",
     "Peer",
@@ -90,6 +92,8 @@ ROUNDS = 5
 Work = Callable[[Example, str], Cost]
 #: From an example, its inputs, a contender, its results and those of the reference to what is wrong, in sentences.
 Check = Callable[[Example, Inputs, str, Results, Results], Iterable[str]]
+#: From a measurement to more columns.
+Columns = Callable[["Measurement"], Mapping[str, Cell]]
 #: How many calls are compiled before they are measured: what threads do at once.
 GROUP = WORKERS
 
@@ -124,6 +128,21 @@ class Measurement:
     #: By contender of JAX, the bytes of its temporaries by the compiler; none where they are not asked for.
     temporaries: Mapping[str, int] = attrs.field(factory=dict)
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Medians by contender."""
+        return {name: one.median for name, one in self.times.items()}
+
+    def over_ours(self, names: Iterable[str]) -> dict[str, Cell]:
+        """Columns of the times of others, relative to that of the core's choice."""
+        seconds = self.seconds
+        return {f"{name} / {OURS}": seconds[name] / seconds[OURS] for name in names if name in seconds}
+
+    def over_best(self, names: Iterable[str]) -> float | None:
+        """The time of the core's choice, relative to the best of these; None where none of them was measured."""
+        others = [seconds for name, seconds in self.seconds.items() if name in set(names)]
+        return self.seconds[OURS] / min(others) if others else None
+
     def beside(self) -> dict[str, Cell]:
         """The columns behind the others."""
         memory = {memory_column(name): size / GIB for name, size in self.temporaries.items() if name in self.times}
@@ -156,6 +175,8 @@ def run(
     reference: str | None = None,
     work: Work | None = None,
     check: Check | None = None,
+    columns: Columns = lambda measurement: {},
+    bars: Callable[[Sequence[Measurement]], Iterable[Bar]] = lambda measurements: (),
     rounds: int = ROUNDS,
     has_memory: bool = False,
     registry: Registry = ejkernel_core.registry,
@@ -172,10 +193,10 @@ def run(
     ``names`` are measured. ``reference`` is the backend of the expected results, in a wider dtype, where the
     operation's own reference takes too long. ``work`` is the least work of a pass of an example, where the
     operation's cost, which knows shapes alone, is not that of the values. ``check`` says what is wrong with results
-    that may differ from the reference's, as those that are drawn at random. With ``has_memory`` there are columns of
-    the temporaries that the compiler plans. A contender that does not fit into the memory is told, and not measured.
-    The programs of some calls are compiled in parallel, and then these calls are measured; the device runs one thing
-    at a time.
+    that may differ from the reference's, as those that are drawn at random. ``columns`` has more columns of a row, and
+    ``bars`` limits of other figures than ``minima``. With ``has_memory`` there are columns of the temporaries that the
+    compiler plans. A contender that does not fit into the memory is told, and not measured. The programs of some calls
+    are compiled in parallel, and then these calls are measured; the device runs one thing at a time.
     """
     if jax.default_backend() == "cpu" and names is None:
         return Report(operation, (), text=f"{operation}: there is no accelerator here; --small measures on the CPU")
@@ -185,7 +206,7 @@ def run(
     if unknown_names := set(names or ()) - {example.name for example in examples}:
         raise ValueError(f"{operation} has no examples {', '.join(sorted(unknown_names))}")
     installed = {name: peer for name, peer in (peers or {}).items() if callable(peer)}
-    work = work or partial(_work, registry=registry)
+    work = work or partial(least_work, registry=registry)
     if backends is None or backend is not None:
         backends = registry.backends(operation) if backend is None else ()
     reference = reference or registry.operation(operation).reference
@@ -203,11 +224,12 @@ def run(
             if has_memory:
                 measurement = attrs.evolve(measurement, temporaries=programs.temporaries[measurement.pass_name])
             measurements.append(measurement)
-            rows.add(*measurement.row(contenders.names()), beside=measurement.beside())
-    notes += [fault for fault in faults if is_out_of_memory(fault)]
-    faults = [fault for fault in faults if not is_out_of_memory(fault)]
+            beside = {**columns(measurement), **measurement.beside()}
+            rows.add(*measurement.row(contenders.names()), beside=beside)
+    notes += [fault for fault in faults if is_absence(fault)]
+    faults = [fault for fault in faults if not is_absence(fault)]
     text = "\n".join(line for line in (_absences(operation, peers or {}), *notes) if line)
-    return Report(operation, [rows.table()], list(_bars(measurements, minima)), faults, text)
+    return Report(operation, [rows.table()], [*_bars(measurements, minima), *bars(measurements)], faults, text)
 
 
 def memory_column(contender: str) -> str:
@@ -216,8 +238,13 @@ def memory_column(contender: str) -> str:
 
 
 def is_out_of_memory(fault: str) -> bool:
-    """Whether a call failed for want of memory, which says nothing about its results."""
+    """Whether a call failed for want of memory."""
     return "RESOURCE_EXHAUSTED" in fault or "OutOfMemoryError" in fault
+
+
+def is_absence(fault: str) -> bool:
+    """Whether a contender was not measured for a reason that says nothing about its results."""
+    return is_out_of_memory(fault) or NotTuned.__name__ in fault
 
 
 def _absences(operation: str, peers: Mapping[str, Peer | str | None]) -> str:
@@ -261,7 +288,10 @@ def _compiled_in_groups(contenders: _Contenders, examples: Sequence[Example]) ->
     for first in range(0, len(examples), GROUP):
         group = examples[first : first + GROUP]
         announce(f"compiling {len(group)} of {len(examples)} calls for all contenders")
-        yield from in_threads(contenders.programs, group)
+        for programs in in_threads(contenders.programs, group):
+            # XLA runs programs while it compiles. What had no memory for that beside others is compiled alone.
+            is_alone = any(map(is_out_of_memory, programs.faults))
+            yield contenders.programs(programs.example) if is_alone else programs
 
 
 def _measure(
@@ -435,7 +465,7 @@ def _takes(backend: str, example: Example, pass_name: str, registry: Registry) -
         return False
 
 
-def _work(example: Example, pass_name: str, registry: Registry) -> Cost:
+def least_work(example: Example, pass_name: str, registry: Registry = ejkernel_core.registry) -> Cost:
     """The least work of a pass, by the costs of the operation and of its backward."""
     explanation = registry.explain(
         example.op, **shapes_of(example), **options_of(example), backend=registry.operation(example.op).reference

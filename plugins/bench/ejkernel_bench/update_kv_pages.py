@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import attrs
 import jax.numpy as jnp
 
 from ejkernel_core import Example
@@ -14,7 +13,6 @@ from ejkernel_core import registry as default_registry
 from ejkernel_ops.pages import pages_of
 
 from . import suite
-from ._calls import abstract_inputs, benchmark_examples, by_core, jitted
 from ._report import joined
 
 OPERATIONS = ("update_kv_pages", "update_kv_page_pair")
@@ -48,18 +46,16 @@ def measured(operation: str, backend: str | None, rounds: int, small: bool) -> s
         every = default_registry.operation(operation).examples
         examples = every() if every else ()
         return suite.run(operation, peers(), examples=examples, names={SMALL}, backend=backend, rounds=rounds)
-    report = suite.run(operation, peers(), MINIMA, backend=backend, rounds=rounds)
-    return attrs.evolve(report, bars=(*report.bars, *bars_of_memory(operation, backend))) if report.tables else report
+    options: dict[str, Any] = {"backend": backend, "rounds": rounds, "has_memory": True, "bars": bars_of_memory}
+    return suite.run(operation, peers(), MINIMA, **options)
 
 
-def bars_of_memory(operation: str, backend: str | None) -> Iterator[suite.Bar]:
-    """The temporaries of each program."""
-    for example in benchmark_examples(operation):
-        program = jitted(by_core(example, backend), "forward", abstract_inputs(example))
-        memory = program.function.lower(*program.arguments).compile().memory_analysis()
-        pages = sum(math.prod(array.shape) * array.dtype.itemsize for array in pages_of(example.abstract()))
-        title = f"{example.name}: temporaries, of the bytes of the pages"
-        yield suite.Bar(title, memory.temp_size_in_bytes / pages, MOST_TEMPORARIES, "times")
+def bars_of_memory(measurements: Iterable[suite.Measurement]) -> Iterator[suite.Bar]:
+    """The temporaries of each program of ours."""
+    for one in measurements:
+        pages = sum(math.prod(array.shape) * array.dtype.itemsize for array in pages_of(one.example.abstract()))
+        title = f"{one.example.name}: temporaries, of the bytes of the pages"
+        yield suite.Bar(title, one.temporaries[suite.OURS] / pages, MOST_TEMPORARIES, "times")
 
 
 def peers() -> dict[str, suite.Peer | None]:

@@ -14,21 +14,20 @@ import pytest
 
 from ejkernel_bench import (
     _attention,
-    _calls,
     _roof,
     _timing,
     attention,
-    choice,
     demonstration,
     flash_attention,
     hopper,
     shapes,
-    window,
+    suite,
 )
 from ejkernel_bench._calls import PASSES, by_core, describe, draw, with_gradients
+from ejkernel_bench._figures import Figures
 from ejkernel_bench._report import cell_text
 from ejkernel_bench._timing import Times
-from ejkernel_core import policy_override, registry
+from ejkernel_core import registry
 from ejkernel_ops.flash_attention.sizes import COMMON, SCALED, VARIED, WITHOUT_CUDNN, self_attention
 from ejkernel_tuning import Timing
 
@@ -61,12 +60,12 @@ def name_of(example):
 def wrong_kernels(monkeypatch):
     """The kernels under test are off by one percent. The reference and the XLA kernel on float32 arrays are right."""
 
-    def scaled_by_core(example, backend=None):
-        function = by_core(example, backend)
+    def scaled_by_core(example, backend=None, *registry):
+        function = by_core(example, backend, *registry)
         is_right = backend == "reference" or (backend == "xla" and example.dtype == "float32")
         return function if is_right else lambda **arrays: 1.01 * function(**arrays)
 
-    for module in (attention, flash_attention, hopper, demonstration, shapes, window):
+    for module in (suite, demonstration, shapes):
         monkeypatch.setattr(module, "by_core", scaled_by_core)
 
 
@@ -138,11 +137,6 @@ def test_a_description_has_boundaries_with_their_values_and_large_arrays_without
     assert arguments["sliding_window"] == (9, 0)
 
 
-@pytest.mark.parametrize("example", [TINY, KINDS[4], KINDS[-1]], ids=name_of)
-def test_the_kernels_of_a_call_are_named(example):
-    assert _calls.kernels_of(example, "reference") == "flash_attention.reference and flash_attention_bwd.reference"
-
-
 @pytest.mark.parametrize("example", KINDS, ids=name_of)
 def test_pairs_are_counted(example):
     assert _attention.pairs(example) == visible(example).sum()
@@ -185,14 +179,15 @@ def test_run_reports_wrong_results(wrong_kernels):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_agrees_with_its_peer(causal):
-    table, bars, faults = attention.compare(self_attention(1, 64, 2, 16, causal=causal), None, rounds=1)
-    assert faults == []
-    assert len(table.rows) == 4
-    assert len(bars) == 2
+    report = attention.compare([self_attention(1, 64, 2, 16, causal=causal)], None, rounds=1)
+    assert report.faults == ()
+    assert len(report.bars) == len(report.tables[0].rows) == 2
+    for bar, row in zip(report.bars, cells_of(report), strict=True):
+        assert bar.measured == pytest.approx(row["jax.nn"] / row["ejkernel"])
 
 
 def test_attention_reports_wrong_results(wrong_kernels):
-    _, _, faults = attention.compare(TINY, None, rounds=1)
+    faults = attention.compare([TINY], None, rounds=1).faults
     assert any("forward+backward" in fault and "d_key" in fault for fault in faults)
 
 
@@ -200,20 +195,6 @@ def test_the_peer_is_attention():
     arrays = draw(TINY).arrays
     out = _attention.by_jax_nn(describe(TINY))(**arrays)
     np.testing.assert_allclose(out, dense(TINY, *arrays.values()), rtol=1e-4, atol=1e-5)
-
-
-def test_a_window_is_checked_at_its_end(monkeypatch):
-    monkeypatch.setattr(window, "CHECKED", 16)
-    table, bars, faults = window.compare((1, 64, 2, 16), 8, None, rounds=1)
-    assert faults == []
-    assert len(table.rows) == 4
-    assert all(bar.at_least for bar in bars)
-
-
-@pytest.mark.long
-def test_a_wrong_window_is_reported(wrong_kernels):
-    _, _, faults = window.compare((1, 64, 2, 16), 8, None, rounds=1)
-    assert any("window 8" in fault for fault in faults)
 
 
 # -- flash_attention --------------------------------------------------------------------------------------------------
@@ -232,9 +213,9 @@ def test_flash_attention_checks_and_measures_each_example(monkeypatch, dtype):
     assert [row[0] for row in table.rows] == [
         f"{example.name}, {pass_name}" for example in examples for pass_name in PASSES
     ]
-    for row, example in zip(table.rows[::2], examples, strict=True):
+    for row, example in zip(cells_of(report)[::2], examples, strict=True):
         # Milliseconds, and 1e12 in a second.
-        assert row[3] == pytest.approx(_attention.flops(example, "forward") / row[1] / 1e9)
+        assert row["TFLOP/s"] == pytest.approx(_attention.flops(example, "forward") / row["ejkernel"] / 1e9)
 
 
 def test_flash_attention_reports_wrong_results(monkeypatch, wrong_kernels):
@@ -242,6 +223,12 @@ def test_flash_attention_reports_wrong_results(monkeypatch, wrong_kernels):
     assert list(faults) == []  # the fixture does not change the reference
     faults = flash_attention.compare([TINY], None, rounds=1, others={}).faults
     assert {fault.split(": ")[1].split()[0] for fault in faults} == {"out", "d_query", "d_key", "d_value"}
+
+
+def cells_of(report):
+    """The rows of the table, by column."""
+    (table,) = report.tables
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
 def peer(factor=1.0, takes=lambda arguments: True, fault=None):
@@ -270,23 +257,17 @@ def test_a_peer_is_checked_timed_and_left_out_where_it_refuses(monkeypatch):
         "broken": peer(fault=RuntimeError("no such card")),
     }
     report = flash_attention.compare([TINY, KINDS[5]], "xla", rounds=1, others=others)
-    (table,) = report.tables
-    assert table.columns == ("", "ejkernel xla", "range", "TFLOP/s", "cuDNN", "wrong", "broken", "cuDNN / ours")
-    plain, capped = table.rows[0], table.rows[2]
-    assert plain[7] == pytest.approx(plain[4] / plain[1])
-    assert (capped[4], capped[7]) == ("-", "-")
+    plain, _, capped, _ = cells_of(report)
+    assert plain["cuDNN / ejkernel"] == pytest.approx(plain["cuDNN"] / plain["ejkernel"])
+    assert (capped["cuDNN"], capped["cuDNN / ejkernel"]) == ("-", "-")
     # Peers that are wrong or fail are reported, and not timed.
-    assert {row[index] for row in table.rows for index in (5, 6)} == {"-"}
+    assert {row[name] for row in cells_of(report) for name in ("wrong", "broken")} == {"-"}
     assert {fault.partition(",")[0] for fault in report.faults} == {"wrong", "broken"}
     assert all("RuntimeError: no such card" in fault for fault in report.faults if fault.startswith("broken"))
 
 
 def test_a_call_that_fails_is_reported(monkeypatch):
-    def raise_error(example, backend=None):
-        return by_core(example, backend or "no such kernel")
-
-    monkeypatch.setattr(flash_attention, "by_core", raise_error)
-    report = flash_attention.compare([TINY_BF16], None, rounds=1, others={})
+    report = flash_attention.compare([TINY_BF16], "no such kernel", rounds=1, others={})
     assert list(report.tables[0].rows) == []
     assert len(report.faults) == 2
     assert all("no such kernel" in fault for fault in report.faults)
@@ -323,39 +304,44 @@ def test_hopper_measures_against_cudnn_and_against_our_own_plain_rate(monkeypatc
     monkeypatch.setattr(hopper, "COMMON", [plain])
     monkeypatch.setattr(hopper, "PLAIN", {refused.name: plain.name})
     cudnn = peer(takes=lambda arguments: "softmax_aux" not in arguments)
-    report = hopper.compare([plain, refused], "xla", 2, cudnn)
+    report = hopper.compare([plain, refused], "xla", 2, {"cuDNN": cudnn})
     assert list(report.faults) == []
-    (table,) = report.tables
-    assert [row[0] for row in table.rows] == [f"{example.name}, {w}" for example in (plain, refused) for w in PASSES]
-    for row, pass_name in zip(table.rows, PASSES * 2, strict=True):
+    rows = cells_of(report)
+    assert [row[""] for row in rows] == [f"{example.name}, {name}" for example in (plain, refused) for name in PASSES]
+    for row, pass_name in zip(rows, PASSES * 2, strict=True):
         size = 64 * 2 * ((4 if pass_name == "forward" else 12) * 16 * 2 + (4 if pass_name == "forward" else 8))
         work = _attention.flops(plain, pass_name)
-        assert row[3] == pytest.approx(work / row[1] / 1e9)
+        assert row["TFLOP/s"] == pytest.approx(work / row["ejkernel"] / 1e9)
         kernels = "flash_attention.xla" + (" and flash_attention_bwd.xla" if pass_name != "forward" else "")
-        assert row[6:10] == ("-",) * 4  # there is no choice
-        assert row[10:] == (pytest.approx(work / size * 4.8), "memory", kernels)
-    forward, both, *others = table.rows
-    assert [row[5] for row in (forward, both)] == [pytest.approx(row[4] / row[1]) for row in (forward, both)]
-    assert [row[4:6] for row in others] == [("-", "-")] * 2
+        assert not {"xla", "triton", "over the best"} & {*row}  # there is no choice
+        assert (row["roof"], row["by"], row["kernels"]) == (pytest.approx(work / size * 4.8), "memory", kernels)
+    forward, both, *others = rows
+    assert all(row["cuDNN / ejkernel"] == pytest.approx(row["cuDNN"] / row["ejkernel"]) for row in (forward, both))
+    assert [(row["cuDNN"], row["cuDNN / ejkernel"]) for row in others] == [("-", "-")] * 2
     bars = {bar.name: bar for bar in report.bars}
-    assert bars[f"{plain.name}, forward: over cuDNN"].measured == forward[5]
-    mean = bars["the 1 common sizes, forward: over cuDNN, geometric mean"]
-    assert mean.measured == pytest.approx(forward[5])
+    over_cudnn = pytest.approx(forward["cuDNN / ejkernel"])
+    assert bars[f"{plain.name}, forward: over cuDNN"].measured == over_cudnn
+    assert bars["the 1 common sizes, forward: over cuDNN, geometric mean"].measured == over_cudnn
     of_plain = bars[f"{refused.name}, forward: of the plain rate"]
-    assert of_plain.measured == pytest.approx(others[0][3] / forward[3])
+    assert of_plain.measured == pytest.approx(others[0]["TFLOP/s"] / forward["TFLOP/s"])
     assert len(bars) == 6
     # A call without a time of cuDNN is not judged as one that cuDNN refuses.
-    seconds = {(plain.name, "forward"): {"ejkernel": 1.0}, (refused.name, "forward"): {"ejkernel": 2.0}}
-    bars = hopper._bars(seconds, {example.name: example for example in (plain, refused)})
-    assert {bar.name: bar.measured for bar in bars} == {f"{refused.name}, forward: of the plain rate": 0.5}
+    measured = {
+        (example.name, "forward"): suite.Measurement(
+            example, "forward", None, Figures({"ejkernel": Times([seconds])}), ""
+        )
+        for example, seconds in ((plain, 1.0), (refused, 2.0))
+    }
+    bars = {bar.name: bar.measured for bar in hopper.bars(measured)}
+    assert bars == {f"{refused.name}, forward: of the plain rate": 0.5}
 
 
 def test_hopper_compares_the_choice_with_the_best_of_each_pass(monkeypatch):
     monkeypatch.setattr(hopper, "PLAIN", {})
-    monkeypatch.setattr(hopper, "KERNELS", ("xla", "triton", "reference"))
-    report = hopper.compare([TINY], None, 2, peer())
+    monkeypatch.setattr(hopper, "KERNELS", ("triton", "reference"))
+    report = hopper.compare([TINY], None, 2, {"cuDNN": peer()})
     assert list(report.faults) == []
-    rows = [dict(zip(report.tables[0].columns, row, strict=True)) for row in report.tables[0].rows]
+    rows = cells_of(report)
     # cuDNN stands for the XLA kernel, and no GPU is here.
     assert [(row["xla"], row["triton"]) for row in rows] == [("-", "-")] * 2
     forward, both = ([row[name] for name in ("cuDNN", "reference")] for row in rows)
@@ -370,23 +356,8 @@ def test_hopper_compares_the_choice_with_the_best_of_each_pass(monkeypatch):
     }
 
 
-def test_hopper_goes_on_where_one_example_fails(monkeypatch):
-    reference, short = flash_attention.reference, self_attention(1, 40, 2, 16)
-
-    def raise_error(example, inputs):
-        if example is short:
-            raise MemoryError("no room")
-        return reference(example, inputs)
-
-    monkeypatch.setattr(hopper, "reference", raise_error)
-    report = hopper.compare([short, TINY], "xla", 1, peer())
-    assert [row[0] for row in report.tables[0].rows] == [f"{TINY.name}, {pass_name}" for pass_name in PASSES]
-    (fault,) = report.faults
-    assert fault.endswith("MemoryError: no room")
-
-
 def test_hopper_reports_wrong_results(wrong_kernels):
-    report = hopper.compare([TINY], None, 1, peer(factor=1.01))
+    report = hopper.compare([TINY], None, 1, {"cuDNN": peer(factor=1.01)})
     assert report.tables[0].rows == ()
     assert {fault.partition(",")[0] for fault in report.faults} == {"ejkernel", "cuDNN"}
 
@@ -429,7 +400,7 @@ def test_the_roof_is_the_greatest_of_the_limits():
 
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_the_results_of_hopper_are_drawn(monkeypatch, tmp_path, ejkernel, is_recorded):
-    monkeypatch.setattr(hopper, "run", lambda: hopper.compare([TINY], "xla", 1, peer()))
+    monkeypatch.setattr(hopper, "run", lambda: hopper.compare([TINY], "xla", 1, {"cuDNN": peer()}))
     file, picture = tmp_path / "report.json", tmp_path / "hopper.svg"
     code, _, error = ejkernel(
         "bench", "hopper", "--json", str(file), *([] if is_recorded else ["--picture", str(picture)])
@@ -440,13 +411,14 @@ def test_the_results_of_hopper_are_drawn(monkeypatch, tmp_path, ejkernel, is_rec
     (report,) = json.loads(file.read_text())
     texts = [element.text for element in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
     assert texts.count(TINY.name) == len(PASSES)
-    for row in report["tables"][0]["rows"]:
-        ours, rate, cudnn = row[1], row[3], row[4]
+    (table,) = report["tables"]
+    for row in (dict(zip(table["columns"], row, strict=True)) for row in table["rows"]):
+        ours, rate, cudnn = row["ejkernel"], row["TFLOP/s"], row["cuDNN"]
         assert f" ejkernel {cell_text(1000 * rate)}" in texts
         assert f" cuDNN {cell_text(1000 * rate * ours / cudnn)}" in texts
 
 
-# -- shapes and choice ------------------------------------------------------------------------------------------------
+# -- shapes -----------------------------------------------------------------------------------------------------------
 
 
 def family(lengths, batch=1, heads=2, dtype="bfloat16", **fields):
@@ -582,35 +554,10 @@ def test_bits_are_compared_where_they_are_promised(monkeypatch, name, cfg):
     assert len(without) == len(PASSES)
 
 
-@pytest.mark.long
-def test_a_choice_is_measured_against_its_candidates(monkeypatch):
-    monkeypatch.setattr(choice, "BUDGET_S", 10.0)
-    elsewhere = "triton" if jax.default_backend() == "cpu" else "pallas_tpu"
-    report = choice.compare([TINY, KINDS[8]], ("xla", "reference", elsewhere), rounds=1)
-    (table,) = report.tables
-    assert table.columns == ("", "chosen", "xla", "reference", elsewhere, "chosen / best", "by")
-    for row, bar in zip(table.rows, report.bars, strict=True):
-        assert row[4] == "-"  # it refuses
-        assert row[5] == bar.measured == pytest.approx(row[1] / min(row[2:4]))
-        assert row[6].startswith(("flash_attention.xla Config(", "flash_attention.reference Config("))
-        if row[0].endswith(", forward"):
-            assert row[1] in row[2:4]  # the same program is measured once
-    assert len(registry.memory) == 0
-
-
-@pytest.mark.long
-def test_a_program_is_named_by_its_calls():
-    biased = KINDS[6]  # its bias has no gradient here
-    with policy_override(autotune=True, budget_s=10.0):
-        tuned = choice._tune(biased, None, draw(biased))
-    ops = [[part.split(".")[0] for part in program.split(" and ")] for program, _ in tuned.values()]
-    assert ops == [["flash_attention"], ["flash_attention", "flash_attention_bwd"]]
-
-
 @pytest.mark.parametrize(
     "suite",
-    [partial(flash_attention.run, with_peers=True), shapes.run, choice.run, hopper.run],
-    ids=["flash_attention", "shapes", "choice", "hopper"],
+    [partial(flash_attention.run, with_peers=True), shapes.run, hopper.run],
+    ids=["flash_attention", "shapes", "hopper"],
 )
 def test_suites_for_gpus_measure_nothing_elsewhere(suite):
     if jax.default_backend() == "gpu":

@@ -89,7 +89,7 @@ def test_without_a_name_it_lists_every_suite_with_a_description(ejkernel):
         entry_point.name for entry_point in distribution("ejkernel-bench").entry_points if entry_point.group == GROUP
     }
     assert names <= {*descriptions}
-    assert names >= {"overhead", "path", "flash_attention", "hopper", "shapes", "choice", "memory", "packed"}
+    assert names >= {"flash_attention", "hopper", "shapes", "ranking", "serve", "loss"}
     assert not any("BROKEN" in descriptions[name] for name in names)
     assert descriptions["attention"] == "Attention against jax.nn.dot_product_attention, S 4096, causal and full"
 
@@ -140,18 +140,18 @@ def test_a_name_of_two_distributions_is_broken(install_suites, ejkernel):
     ("words", "message"),
     [
         (["atention"], "no benchmark is called 'atention'; did you mean 'attention'?"),
-        (["xyz"], "no benchmark is called 'xyz'; there are attention, choice"),
+        (["xyz"], "no benchmark is called 'xyz'; there are attention, decode"),
         (["rms_norm_bwd"], "'rms_norm_bwd' has no suite of its own; measure it at given shapes"),
         (["attention", "--fast"], "there is no option --fast"),
-        (["path", "--rounds", "0"], "--rounds"),
-        (["path", "--rounds", "3"], "path has no rounds; --rounds is for suites that time calls in turn"),
-        (["path", "--peers"], "path always has its peers"),
-        (["overhead", "--small"], "overhead has one set of sizes"),
+        (["ranking", "--rounds", "0"], "--rounds"),
+        (["ranking", "--rounds", "3"], "ranking has no rounds; --rounds is for suites that time calls in turn"),
+        (["ranking", "--peers"], "ranking always has its peers"),
+        (["attention", "--small"], "attention has one set of sizes"),
         (
             ["rms_norm", "--small", "--backend", "xlaa"],
             "no backend 'xlaa' of 'rms_norm' is installed; did you mean 'xla'?",
         ),
-        (["path", "--picture", "path.gif"], "--picture takes a file that ends in .svg, .png, .pdf"),
+        (["ranking", "--picture", "path.gif"], "--picture takes a file that ends in .svg, .png, .pdf"),
         (["--from", "reports.json"], "--from reads what --picture draws"),
     ],
 )

@@ -10,6 +10,8 @@ import pytest
 
 from ejkernel_bench import decode, suite
 from ejkernel_bench._calls import by_core, describe, draw
+from ejkernel_bench._figures import Figures
+from ejkernel_bench._timing import Times
 from ejkernel_core import registry
 from ejkernel_ops import flash_attention
 
@@ -59,8 +61,22 @@ def test_fa3_gets_the_lengths(monkeypatch):
 
 
 def test_the_best_peer_is_compared_in_geometric_mean():
-    names = [f"{decode.example(decode.CACHES[0], queries).name}, forward" for queries in (1, 2, 4)]
-    rows = [(names[0], 1.0, 2.0, 4.0), (names[1], 2.0, "-", 9.0), (names[2], 5.0, "-", "-")]
-    table = suite.Table("", ("", suite.OURS, "cuDNN", "FA3"), rows)
-    (bar,) = decode.bars_of_the_best(suite.Report("decode", [table]))
+    rows = {1: {"ejkernel": 1.0, "cuDNN": 2.0, "FA3": 4.0}, 2: {"ejkernel": 2.0, "FA3": 9.0}, 4: {"ejkernel": 5.0}}
+    calls = [(decode.example(decode.CACHES[0], queries), seconds) for queries, seconds in rows.items()]
+    (bar,) = decode.bars(measured(example, seconds) for example, seconds in calls)
     assert bar.measured == pytest.approx(3.0)
+
+
+def test_time_follows_the_keys_that_are_there():
+    full, tenth = (decode.example(decode.CACHES[0], 4, **options) for options in ({}, decode.VARIED[0]))
+    lengths, *_ = decode.bars([measured(full, {"ejkernel": 2.0}), measured(tenth, {"ejkernel": 0.4})])
+    assert (lengths.name, lengths.measured, lengths.is_held) == (
+        "4 queries, filled to a tenth, of the time of a full cache",
+        pytest.approx(0.2),
+        False,
+    )
+
+
+def measured(example, seconds):
+    figures = Figures({name: Times([one]) for name, one in seconds.items()})
+    return suite.Measurement(example, "forward", None, figures, "")

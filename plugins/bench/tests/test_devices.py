@@ -157,7 +157,7 @@ def test_help_describes_the_suite_and_its_parts(ejkernel):
     ("suite", "part", "message"),
     [
         ("devices", "all", "no part of devices is called all; there are sharded, rows, context-8k"),
-        ("packed", "rows", "packed has no parts; --part is for devices"),
+        ("ranking", "rows", "ranking has no parts; --part is for devices"),
     ],
 )
 def test_an_unknown_part_is_an_error(ejkernel, suite, part, message):

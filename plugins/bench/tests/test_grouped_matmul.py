@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ejkernel_bench import _grouped_products, _profile, grouped_matmul, moe_permute_matmul, moe_route, moe_step
-from ejkernel_bench._calls import draw
+from ejkernel_bench._calls import benchmark_examples, draw
 from ejkernel_bench._grouped_products import by_ragged_dot, by_tokamax, by_torch
 from ejkernel_bench.grouped_matmul import DIRECTIONS, GLUON, OURS, PARTS, TORCH, TRITON, skewed
 from ejkernel_ops.grouped_matmul.sizes import PEERS, Layer
@@ -133,24 +133,28 @@ def test_the_published_shapes_are_in_the_parts():
     assert len(PEERS) == 9
 
 
+def cells_of(table):
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
 def test_a_direction_is_measured():
     report = grouped_matmul.measure("d_rhs", [LAYER], None, rounds=1)
     assert report.faults == ()
-    table, absences = report.tables
-    assert [row[0] for row in table.rows] == [LAYER.name, f"{LAYER.name}, half in one"]
-    routed, one_group = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
+    (routed,), (one_group,) = map(cells_of, report.tables)
+    assert (routed[""], one_group[""]) == (f"{LAYER.name}, forward", f"{LAYER.name}, half in one, forward")
     assert all(isinstance(routed[name], float) for name in (OURS, "xla", "ragged_dot"))
     assert routed["TFLOP/s"] == pytest.approx(2 * 35 * 12 * 20 / routed[OURS] / 1e9)
     assert routed[f"ragged_dot / {OURS}"] == pytest.approx(routed["ragged_dot"] / routed[OURS])
     assert routed["over the best"] == pytest.approx(routed[OURS] / routed["xla"])
-    assert one_group["ragged_dot"] == "-"
+    assert "ragged_dot" not in one_group
     assert routed["kernels"] == "grouped_matmul_d_rhs.xla"
-    refused = {row[1]: row[2] for row in absences.rows}
-    assert {GLUON, TRITON} == {*refused}
-    assert "no kernel can do grouped_matmul_d_rhs" in refused[GLUON]
+    assert (routed[GLUON], routed[TRITON], one_group[GLUON]) == ("-", "-", "-")
+    skew = next(bar for bar in report.bars if "one group" in bar.name)
+    assert skew.name == f"{LAYER.name}: half of the rows in one group / as routed"
+    assert skew.measured == pytest.approx(one_group[OURS] / routed[OURS])
 
 
-def test_a_peer_that_fails_is_a_row_and_a_wrong_one_a_fault(monkeypatch):
+def test_want_of_memory_is_told_and_a_wrong_peer_is_a_fault(monkeypatch):
     def fails(arguments):
         def run(**arrays):
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
@@ -163,26 +167,14 @@ def test_a_peer_that_fails_is_a_row_and_a_wrong_one_a_fault(monkeypatch):
 
     monkeypatch.setattr(grouped_matmul, "peers", lambda: {"fails": fails, "is wrong": is_wrong, "absent": None})
     report = grouped_matmul.measure("forward", [LAYER], None, rounds=1)
-    assert ("fails", "RuntimeError: RESOURCE_EXHAUSTED: out of memory") in {row[1:] for row in report.tables[1].rows}
     (fault,) = report.faults
-    assert fault.startswith(f"is wrong, {LAYER.name}: out is off by")
-    row = dict(zip(report.tables[0].columns, report.tables[0].rows[0], strict=True))
+    assert fault.startswith(f"is wrong, forward, {LAYER.name}: out is off by")
+    (row,) = cells_of(report.tables[0])
     assert (row["fails"], row["is wrong"]) == ("-", "-")
-    assert report.text == "forward: not installed, and not measured: absent"
-
-
-def test_our_own_choice_has_to_run(monkeypatch):
-    by_core = grouped_matmul.by_core
-
-    def failing(example, backend):
-        if backend is None:
-            raise RuntimeError("no such tile")
-        return by_core(example, backend)
-
-    monkeypatch.setattr(grouped_matmul, "by_core", failing)
-    report = grouped_matmul.measure("forward", [LAYER], None, rounds=1)
-    assert report.faults == (f"{OURS}, {LAYER.name}: RuntimeError: no such tile",)
-    assert report.tables[0].rows == ()
+    assert report.text.splitlines() == [
+        "grouped_matmul: not installed, and not measured: absent",
+        f"fails, forward, {LAYER.name}: RuntimeError: RESOURCE_EXHAUSTED: out of memory",
+    ]
 
 
 def test_a_peer_that_fails_beside_others_is_compiled_alone(monkeypatch):
@@ -196,22 +188,36 @@ def test_a_peer_that_fails_beside_others_is_compiled_alone(monkeypatch):
 
     monkeypatch.setattr(grouped_matmul, "peers", lambda: {"fails once": fails_once})
     report = grouped_matmul.measure("forward", [LAYER], None, rounds=1)
+    assert (report.faults, report.text) == ((), "")
+    (row,) = cells_of(report.tables[0])
+    assert isinstance(row["fails once"], float)
+
+
+def test_what_tokamax_does_not_tune_is_told(tokamax, monkeypatch):
+    monkeypatch.setattr(grouped_matmul, "peers", lambda: {"tokamax": by_tokamax})
+    call = SimpleNamespace(cached_autotuning_data=None)
+    sys.modules["tokamax"].autotuning = SimpleNamespace(get_bound_args=lambda lowered: [call])
+    monkeypatch.setattr(grouped_matmul, "TUNING_S", -1.0)
+    report = grouped_matmul.measure("tuned-forward", [LAYER], None, rounds=1)
     assert report.faults == ()
-    table, absences = report.tables
-    assert isinstance(dict(zip(table.columns, table.rows[0], strict=True))["fails once"], float)
-    assert "fails once" not in {row[1] for row in absences.rows}
+    assert report.text.endswith("NotTuned: its tuning took too long: 0 of 1 calls are tuned")
+    sys.modules["tokamax"].autotune = lambda calls, progress_bar: Tuned([1])
+    monkeypatch.setattr(grouped_matmul, "TUNING_S", 60.0)
+    report = grouped_matmul.measure("tuned-forward", [LAYER], None, rounds=1)
+    (row,) = cells_of(report.tables[0])
+    assert (report.faults, report.text) == ((), "")
+    assert row[f"tokamax tuned / {OURS}"] == pytest.approx(row["tokamax tuned"] / row[OURS])
 
 
-def part_with(seconds, **fields):
-    part = grouped_matmul._PartOfSuite(grouped_matmul.Part("forward", **fields), [], {}, None, 1, None)
-    part.seconds.update(seconds)
-    return {bar.name: (bar.measured, bar.is_held) for bar in part.bars()}
+def bars_of(routed, skewed_ones=None, **fields):
+    bars = grouped_matmul.bars(grouped_matmul.Part("forward", **fields), routed, skewed_ones or {})
+    return {bar.name: (bar.measured, bar.is_held) for bar in bars}
 
 
 def test_bars_are_means_worst_cases_and_limits():
     first = {OURS: 1.0, GLUON: 1.0, TRITON: 1.6, TORCH: 0.9, "tokamax": 1.5}
     second = {OURS: 2.0, GLUON: 1.9, TRITON: 2.2, TORCH: 4.0, "tokamax": 4.0, "ragged_dot": 40.0}
-    bars = part_with({("a", False): first, ("b", False): second, ("a", True): {OURS: 1.2, GLUON: 0.5}})
+    bars = bars_of({"a": first, "b": second}, {"a, half in one": {OURS: 1.2, GLUON: 0.5}})
     expected_bars = {
         "over torch, geometric mean of 2": ((0.9 * 2) ** 0.5, True),
         "over torch, the worst of 2": (0.9, False),
@@ -228,7 +234,7 @@ def test_bars_are_means_worst_cases_and_limits():
 
 
 def test_the_bar_of_decoding_is_the_copy_rate():
-    bars = part_with({("a", False): {OURS: 1.0, "copy": 0.95}}, is_decode=True)
+    bars = bars_of({"a": {OURS: 1.0, "copy": 0.95}}, is_decode=True)
     assert bars == {"a: of the copy rate": (0.95, True)}
 
 
@@ -243,6 +249,12 @@ class Tuned:
 
     def __or__(self, other):
         return Tuned(self.data + other.data)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
 
 
 def tuning(monkeypatch, calls, autotune=lambda calls, progress_bar: Tuned(calls)):
@@ -325,7 +337,10 @@ def test_routing_is_measured():
     cells = dict(zip(report.tables[0].columns, row, strict=True))
     assert cells[f"XLA / {OURS}"] == pytest.approx(cells["XLA"] / cells[OURS])
     assert cells["kernels"].startswith("moe_route.")
-    assert {*moe_route.LIMITS} <= {example.name for example in moe_route.benchmark_examples("moe_route")}
+    (bar,) = report.bars
+    assert (bar.name, bar.measured) == (f"{moe_route.SMALL.name}: chosen / best", cells["over the best"])
+    assert cells["over the best"] == pytest.approx(cells[OURS] / cells["xla"])
+    assert {*moe_route.LIMITS} <= {example.name for example in benchmark_examples("moe_route")}
 
 
 # -- moe_permute_matmul ------------------------------------------------------------------------------------------------
@@ -364,9 +379,9 @@ def test_torch_gathers_the_rows_of_tokens(torch):
 def test_all_parts_run_on_a_cpu():
     report = grouped_matmul.run(rounds=1, small=True)
     assert report.faults == ()
-    tables = [table for table in report.tables if table.series]
-    assert [len(table.rows) for table in tables] == [4, 4, 4, 1]
-    assert isinstance(tables[3].rows[0][tables[3].columns.index("TB/s")], float)
+    assert [len(table.rows) for table in report.tables] == [2, 2, 2, 2, 2, 2, 1]
+    (decode,) = cells_of(report.tables[-1])
+    assert isinstance(decode["TB/s"], float)
 
 
 @pytest.mark.parametrize("suite", ["grouped_matmul", "moe-step"])

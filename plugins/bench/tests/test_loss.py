@@ -14,10 +14,13 @@ import pytest
 
 from ejkernel_bench import _loss_memory, _loss_peers, _peers, loss, suite
 from ejkernel_bench._calls import PASSES, by_core, describe, draw, with_gradients
+from ejkernel_bench._figures import Figures
 from ejkernel_bench._loss_peers import CHUNKS, LIGER, QUACK, TOKAMAX, XLA
 from ejkernel_bench._memory import GIB, planned_bytes, temporary_bytes
 from ejkernel_bench._suites import peers_of
+from ejkernel_bench._timing import Times
 from ejkernel_bench.loss import BOTH, FORWARD, OPERATION, ROWS, SMALL, LossCall
+from ejkernel_core import Cost
 
 CALL = SMALL[1]
 
@@ -95,16 +98,23 @@ def test_the_plan_of_all_logits_grows_and_ours_does_not():
 
 @pytest.mark.parametrize(
     ("liger", "xla", "limit", "is_held"),
-    [(2.3, 2.2, 1.2, False), (2.3, 2.4, 1.05, True), (2.5, 2.2, 1.2, True), (2.3, "-", 1.05, True)],
+    [(2.3, 2.2, 1.2, False), (2.3, 2.4, 1.05, True), (2.5, 2.2, 1.2, True), (2.3, None, 1.05, True)],
 )
 def test_the_bars(liger, xla, limit, is_held):
-    columns = ("", suite.OURS, LIGER, XLA, "TFLOP/s", suite.memory_column(suite.OURS))
-    rows = [
-        (f"{CALL.name}, {FORWARD}", 1.0, "-", "-", 570.0, 9.0),
-        (f"{CALL.name}, {BOTH}", 2.0, liger, xla, 0.0, 1.25 + 4 * 8 * 130 / GIB),
+    seconds = {FORWARD: {suite.OURS: 1.0}, BOTH: {suite.OURS: 2.0, LIGER: liger, XLA: xla}}
+    temporaries = {suite.OURS: 1.25 * GIB + 4 * 8 * 130}
+    measured = [
+        suite.Measurement(
+            CALL.example(),
+            name,
+            Cost(570e12, 0.0),
+            Figures({contender: Times([one]) for contender, one in of_pass.items() if one}),
+            "",
+            temporaries,
+        )
+        for name, of_pass in seconds.items()
     ]
-    report = suite.Report("loss", [suite.Table("", columns, rows)])
-    product, over_liger, *_, memory = loss.bars(report, [CALL], 600e12)
+    product, over_liger, memory = loss.bars(measured, 600e12)
     assert (product.measured, product.is_held) == (pytest.approx(0.95), True)
     assert (over_liger.measured, over_liger.limit) == (pytest.approx(liger / 2), limit)
     assert over_liger.is_held == is_held

@@ -10,7 +10,6 @@ import pytest
 
 from ejkernel_bench import _errors, _roof, _timing
 from ejkernel_bench._errors import error, fault_messages
-from ejkernel_bench._fresh import in_new_process
 from ejkernel_bench._report import Bar, Report, Table
 from ejkernel_bench._rows import Rows, listening
 from ejkernel_bench._timing import Times, interleaved
@@ -128,9 +127,3 @@ def test_a_report_has_everything_as_text_and_as_data():
     assert data["bars"][0]["held"] is True
     assert data["faults"] == ("out is off",)
     assert data["circumstances"]["versions"]["jax"]
-
-
-def test_a_new_process_answers_or_its_error_is_raised():
-    assert in_new_process("import sys, json; print('noise'); print(json.dumps(sys.argv[1:]))", "a", "b") == ["a", "b"]
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        in_new_process("1 / 0")

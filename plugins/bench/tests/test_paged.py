@@ -10,8 +10,10 @@ import pytest
 import ejkernel_core
 from ejkernel_bench import paged, suite
 from ejkernel_bench._calls import describe
+from ejkernel_bench._figures import Figures
 from ejkernel_bench._paged_calls import EIGHT_BITS, OP, PagedCall, Sequences, uniform, work
 from ejkernel_bench._paged_peers import CONTIGUOUS, FA3, GATHER, by_gather
+from ejkernel_bench._timing import Times
 from ejkernel_ops.pages import pages_of
 
 CALLS = {call.name: call for calls in paged.PARTS.values() for call in calls}
@@ -160,12 +162,15 @@ def test_the_command_measures_calls_by_name(ejkernel, monkeypatch):
 
 
 def test_bars_compare_calls_of_the_same_report():
-    times = {call.name: (0.5, 0.6) for call in paged.TABLE}
-    times |= {paged.OF_16.name: (0.51, 0.5), paged.MIXED.name: (0.6, "-"), paged.CHUNK.name: (0.25, "-")}
-    times |= {paged.SHORTEST.name: (0.004, 0.001), paged.FP8[0].name: (0.4, 0.2)}
-    rows = [(f"{name}, forward", *row) for name, row in times.items()]
-    report = suite.Report(OP, [suite.Table("", ("", suite.OURS, FA3), rows)])
-    bars = {bar.name: bar for bar in paged.bars(report)}
+    times = dict.fromkeys(paged.TABLE, (0.5, 0.6))
+    times |= {paged.OF_16: (0.51, 0.5), paged.MIXED: (0.6,), paged.CHUNK: (0.25,)}
+    times |= {paged.SHORTEST: (0.004, 0.001), paged.FP8[0]: (0.4, 0.2)}
+    figures = {
+        call: Figures({name: Times([1e-3 * one]) for name, one in zip((suite.OURS, FA3), row, strict=False)})
+        for call, row in times.items()
+    }
+    measured = [suite.Measurement(call.example(), "forward", None, one, "") for call, one in figures.items()]
+    bars = {bar.name: bar for bar in paged.bars(measured)}
     assert bars[paged.SHORTEST.name].measured == pytest.approx(4.0)
     plain = paged.PLAIN.name
     ratios = {name: bar.measured for name, bar in bars.items() if "of the time of" in name}

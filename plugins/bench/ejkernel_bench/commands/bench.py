@@ -31,9 +31,9 @@ REFUSALS = {
     "backend": "runs no kernel; --backend is for suites of kernels",
     "rounds": "has no rounds; --rounds is for suites that time calls in turn",
     "small": "has one set of sizes; --small is for the suites of operations",
-    "part": "has no parts; --part is for devices, grouped_matmul, moe-step, paged, sampling and serve-step",
+    "part": "has no parts; --part is for devices, grouped_matmul, loss, moe-step, paged, sampling and serve-step",
     "quick": "has one set of sizes; --quick is for rms_norm, layer_norm and moe-step",
-    "kernels": "chooses its kernels itself; --kernels is for decode, paged and sampling, and for calls by --shape",
+    "kernels": "chooses its kernels itself; --kernels is for decode, loss, paged and sampling, and calls by --shape",
     "with_peers": "always has its peers; --peers is for flash_attention",
 }
 #: The options that a call at given shapes does not have.
