@@ -602,7 +602,7 @@ def regions() -> dict[tuple[str, str], Any]:
         ("docs/index.md", "operations"): table_of_operations,
         ("plugins/ops/README.md", "operations"): lambda: table_of_operations("../../docs/", "ejkernel_ops"),
         ("docs/reference/configurations.md", "configurations"): configurations,
-        ("docs/reference/ejkernel_core_extend.md", "names"): extended_names,
+        ("docs/reference/extend.md", "names"): extended_names,
         ("docs/reference/refusals.md", "words"): refusable,
     }
 

@@ -49,6 +49,7 @@ SECTIONS = {
     "Reference": (
         "hooks",
         *(f"reference/{page.stem}" for page in sorted(ROOT.glob("docs/reference/ejkernel_*.md"))),
+        "reference/extend",
         "reference/configurations",
         "reference/refusals",
         "glossary",
