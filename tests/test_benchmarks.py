@@ -26,33 +26,6 @@ def run(name: str, *words: str) -> str:
     return process.stdout
 
 
-def test_entries_and_moves_are_counted(tmp_path, monkeypatch):
-    (tmp_path / "outer_file.py").write_text(
-        "import inner_file\ndef there_and_back():\n  return inner_file.leaf(own()) + inner_file.leaf(2)\n"
-        "def own():\n  return 1\n"
-    )
-    (tmp_path / "inner_file.py").write_text(
-        "def leaf(number):\n  return sorted([number], key=negative)\ndef negative(number):\n  return -number\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    import outer_file
-
-    path = load("path")
-    entries, moves = path.trace(outer_file.there_and_back, tmp_path)
-    assert (dict(entries), moves) == ({"outer_file.py": 2, "inner_file.py": 4}, 4)
-    assert path.trace(outer_file.own, tmp_path.parent / tmp_path.name[:-1]) == ({}, 0)  # its name is only a prefix
-
-
-@pytest.mark.long
-def test_a_call_of_attention_is_traced():
-    lines = [line.split() for line in run("path").splitlines()]
-    (first, repeated, gradient) = ([int(word) for word in line[-2:]] for line in lines[2:5])
-    assert all(one < min(others) for one, *others in zip(repeated, first, gradient, strict=True))
-    files = {line[0]: [int(word) for word in line[2:]] for line in lines if line and line[0].endswith(".py")}
-    for place, (count, _) in enumerate((first, repeated, gradient)):
-        assert count == sum(entries[place] > 0 for entries in files.values())
-
-
 def test_a_repeated_call_is_that_of_the_bare_function():
     report = load("overhead").repeated_call(2)
     assert report.faults == ()
