@@ -17,16 +17,26 @@ import ejkernel_ops
 
 #: By dtype: the largest error of a gradient, as a part of the largest number of the array.
 TOLERANCES = {"float64": 1e-10, "float32": 3e-5, "float16": 4e-3, "bfloat16": 2e-2}
-DIMS = (1, 2, 16, 130)
+SHAPES = ((1,), (0,), (2, 3), (37,), (4, 1, 9))
+DIMS, VOCABULARIES = (1, 2, 16, 130), (1, 2, 31, 257, 1500)
 
 
-def check(seed: int, dtype: str, *, registry: Any = None, dims: Sequence[int] = DIMS, **chosen: Any) -> None:
+def check(
+    seed: int,
+    dtype: str,
+    *,
+    registry: Any = None,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    dims: Sequence[int] = DIMS,
+    vocabularies: Sequence[int] = VOCABULARIES,
+    **chosen: Any,
+) -> None:
     """Raise AssertionError unless the random call ``seed`` has the right values and gradients. ``chosen`` has the
     ``backend`` and the ``cfg``, and ``registry`` the kernels, if they are not the installed ones.
     """
     rng = np.random.default_rng([54, seed])
-    shape = ((1,), (0,), (2, 3), (37,), (4, 1, 9))[rng.integers(5)]
-    dim, vocab = int(rng.choice(dims)), int(rng.choice([1, 2, 31, 257, 1500]))
+    shape = shapes[int(rng.integers(len(shapes)))]
+    dim, vocab = int(rng.choice(dims)), int(rng.choice(vocabularies))
     arrays = {"hidden": rng.standard_normal((*shape, dim)), "weight": rng.standard_normal((dim, vocab)) / dim**0.5}
     if rng.random() < 0.5:
         arrays["bias"] = rng.standard_normal(vocab)
