@@ -100,7 +100,7 @@ class TestLoss(KernelProofs):
     refuses = frozenset({"float32", "float64"})
 
     #: Of the examples one in so many, and these.
-    share, chosen = 6, ("everything", "one-at-a-time", "plain-blocks-and-a-tail")
+    share, chosen = 6, ("everything", "one-at-a-time", "plain-blocks-and-a-tail", "plain-sharded", "plain-tiny")
 
     def examples(self) -> Sequence[Example]:
         examples = loss_examples(super().examples())
@@ -110,7 +110,7 @@ class TestLoss(KernelProofs):
 class TestSumOfLosses(TestLoss):
     """Its results include gradients of 16 bits in float32, whose changes are compared as exactly as those of float32."""
 
-    chosen = ("everything",)
+    chosen = ("everything", "plain-sharded")
     kernel = "fused_linear_cross_entropy_sum.gluon_sm90"
     registry = interpreted_registry({"fused_linear_cross_entropy_sum.gluon_sm90": total})
 
