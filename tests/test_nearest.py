@@ -362,13 +362,13 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]
     from ejkernel_core import _call
 
     traces: list[tuple[str, tuple[Any, ...]]] = []
-    original_jit = _call._jit
+    original_jit = _call.jitted
 
-    def jit(form: Any, options: Any, *others: Any) -> Any:
+    def jitted(form: Any, options: Any, *others: Any) -> Any:
         traces.append((form.operation.name, tuple(options)))
         return original_jit(form, options, *others)
 
-    monkeypatch.setattr(_call, "_jit", jit)
+    monkeypatch.setattr(_call, "jitted", jitted)
     return traces
 
 

@@ -76,6 +76,45 @@ def _in_dtype(one: Example, dtype: str) -> Example:
     return attrs.evolve(narrow, wrt=one.wrt, variations=varied)
 
 
+# -- losses of language models --------------------------------------------------------------------------------------
+
+
+def loss_examples(wide: Sequence[Example]) -> Iterator[Example]:
+    """The examples of losses and log-probabilities in 16 bits, with rows that the copy engine can read. The name of an
+    example decides on its dtype, so that it does not depend on other examples.
+    """
+    for one in wide:
+        if "empty" not in one.features:
+            yield _narrow_loss(one, one.dtype if one.dtype in DTYPES else DTYPES[zlib.crc32(one.name.encode()) % 2])
+
+
+def _narrow_loss(wide: Example, dtype: str) -> Example:
+    return attrs.evolve(
+        wide,
+        arguments=lambda draw: _padded_loss(wide.arguments(draw)),
+        dtype=dtype,
+        features=wide.features - {wide.dtype} | {dtype},
+        variations=tuple(_narrow_loss(one, dtype) for one in wide.variations),
+    )
+
+
+def _padded_loss(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """With more entries, which repeat the first ones, along the axes that are multiples of 16 bytes."""
+    transposed = arguments.get("transpose_weight")
+    multiples = {"hidden": (K,), "weight": (1, K) if transposed else (K, K), "bias": (1 if transposed else K,)}
+
+    def padded(name: str, value: Any) -> Any:
+        if name not in multiples or value is None:
+            return value
+        last = multiples[name]
+        widths = [(0, 0)] * (value.ndim - len(last))
+        sizes = value.shape[-len(last) :]
+        widths += [(0, -size % multiple) for size, multiple in zip(sizes, last, strict=True)]
+        return np.pad(np.asarray(value), widths, mode="wrap")
+
+    return {name: padded(name, value) for name, value in arguments.items()}
+
+
 # -- grouped products -----------------------------------------------------------------------------------------------
 
 

@@ -16,16 +16,20 @@ from ejkernel_core import Example
 from ejkernel_ops.grouped_matmul.activations import ACTIVATIONS
 from ejkernel_testing import KernelProofs
 from ejkernel_triton import flash_attention_sm90 as flash_attention
+from ejkernel_triton import fused_linear_cross_entropy_sm90 as loss
 from ejkernel_triton import grouped_matmul as portable
 from ejkernel_triton import grouped_matmul_sm90 as grouped_matmul
+from ejkernel_triton import linear_log_probs_sm90 as linear_log_probs
 from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
+from ejkernel_triton.fused_linear_cross_entropy_sm90 import _launch as loss_launch
+from ejkernel_triton.fused_linear_cross_entropy_sm90 import total
 from ejkernel_triton.gluon import requirements
 from ejkernel_triton.grouped_matmul_sm90 import _launch
 from ejkernel_triton.grouped_matmul_sm90 import backward as grouped_matmul_bwd
 from ejkernel_triton.grouped_matmul_sm90 import d_rhs as grouped_matmul_d_rhs
 from ejkernel_triton.interpreter import interpreted, interpreted_registry
 from ejkernel_triton.launch import _jax_triton
-from plugins.triton.tests.hopper_examples import attention_examples, grouped_examples
+from plugins.triton.tests.hopper_examples import attention_examples, grouped_examples, loss_examples
 
 if _jax_triton.unavailable_reason():
     pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
@@ -37,6 +41,7 @@ def on_the_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, interpreted():
         patch.setattr(requirements, "_unavailable_reason", lambda: None)
         patch.setattr(_launch, "multiprocessors", lambda inv: 3)
+        patch.setattr(loss_launch, "multiprocessors", lambda inv: 3)
         for module in (flash_attention, flash_attention_bwd):
             patch.setattr(module, "multiprocessors", lambda inv: 2)
         yield
@@ -79,7 +84,40 @@ class TestFlashAttention(KernelProofs):
 
     def examples(self) -> Sequence[Example]:
         examples = attention_examples(super().examples(), ("bfloat16", "float16"))
-        return tuple(one for one in examples if zlib.crc32(one.name.encode()) % 4 == 0 and _has_narrow_heads(one))
+        return tuple(one for one in examples if _is_in(4, one) and _has_narrow_heads(one))
+
+
+def _is_in(share: int, one: Example) -> bool:
+    """Whether an example is the one in so many, by its name."""
+    return zlib.crc32(one.name.encode()) % share == 0
+
+
+class TestLoss(KernelProofs):
+    """A part of the examples: all of them are for a card. The gradients are those of plain JAX."""
+
+    kernel = "fused_linear_cross_entropy.gluon_sm90"
+    registry = interpreted_registry({"fused_linear_cross_entropy.gluon_sm90": loss})
+    refuses = frozenset({"float32", "float64"})
+
+    #: Of the examples one in so many, and these.
+    share, chosen = 6, ("everything", "one-at-a-time", "plain-blocks-and-a-tail", "plain-sharded", "plain-tiny")
+
+    def examples(self) -> Sequence[Example]:
+        examples = loss_examples(super().examples())
+        return tuple(one for one in examples if one.name in self.chosen or _is_in(self.share, one))
+
+
+class TestSumOfLosses(TestLoss):
+    """Its results include gradients of 16 bits in float32, whose changes are compared as exactly as those of float32."""
+
+    chosen = ("everything", "plain-sharded")
+    kernel = "fused_linear_cross_entropy_sum.gluon_sm90"
+    registry = interpreted_registry({"fused_linear_cross_entropy_sum.gluon_sm90": total})
+
+
+class TestLogProbs(TestLoss):
+    kernel = "linear_log_probs.gluon_sm90"
+    registry = interpreted_registry({"linear_log_probs.gluon_sm90": linear_log_probs})
 
 
 def _has_narrow_heads(one: Example) -> bool:

@@ -17,7 +17,12 @@ from ejkernel_triton import flash_attention_decode_sm90 as decode
 from ejkernel_triton import flash_attention_sm90 as flash_attention
 from ejkernel_triton.flash_attention_decode._refusals import MOST_QUERIES
 from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
-from plugins.triton.tests.hopper_examples import attention_examples, few_queries_on_hopper, grouped_examples
+from plugins.triton.tests.hopper_examples import (
+    attention_examples,
+    few_queries_on_hopper,
+    grouped_examples,
+    loss_examples,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -111,6 +116,24 @@ class TestGroupedMatmulGluon(KernelProofs):
 class TestGroupedMatmulDRhsGluon(TestGroupedMatmulGluon):
     kernel = "grouped_matmul_d_rhs.gluon_sm90"
     backward = None
+
+
+class TestLossGluon(KernelProofs):
+    """The gradients are those of other kernels."""
+
+    kernel = "fused_linear_cross_entropy.gluon_sm90"
+    platform = "gpu"
+
+    def examples(self) -> Sequence[Example]:
+        return tuple(loss_examples(super().examples()))
+
+
+class TestSumOfLossesGluon(TestLossGluon):
+    kernel = "fused_linear_cross_entropy_sum.gluon_sm90"
+
+
+class TestLogProbsGluon(TestLossGluon):
+    kernel = "linear_log_probs.gluon_sm90"
 
 
 #: Rows, groups, k, n, and how many launches there are of each direction.

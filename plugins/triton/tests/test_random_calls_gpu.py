@@ -1,5 +1,5 @@
-"""Random calls against a cache, over its pages, of the loss and of sampling, compiled on a card: values, and gradients
-where there are any.
+"""Random calls against a cache, over its pages, of the loss, of log-probabilities and of sampling, compiled on a card:
+values, and gradients where there are any.
 
 ``EJKERNEL_RANDOM_CALLS=1000 pytest -m gpu plugins/triton/tests/test_random_calls_gpu.py`` runs a thousand of them, and
 ``1000-2000`` the next thousand.
@@ -16,6 +16,8 @@ import pytest
 import ejkernel_core
 from ejkernel_ops.flash_attention.random_calls import check, random_call
 from ejkernel_ops.fused_linear_cross_entropy.random_calls import check as check_loss
+from ejkernel_ops.fused_linear_cross_entropy.random_calls import random_call as random_loss
+from ejkernel_ops.linear_log_probs.random_calls import check as check_log_probs
 from ejkernel_ops.ragged_paged_attention.examples import Sizes, drawn
 from ejkernel_ops.ragged_paged_attention.random_calls import as_dtype
 from ejkernel_ops.ragged_paged_attention.random_calls import check as check_over_pages
@@ -91,6 +93,27 @@ def test_a_sequence_has_the_same_bits_alone_and_among_255_others(backend: str, q
 def test_random_calls_of_the_loss(seed: int, backend: str) -> None:
     """With all gradients."""
     check_loss(seed, dtype=DTYPES[seed % len(DTYPES)], backend=backend)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_calls_of_the_loss_on_hopper(seed: int) -> None:
+    """Of several tiles for each program; without gradients, which other kernels compute."""
+    sizes = {"dims": (8, 136, 2048), "vocabularies": (8, 264, 1000, 128_256)}
+    if random_loss(seed, "bfloat16", sizes["vocabularies"], sizes["dims"]).arguments["labels"].size:
+        check_loss(seed, dtype=DTYPES[1 + seed % 2], backend="gluon_sm90", has_gradients=False, **sizes)
+
+
+@pytest.mark.parametrize("backend", ["triton", "xla"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_calls_of_log_probs(seed: int, backend: str) -> None:
+    """With all gradients."""
+    check_log_probs(seed, DTYPES[seed % len(DTYPES)], backend=backend)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_calls_of_log_probs_on_hopper(seed: int) -> None:
+    sizes = {"shapes": ((1,), (37,), (2, 300)), "dims": (8, 136, 2048), "vocabularies": (8, 264, 1000, 128_256)}
+    check_log_probs(seed, DTYPES[1 + seed % 2], backend="gluon_sm90", **sizes)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

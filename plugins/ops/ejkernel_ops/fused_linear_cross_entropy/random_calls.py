@@ -39,21 +39,30 @@ class RandomCall:
 # -- the proof -----------------------------------------------------------------------------------------------------
 
 
-def check(seed: int, *, dtype: str = "float32", vocabularies: tuple[int, ...] = VOCABULARIES, **options: Any) -> None:
-    """Raise AssertionError unless a kernel has the right values and gradients for the random call ``seed``. ``options``
-    are those of every call, such as ``backend`` or a ``registry``.
+def check(
+    seed: int,
+    *,
+    dtype: str = "float32",
+    vocabularies: tuple[int, ...] = VOCABULARIES,
+    dims: tuple[int, ...] = DIMS,
+    has_gradients: bool = True,
+    **options: Any,
+) -> None:
+    """Raise AssertionError unless a kernel has the right values and, if they are computed, the right gradients for the
+    random call ``seed``. ``options`` are those of every call, such as ``backend`` or a ``registry``.
     """
     with jax.enable_x64(dtype == "float64"):
-        call = random_call(seed, dtype, vocabularies)
-        values, gradients = outcome(call, **options)
+        call = random_call(seed, dtype, vocabularies, dims)
+        values, gradients = outcome(call, **options) if has_gradients else (results(call, **options), {})
     right_values, right_gradients, terms = expected(call)
     for name, right in right_values.items():
         compare(f"random call {seed}: {name}", values[name], right, min(TOLERANCES[dtype], TOLERANCES["float32"]), 1.0)
-    assert gradients.keys() == right_gradients.keys()
-    for name, right in right_gradients.items():
+    assert gradients.keys() == (right_gradients.keys() if has_gradients else set())
+    for name, gradient in gradients.items():
+        right = right_gradients[name]
         # Where the cap is reached, a slope of 0 is rounded to a unit in the last place.
         beside = terms if name == "token_weights" else 2e-2
-        compare(f"random call {seed}: gradient of {name}", gradients[name], right, TOLERANCES[dtype], beside)
+        compare(f"random call {seed}: gradient of {name}", gradient, right, TOLERANCES[dtype], beside)
 
 
 def outcome(call: RandomCall, **options: Any) -> tuple[Arguments, Arguments]:
@@ -69,6 +78,12 @@ def outcome(call: RandomCall, **options: Any) -> tuple[Arguments, Arguments]:
     cotangents = (call.d_loss, call.d_lse)
     (gradients,) = pullback(tuple(jnp.asarray(c, r.dtype) for c, r in zip(cotangents, results, strict=False)))
     return dict(zip(("loss", "lse"), results, strict=False)), gradients
+
+
+def results(call: RandomCall, **options: Any) -> Arguments:
+    """The results of a call that is not differentiated."""
+    values = jax.jit(lambda: _call(**call.arguments, **options))()
+    return dict(zip(("loss", "lse"), values if call.arguments.get("return_lse") else (values,), strict=False))
 
 
 def _call(registry: Any = None, **call: Any) -> Any:
@@ -95,11 +110,13 @@ def compare(name: str, array: Any, right: np.ndarray, tolerance: float, beside: 
 # -- calls -----------------------------------------------------------------------------------------------------------
 
 
-def random_call(seed: int, dtype: str, vocabularies: tuple[int, ...] = VOCABULARIES) -> RandomCall:
+def random_call(
+    seed: int, dtype: str, vocabularies: tuple[int, ...] = VOCABULARIES, dims: tuple[int, ...] = DIMS
+) -> RandomCall:
     """A call with any of the options, whose arrays are NumPy's in this dtype."""
     rng = np.random.default_rng([52, seed])
     shape = SHAPES[rng.integers(len(SHAPES))]
-    dim, vocab = int(rng.choice(DIMS)), int(rng.choice(vocabularies))
+    dim, vocab = int(rng.choice(dims)), int(rng.choice(vocabularies))
     scale = float(rng.choice([0.3, 2.0, 2.0, 20.0]))
     arrays: Arguments = {
         "hidden": rng.standard_normal((*shape, dim)),

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import attrs
 import numpy as np
 
 from ejkernel_core import Example
 from ejkernel_ops.fused_linear_cross_entropy import examples as loss
 from ejkernel_ops.fused_linear_cross_entropy.examples import Arguments, Call, call, normal
+from ejkernel_ops.fused_linear_cross_entropy.sizes import HEADS
 from ejkernel_testing import pairwise
 
 OP = "linear_log_probs"
@@ -30,6 +32,7 @@ def examples() -> Iterator[Example]:
         yield example(f"grid{number:02}-{dtype}-{_label(row)}", arguments, dtype=dtype)
     yield from faults()
     yield from subjects()
+    yield attrs.evolve(loss.head_call(OP, HEADS[0]), uses=frozenset({"resources"}))
 
 
 def grid(row: Mapping[str, Any], draw: int, *, is_float64: bool = False) -> Arguments:

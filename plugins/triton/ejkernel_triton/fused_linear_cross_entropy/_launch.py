@@ -80,8 +80,8 @@ def _of_chunk(inv: Invocation, cfg: Config, needs: Mapping[str, bool], arrays: A
 
 
 def _launched(inv: Invocation, cfg: Config, arrays: Arrays, needs: Mapping[str, bool]) -> Arrays:
-    """The losses, the lse and the needed gradients of a chunk: "wide" in float32, "narrow" in the dtype of a product
-    with the factors "scales", if there are any.
+    """The losses, the lse, the entropies if there are any, and the needed gradients of a chunk: "wide" in float32,
+    "narrow" in the dtype of a product with the factors "scales", if there are any.
     """
     logits = logits_of(arrays["hidden"], {**inv.arguments, "bias": None, "logits_soft_cap": None})
     count, size = logits.shape
@@ -96,6 +96,7 @@ def _launched(inv: Invocation, cfg: Config, arrays: Arrays, needs: Mapping[str, 
         "losses": of_rows,
         "lse": of_rows,
         "scales": of_rows if is_scaled else None,
+        "entropies": of_rows if _has_entropy(inv, arrays) else None,
     }
     outputs = [ABSENT if result is None else result for result in results.values()]
     if count:
@@ -116,9 +117,9 @@ def _call(
     is_scaled: bool,
 ) -> tuple[jax.Array, ...]:
     columns = _columns(chunks.labels_of(arrays))
-    optional = [inv["bias"], arrays.get("d_loss"), arrays.get("d_lse")]
+    optional = [inv["bias"], *(arrays.get(name) for name in ("d_loss", "d_lse", "d_entropy"))]
     # What is not read may be any array but the logits, which XLA would copy before they are updated.
-    bias, d_loss, d_lse = (columns if array is None else array for array in optional)
+    bias, d_loss, d_lse, d_entropy = (columns if array is None else array for array in optional)
     # As many columns as are 16 bytes of what a thread stores.
     vector = 8 if is_rounded and not is_in_place else 4
     lanes = min(cfg.block // vector, THREADS * cfg.num_warps)
@@ -126,16 +127,18 @@ def _call(
     unused = () if is_in_place and _jax_triton.version() < (0, 4) else (1,)
     return _jax_triton.call(
         "ejkernel_triton.fused_linear_cross_entropy._kernels:lose",
-        [logits, bias, columns, d_loss, d_lse],
+        [logits, bias, columns, d_loss, d_lse, d_entropy],
         results,
         scalars=(logits.shape[0], *unused),
         grid=(_programs(logits.shape[0], cfg.programs),),
         constants={
             "BIAS": inv["bias"] is not None,
             "CAP": float(inv["logits_soft_cap"] or 0.0),
-            "Z_LOSS": float(inv["z_loss"]),
-            "SMOOTHING": float(inv["label_smoothing"]),
+            "SCALE": 1 / float(inv.get("temperature", 1.0)),
+            "Z_LOSS": float(inv.get("z_loss", 0.0)),
+            "SMOOTHING": float(inv.get("label_smoothing", 0.0)),
             "D_LSE": "d_lse" in arrays,
+            "ENTROPY": _has_entropy(inv, arrays),
             "IN_PLACE": is_in_place,
             "ROUNDED": is_rounded,
             "LARGEST": LARGEST_IN_FLOAT16 if is_scaled else 0.0,
@@ -150,6 +153,11 @@ def _call(
         name=inv.op,
         aliases={0: 0} if is_in_place else None,
     )
+
+
+def _has_entropy(inv: Invocation, arrays: Arrays) -> bool:
+    """Whether the entropy is computed: it is a needed result, or has a cotangent."""
+    return "d_entropy" in arrays or (inv.op == "linear_log_probs" and inv.needs("entropy"))
 
 
 def _columns(labels: Labels) -> jax.Array:

@@ -39,11 +39,11 @@ class Config(chunks.Rows):
 
 @hookimpl
 def heuristic_cfg(inv: Invocation) -> Config:
-    """Chunks by memory; 16 columns for a thread, or 8 where it also has those of a bias or sums of logits; as many
-    programs as run at a time.
+    """Chunks by memory; 16 columns for a thread, or 8 where it also has those of a bias, sums of logits or an entropy;
+    as many programs as run at a time.
     """
     check(inv)
-    is_simple = inv["bias"] is None and not inv["label_smoothing"]
+    is_simple = inv["bias"] is None and inv.get("label_smoothing") == 0
     columns = MOST_COLUMNS if is_simple else MOST_COLUMNS // 2
     # In float16 it also has the scale of a row: with Triton 3.6, 16 warps spill registers.
     most = MOST_WARPS if is_simple or inv["hidden"].dtype != jnp.float16 else MOST_WARPS // 2
@@ -58,7 +58,7 @@ def _programs(inv: Invocation) -> int:
 
 
 def _has_gradients(inv: Invocation) -> bool:
-    return inv.op != "fused_linear_cross_entropy"
+    return inv.op not in ("fused_linear_cross_entropy", "linear_log_probs")
 
 
 @hookimpl

@@ -26,7 +26,7 @@ from ejkernel_triton.gluon import shared_memory, tma
 from . import _ptx
 from ._builder import Handle, numpy_dtype
 from ._faults import Fault
-from ._language import CURRENT, Tensor, block_type, callable_, integer, plain, replace, truth
+from ._language import CURRENT, Tensor, block_type, callable_, integer, plain, reduce, replace, truth
 from ._memory import Array, poison
 
 
@@ -463,6 +463,7 @@ replace(gl.allocate_shared_memory, _allocate)
 replace(gl.arange, _arange)
 replace(gl.convert_layout, _convert_layout)
 replace(gl.full, _full)
+replace(gl.reduce, reduce)
 replace(gl.warp_specialize, _warp_specialize)
 replace(gl.zeros, _zeros)
 replace(gl.zeros_like, _zeros_like)

@@ -152,11 +152,11 @@ def _tensor_of(data: Any, dtype: Any) -> Any:
     return Tensor(Handle(data.reshape(1), dtype), dtype)
 
 
-def _reduce(
+def reduce(
     input: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, _semantic: Any = None, _generator: Any = None
 ) -> Any:
     if isinstance(input, tl.tensor):
-        return _reduce((input,), axis, combine_fn, keep_dims)[0]
+        return reduce((input,), axis, combine_fn, keep_dims)[0]
     axis, keep_dims = plain(axis), plain(keep_dims)
     rank = len(input[0].shape)
     arrays = [x.handle.data for x in input]
@@ -246,7 +246,7 @@ def _reduce_with_indices(
     shape, axis = input.handle.data.shape, plain(axis)
     sizes = [-1 if place == axis % len(shape) else 1 for place in range(len(shape))]
     along = np.arange(shape[axis], dtype=np.int32).reshape(sizes)
-    return _reduce((input, _tensor_of(np.broadcast_to(along, shape), tl.int32)), axis, combine_fn, keep_dims)
+    return reduce((input, _tensor_of(np.broadcast_to(along, shape), tl.int32)), axis, combine_fn, keep_dims)
 
 
 # -- helpers of rewritten kernels -----------------------------------------------------------------------------
@@ -376,7 +376,7 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     tl.range: _range,
     tl.static_range: _static_range,
     tl.constexpr: plain,
-    tl.reduce: _reduce,
+    tl.reduce: reduce,
     tl.associative_scan: _associative_scan,
     tl.core._reduce_with_indices: _reduce_with_indices,
     tl.multiple_of: _multiple_of,

@@ -1,0 +1,268 @@
+"""Losses and log-probabilities on Hopper, in the interpreter: random calls, every configuration, the borders of tiles,
+what is ignored or infinite, and what is refused.
+
+``EJKERNEL_RANDOM_CALLS=60 pytest plugins/triton/tests/test_loss_gluon.py`` runs 60 random calls of each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_core
+from ejkernel_core import Unsupported
+from ejkernel_ops.fused_linear_cross_entropy import random_calls
+from ejkernel_ops.fused_linear_cross_entropy.random_calls import RandomCall
+from ejkernel_ops.linear_log_probs import random_calls as random_log_probs
+from ejkernel_triton import fused_linear_cross_entropy_sm90 as by_row
+from ejkernel_triton import linear_log_probs_sm90 as log_probs
+from ejkernel_triton.fused_linear_cross_entropy_sm90 import Config, _launch, total
+from ejkernel_triton.gluon import requirements
+from ejkernel_triton.interpreter import interpreted, interpreted_registry
+from ejkernel_triton.launch import _jax_triton
+
+if _jax_triton.unavailable_reason():
+    pytest.skip(_jax_triton.unavailable_reason(), allow_module_level=True)
+
+COUNT = int(os.environ.get("EJKERNEL_RANDOM_CALLS", "8"))
+DTYPES = ("bfloat16", "float16")
+OP = "fused_linear_cross_entropy"
+KERNELS: dict[str, Any] = {OP: by_row, f"{OP}_sum": total, "linear_log_probs": log_probs}
+#: Rows of as many bytes as the copy engine reads.
+DIMS, VOCABULARIES = (8, 16, 40, 136), (8, 128, 256, 264, 1000)
+EVERYTHING = {"logits_soft_cap": 5.0, "z_loss": 1e-2, "label_smoothing": 0.1}
+IGNORED = -100
+SMALL = Config(128, 4, 1)
+
+
+@pytest.fixture(scope="module", name="registry")
+def _registry() -> Iterator[Any]:
+    """Few programs compute all tiles of a call. The interpreter needs no version of jax-triton that takes Gluon."""
+    with pytest.MonkeyPatch.context() as patch, interpreted():
+        patch.setattr(requirements, "_unavailable_reason", lambda: None)
+        patch.setattr(_launch, "multiprocessors", lambda inv: 3)
+        yield interpreted_registry({f"{op}.gluon_sm90": module for op, module in KERNELS.items()})
+
+
+# -- random calls ------------------------------------------------------------------------------------------------------
+
+
+def has_rows(seed: int) -> bool:
+    """Whether a random call has any."""
+    return random_calls.random_call(seed, "bfloat16", VOCABULARIES, DIMS).arguments["labels"].size > 0
+
+
+@pytest.mark.parametrize("seed", [seed for seed in range(COUNT) if has_rows(seed)])
+def test_random_calls(registry: Any, seed: int) -> None:
+    """Without gradients, which other kernels compute."""
+    sizes = {"dims": DIMS, "vocabularies": VOCABULARIES}
+    cfg = (None, SMALL)[seed % 2]
+    options = {"registry": registry, "backend": "gluon_sm90", "cfg": cfg}
+    random_calls.check(seed, dtype=DTYPES[seed % 2], has_gradients=False, **sizes, **options)
+
+
+@pytest.mark.parametrize("seed", range(COUNT))
+def test_random_log_probs(registry: Any, seed: int) -> None:
+    """With the gradients of other kernels."""
+    sizes = {"dims": DIMS, "vocabularies": VOCABULARIES}
+    options = {"registry": registry, "backend": "gluon_sm90"}
+    random_log_probs.check(seed, DTYPES[seed % 2], **sizes, shapes=((1,), (2, 3), (37,), (130,)), **options)
+
+
+# -- tiles -------------------------------------------------------------------------------------------------------------
+
+
+def call_of(rows: int, vocab: int, dim: int = 40, dtype: str = "bfloat16", **options: Any) -> RandomCall:
+    """Logits of a few units; some labels are ignored, the others those at the borders of tiles and of halves."""
+    rng = np.random.default_rng([rows, vocab])
+    shape = (vocab, dim) if options.get("transpose_weight") else (dim, vocab)
+    arrays = {
+        "hidden": rng.standard_normal((rows, dim)),
+        "weight": rng.standard_normal(shape) / 3,
+        "bias": rng.standard_normal(vocab),
+    }
+    borders = [word for border in range(0, vocab + 65, 64) for word in (border - 1, border) if 0 <= word < vocab]
+    labels = np.resize([*borders, vocab - 1, IGNORED], rows).astype(np.int32)
+    call = {name: np.asarray(array, jnp.dtype(dtype)) for name, array in arrays.items()}
+    call |= {"labels": labels, "ignore_index": IGNORED, "reduction": "none", "return_lse": True, **options}
+    return RandomCall(call, np.zeros(rows, np.float32), np.zeros(rows, np.float32))
+
+
+def close(registry: Any, call: RandomCall, cfg: Config | None = None) -> None:
+    """Compare the values with float64."""
+    values = random_calls.results(call, registry=registry, backend="gluon_sm90", cfg=cfg)
+    right, _, _ = random_calls.expected(call)
+    assert values.keys() == right.keys()
+    for name, array in right.items():
+        random_calls.compare(name, values[name], array, random_calls.TOLERANCES["float32"], 1.0)
+
+
+@pytest.mark.parametrize(
+    "cfg", [Config(c, s, b) for c, s in ((256, 4), (256, 3), (128, 6), (128, 4)) for b in (1, 16)], ids=str
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_configuration(registry: Any, cfg: Config, transposed: bool) -> None:
+    """Of three tiles of rows and several tiles of words, the last of which are not full."""
+    close(registry, call_of(300, 520, 136, transpose_weight=transposed, **EVERYTHING), cfg)
+
+
+@pytest.mark.parametrize("band", [2, 8, 32])
+def test_bands_of_rows(registry: Any, band: int) -> None:
+    """One of two tiles, and a last one of one tile; and bands that are higher than all rows."""
+    close(registry, call_of(300, 264, 8), Config(128, 4, band))
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (1, 2), (63, 127), (64, 128), (65, 129), (129, 257), (128, 385)])
+def test_any_number_of_rows_and_words(registry: Any, rows: int, vocab: int) -> None:
+    """With a weight (vocab, hidden_dim), whose rows are those that the copy engine reads."""
+    for cfg in (None, SMALL):
+        close(registry, call_of(rows, vocab, transpose_weight=True, **EVERYTHING), cfg)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "value"), [("plain", None), *EVERYTHING.items()], ids=["plain", *EVERYTHING])
+def test_each_option_alone(registry: Any, name: str, value: float | None, dtype: str) -> None:
+    close(registry, call_of(70, 264, dtype=dtype, **({} if value is None else {name: value})))
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_a_shard_of_the_vocabulary_and_weights_of_rows(registry: Any, reduction: str) -> None:
+    call = call_of(70, 264, vocab_start=np.int32(128), reduction=reduction, return_lse=reduction == "none")
+    call.arguments["labels"] = np.where(np.arange(70) % 3, call.arguments["labels"] + 64, IGNORED).astype(np.int32)
+    call.arguments["token_weights"] = np.linspace(0, 2, 70, dtype=np.float32)
+    close(registry, call)
+
+
+def test_a_row_of_one_launch_has_the_same_bits_in_another_tile(registry: Any) -> None:
+    """Partial results are added up in the order of the words, whatever program computes them."""
+    call = call_of(130, 520).arguments
+    options = {"backend": "gluon_sm90", "bias": call["bias"], "cfg": SMALL}
+    run = lambda rows: registry.call(OP, call["hidden"][rows], call["weight"], call["labels"][rows], **options)
+    np.testing.assert_array_equal(run(slice(3, 40)), run(slice(None))[3:40])
+
+
+# -- what is ignored, or infinite --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
+def test_rows_that_are_ignored_may_hold_anything(registry: Any, options: Any) -> None:
+    call = call_of(70, 264, **options)
+    is_ignored = call.arguments["labels"] == IGNORED
+    assert is_ignored.any()
+    call.arguments["hidden"] = np.where(is_ignored[:, None], np.nan, call.arguments["hidden"]).astype("bfloat16")
+    values = random_calls.results(call, registry=registry, backend="gluon_sm90")
+    right, _, _ = random_calls.expected(call)
+    np.testing.assert_allclose(values["loss"], right["loss"], rtol=3e-5, atol=1e-4)
+    np.testing.assert_array_equal(np.isnan(values["lse"]), is_ignored)
+    summed = {**call.arguments, "reduction": "mean", "return_lse": False}
+    total = random_calls.results(RandomCall(summed, None, None), registry=registry, backend="gluon_sm90")
+    np.testing.assert_allclose(total["loss"], right["loss"].sum() / (~is_ignored).sum(), rtol=3e-5)
+
+
+def test_all_rows_are_ignored(registry: Any) -> None:
+    call = call_of(9, 64)
+    call.arguments.update(labels=np.full(9, IGNORED, np.int32), reduction="mean", return_lse=False)
+    assert random_calls.results(call, registry=registry, backend="gluon_sm90")["loss"] == 0
+
+
+@pytest.mark.parametrize("cfg", [None, SMALL], ids=str)
+def test_large_logits_and_words_that_cannot_be(registry: Any, cfg: Config | None) -> None:
+    """Whole tiles, halves of tiles, and most words of others are impossible."""
+    call = call_of(70, 520, dtype="bfloat16")
+    call.arguments["bias"] = np.full(520, -np.inf, np.float32)
+    call.arguments["bias"][[1, 300, 301, 519]] = 1e4, 1e4, 9990, -1e4
+    call.arguments["labels"] = np.where(call.arguments["labels"] == IGNORED, IGNORED, 300).astype(np.int32)
+    values = random_calls.results(call, registry=registry, backend="gluon_sm90", cfg=cfg)
+    right, _, _ = random_calls.expected(call)
+    np.testing.assert_allclose(values["loss"], right["loss"], rtol=1e-3, atol=5e-3)
+    np.testing.assert_allclose(values["lse"], right["lse"], rtol=1e-6)
+
+
+def test_an_entropy_of_words_that_cannot_be(registry: Any) -> None:
+    bias = np.full(520, -np.inf, np.float32)
+    bias[[5, 300, 301, 519]] = 0, 1, 2, -50
+    options = {"bias": bias, "return_entropy": True, "temperature": 0.5, "backend": "gluon_sm90"}
+    hidden, weight = jnp.zeros((3, 8), jnp.bfloat16), jnp.zeros((8, 520), jnp.bfloat16)
+    own, entropy = registry.call("linear_log_probs", hidden, weight, np.array([5, 519, IGNORED]), **options)
+    log_p = 2 * np.array([0, 1, 2, -50.0])
+    log_p -= np.log(np.exp(log_p).sum())
+    np.testing.assert_allclose(own, [log_p[0], log_p[3], 0], rtol=1e-5)
+    np.testing.assert_allclose(entropy, [-(np.exp(log_p) * log_p).sum()] * 2 + [0], rtol=1e-5)
+
+
+# -- which calls -------------------------------------------------------------------------------------------------------
+
+
+def on_card(op: str = OP, rows: int = 64, dim: int = 4096, vocab: int = 128_256, **options: Any) -> Any:
+    dtype = options.pop("dtype", "bfloat16")
+    weight = (vocab, dim) if options.get("transpose_weight") else (dim, vocab)
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, dim), weight)]
+    inv = ejkernel_core.invocation(op, *arrays, jax.ShapeDtypeStruct((rows,), "int32"), **options)
+    capability = options.get("capability", (9, 0))
+    return attrs.evolve(inv, platform="gpu", device_kind="NVIDIA H200", compute_capability=capability)
+
+
+@pytest.fixture(name="any_version")
+def _any_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "_unavailable_reason", lambda: None)
+
+
+@pytest.mark.usefixtures("any_version")
+@pytest.mark.parametrize("module", KERNELS.values(), ids=KERNELS)
+def test_what_is_refused(module: Any) -> None:
+    op = next(op for op, own in KERNELS.items() if own is module)
+    for sizes, words in (
+        ({"dtype": "float32"}, "take float16 and bfloat16; hidden is float32"),
+        ({"dim": 36}, "a hidden_dim that is a multiple of 8; not 36"),
+        ({"vocab": 50_257}, r"a vocab that is a multiple of 8, unless the weight is \(vocab, hidden_dim\); not 50257"),
+        ({"rows": 0}, "no arrays without rows"),
+    ):
+        for refuses in (module.heuristic_cfg, module.config_space, lambda inv: module.check_cfg(inv, Config())):
+            with pytest.raises(Unsupported, match=words):
+                refuses(on_card(op, **sizes))
+    module.heuristic_cfg(on_card(op, vocab=50_257, transpose_weight=True))
+    with pytest.raises(Unsupported, match="6 stages of 256 words do not fit"):
+        module.check_cfg(on_card(op), Config(256, 6))
+    with pytest.raises(Unsupported, match=r"for compute capability 9\.0 \(Hopper\); this GPU has 8\.0"):
+        module.heuristic_cfg(attrs.evolve(on_card(op), compute_capability=(8, 0)))
+
+
+@pytest.mark.usefixtures("any_version")
+def test_bands_stay_in_the_l2() -> None:
+    """Of 16 megabytes of hidden states."""
+    expected = {2048: Config(256, 4, 32), 4096: Config(256, 4, 16), 7168: Config(256, 4, 8), 32768: Config(256, 4, 8)}
+    assert {dim: by_row.heuristic_cfg(on_card(dim=dim)) for dim in expected} == expected
+    assert by_row.heuristic_cfg(on_card(vocab=128)) == Config(128, 6, 16)
+    offered = [attrs.astuple(cfg) for cfg in by_row.config_space(on_card())]
+    assert offered == [(256, 4, 16), (256, 3, 16), (256, 4, 32), (256, 4, 8), (128, 6, 16)]
+    assert total.config_space(on_card(f"{OP}_sum")) == [Config(256, 4, 16)]
+
+
+def launches_of(op: str, differentiate: bool) -> int:
+    """How many launches a program for a card has."""
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    arrays = {name: value for name, value in on_card(op, 64, 64, 512).arguments.items() if hasattr(value, "shape")}
+
+    def run(hidden: Any) -> Any:
+        others = {name: jnp.zeros(x.shape, x.dtype) for name, x in arrays.items() if name != "hidden"}
+        return jnp.sum(jax.tree.leaves(ejkernel_core.call(op, hidden=hidden, **others, backend="gluon_sm90"))[0])
+
+    device = AbstractDevice("NVIDIA H200", None, "gpu")
+    with use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=device)):
+        function = jax.jit(jax.grad(run) if differentiate else run)
+        lowered = function.trace(arrays["hidden"]).lower(lowering_platforms=("cuda",))
+    return lowered.as_text().count("triton_kernel_call")
+
+
+@pytest.mark.skipif(requirements._unavailable_reason() is not None, reason=str(requirements._unavailable_reason()))
+def test_a_sum_without_gradients_is_one_launch_and_with_them_plain_jax() -> None:
+    assert [launches_of(op, False) for op in KERNELS] == [1, 1, 1]
+    assert [launches_of(f"{OP}_sum", True), launches_of(OP, True)] == [0, 1]
