@@ -76,7 +76,7 @@ class Registry(CallingPlugins):
         All other arguments are the operation's. The call can be jitted, differentiated, vmapped and sharded.
 
         >>> import ejkernel_core
-        >>> query = jnp.ones((1, 4, 2, 8))
+        >>> query = jax.numpy.ones((1, 4, 2, 8))
         >>> ejkernel_core.call("flash_attention", query, query, query, causal=True).shape
         (1, 4, 2, 8)
         """

@@ -183,6 +183,11 @@ class Config:
 KEY = Key("scale", "cpu", '{"a":1}')
 
 
+@pytest.fixture(autouse=True)
+def _kernel(scale_op: Any) -> None:
+    """The kernel ``scale.two``, whose ``Config`` the configurations in files are read as."""
+
+
 def die_with_trials(*factors: int, step: str = "compiling") -> Any:
     """Note trials of these factors as a process that dies; return what the next process reads."""
     unfinished = PersistentCache().unfinished

@@ -16,7 +16,7 @@ import pytest
 
 import ejkernel_core
 from ejkernel_classes import FwdParams, hash_fn, short_hash, stable_json
-from ejkernel_core import _keys
+from ejkernel_core import extend
 
 
 class Model:
@@ -64,7 +64,7 @@ VALUES_OF_THE_CORE = [
 @pytest.mark.parametrize("value", VALUES_OF_THE_CORE, ids=lambda value: type(value).__name__)
 def test_without_a_model_the_text_is_the_cores(value: Any) -> None:
     assert stable_json(value) == ejkernel_core.stable_json(value)
-    assert short_hash(value) == _keys.short_hash(value)
+    assert short_hash(value) == extend.short_hash(value)
     assert short_hash(value, 8) == short_hash(value)[:8]
 
 
@@ -109,8 +109,8 @@ def test_a_value_without_content_is_refused() -> None:
         (object(), "a builtins.object has no content"),
         ([object()], "a builtins.object has no content"),
         (Model(array=jnp.ones(2)), "an array's numbers are not content"),
-        (cyclic_list, "a list contains itself"),
-        (cyclic_model, "a Model contains itself"),
+        (cyclic_list, "a builtins.list contains itself"),
+        (cyclic_model, f"a {NAME} contains itself"),
         (Holder, None),
     ]:
         if message is None:

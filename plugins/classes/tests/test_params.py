@@ -108,7 +108,7 @@ def test_an_unknown_algorithm_is_refused(algorithm: str) -> None:
 
 
 class Gpu:
-    platform = "cuda"
+    platform, device_kind = "cuda", "a card"
 
 
 def test_kind_platform_and_backend_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ LIMITS = {
 
 
 class Gpu:
-    platform = "gpu"
+    platform, device_kind = "gpu", "a card"
     compute_capability: Any = None
 
 
