@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import io
 import json
 import re
+import tokenize
 from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import entry_points
@@ -26,6 +28,7 @@ FILE = Path(__file__).resolve().parents[1] / "tests/device-code.json"
 PACKAGES = ("ejkernel_triton", "ejkernel_pallas_tpu")
 #: Folders of a package that launch, prove and compile kernels, and have none; and what a module has for these.
 TOOLS, FOR_TOOLS = ("launch", "interpreter", "testing"), ("_examples", "_peers")
+DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
 #: A kernel's digest and version.
 Lock = dict[str, tuple[str, int]]
 
@@ -35,7 +38,7 @@ def current() -> Lock:
     kernels = {}
     for point in sorted(entry_points(group="ejkernel.kernels"), key=lambda point: point.name):
         if point.module.partition(".")[0] in PACKAGES and (modules := device_modules(point.module)):
-            content = "\n".join(sorted(map(_resources.sources, modules)))
+            content = "\n".join(sorted(map(code, device_sources(modules))))
             kernels[point.name] = hashlib.sha256(content.encode()).hexdigest()[:16], point.load().VERSION
     return kernels
 
@@ -49,6 +52,34 @@ def device_modules(kernel: str) -> set[str]:
         device |= {name for name in used_when_run(module) if name.rpartition(".")[2] not in FOR_TOOLS}
         pending |= {*imports(tree(module).body, module)} - reached
     return device
+
+
+def device_sources(modules: Iterable[str]) -> set[str]:
+    """The modules, and those of their package that they import, without what is the host's."""
+    reached = {name for module in modules for name in _resources._imports(module)}
+    return {name for name in reached if name.split(".")[1] not in TOOLS}
+
+
+@cache
+def code(module: str) -> str:
+    """The text of a module without comments, docstrings and empty lines, and without where it imports from in its
+    package. It is the same in every version of Python.
+    """
+    path, package = _resources._file(module), module.partition(".")[0]
+    assert path is not None, module
+    text = path.read_text()
+    lines, nodes = text.splitlines(), [*ast.walk(ast.parse(text))]
+    own = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package)]
+    docstrings = [
+        node.body[0] for node in nodes if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None
+    ]
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
+    for node in (*own, *docstrings):
+        lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or 0) - node.lineno + 1)
+    names = sorted(ast.unparse(alias) for node in own for alias in node.names)
+    return "\n".join([*names, *(line.rstrip() for line in lines if line.strip())])
 
 
 @cache
