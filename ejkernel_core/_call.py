@@ -10,7 +10,7 @@ import functools
 import os
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import jax
@@ -29,9 +29,6 @@ from ._request import (
     Dependencies,
     standard_promotion,
 )
-
-if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
-    pass
 
 #: How many jitted functions a form of a call keeps, one for each set of options. The oldest one is dropped first.
 MAX_COMPILED = 512

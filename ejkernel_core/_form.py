@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import jax
@@ -24,9 +24,6 @@ from ._request import (
     make_request,
     standard_promotion,
 )
-
-if TYPE_CHECKING:  # imported when arrays are sharded, which most programs do not need
-    pass
 
 
 class CallingPlugins(Plugins):
@@ -119,6 +116,7 @@ class _ScopeMismatch(RuntimeError):
 
 
 def run_form(form: Form, run: Callable[..., Any], dependencies: Dependencies, arrays: Sequence[Any]) -> Any:
+    """Run a compiled function of the form. A fault is raised in the words of the operation where it has some."""
     try:
         return run(*arrays)
     except jax.errors.JaxRuntimeError as error:

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, use_abstract_mesh
 
 from ejkernel_core import Registry, Unsupported, hookimpl
-from ejkernel_core._devices import device_name
+from ejkernel_core.extend import device_name
 from ejkernel_tuning import find_labels_in_lowered
 
 X = jax.ShapeDtypeStruct((1, 8, 2, 4), jnp.float32)

@@ -16,7 +16,8 @@ import pytest
 
 from ejkernel_classes import Kernel
 from ejkernel_core import Operation, Registry, hookimpl
-from ejkernel_core._content import content, plain, short_hash
+from ejkernel_core._content import plain
+from ejkernel_core.extend import content, short_hash
 
 
 class Pair(NamedTuple):

@@ -12,8 +12,7 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core import NoKernel, Unsupported
-from ejkernel_core._discovery import KERNELS
-from ejkernel_core._explain import abstract_call
+from ejkernel_core.extend import KERNELS, abstract_call
 
 REGISTRY = ejkernel_core.registry
 EXTREMES: tuple[Any, ...] = (0, -1, 2**31 - 1, 2**31, 2**63, True, 1.5, "128")

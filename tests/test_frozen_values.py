@@ -26,8 +26,8 @@ from ejkernel_core import (
     policy_override,
 )
 from ejkernel_core._hooks import KernelHooks, PolicyHooks, specifications
-from ejkernel_core._measurement import Earlier, Entry, Progress, Trial
 from ejkernel_core._policies import kernel_of
+from ejkernel_core.extend import Earlier, Entry, Progress, Trial
 
 X = jnp.arange(1.0, 6.0)
 
@@ -142,7 +142,7 @@ def test_no_hook_gets_a_container_that_it_can_change(registry: Registry) -> None
 
 
 def policy_scope() -> Any:
-    from ejkernel_core._scopes import current_scope
+    from ejkernel_core.extend import current_scope
 
     return current_scope()
 

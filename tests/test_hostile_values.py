@@ -27,7 +27,7 @@ from ejkernel_core import (
     stable_json,
     to_json,
 )
-from ejkernel_core._measurement import Entry, Progress, Trial
+from ejkernel_core.extend import Entry, Progress, Trial
 
 X = jnp.arange(1.0, 4.0)
 

@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from ejkernel_core._content import abstractify, short_hash, stable_json
-from ejkernel_core._devices import device_fingerprint, device_name
+from ejkernel_core._content import stable_json
+from ejkernel_core.extend import abstractify, device_fingerprint, device_name, short_hash
 
 
 @attrs.frozen

@@ -12,8 +12,8 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core import AutotunePolicy, Operation, Registry, hookimpl
-from ejkernel_core._content import content, plain
-from ejkernel_core._discovery import OPERATIONS
+from ejkernel_core._content import plain
+from ejkernel_core.extend import OPERATIONS, content
 
 REGISTRY = ejkernel_core.registry
 PLAIN_TYPES = (type(None), bool, int, float, str, tuple)

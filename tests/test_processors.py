@@ -15,7 +15,8 @@ import ejkernel_core
 import ejkernel_tuning
 from ejkernel_classes import Kernel
 from ejkernel_core import Registry, _devices
-from ejkernel_core._devices import device_name, processor, target
+from ejkernel_core._devices import target
+from ejkernel_core.extend import device_name, processor
 
 GENOA = {"model name": "AMD EPYC", "cpu family": "25", "model": "17"}
 GRACE = {"CPU implementer": "0x41", "CPU part": "0xd4f"}

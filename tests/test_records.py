@@ -33,7 +33,7 @@ from ejkernel_core import (
     stable_json,
     to_json,
 )
-from ejkernel_core._records import Shortfall
+from ejkernel_core.extend import Shortfall
 
 
 class Order(enum.Enum):

@@ -39,8 +39,7 @@ from ejkernel_core import (
 )
 from ejkernel_core._devices import processes_of
 from ejkernel_core._jax_versions import lowering_processes
-from ejkernel_core._plugins import Plugins
-from ejkernel_core._scopes import current_scope
+from ejkernel_core.extend import Plugins, current_scope
 
 X = jnp.arange(1.0, 6.0)
 

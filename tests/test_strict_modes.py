@@ -18,7 +18,7 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core import Example
-from ejkernel_core._discovery import OPERATIONS
+from ejkernel_core.extend import OPERATIONS
 
 REGISTRY = ejkernel_core.registry
 MODES: dict[str, dict[str, Any]] = {

@@ -32,7 +32,7 @@ from ejkernel_core import (
     policy_override,
 )
 from ejkernel_core._choice import candidates_for
-from ejkernel_core._scopes import current_scope
+from ejkernel_core.extend import current_scope
 
 X = jnp.ones(8)
 

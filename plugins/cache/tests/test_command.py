@@ -22,7 +22,7 @@ from ejkernel_cache import PackagedRecords, PersistentCache, _contents, _exchang
 from ejkernel_cache._contents import call_lines, contents_of, document_of, is_better, margins
 from ejkernel_cache._exchange import package_name
 from ejkernel_core import Key, Provenance, Record, RecordError, record_to_json
-from ejkernel_core._records import Shortfall
+from ejkernel_core.extend import Shortfall
 
 Run = Callable[..., Any]
 

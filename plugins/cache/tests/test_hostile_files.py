@@ -29,7 +29,7 @@ from ejkernel_cache._exchange import pack
 from ejkernel_cache.command import command
 from ejkernel_cli import _findings, printable
 from ejkernel_core import Operation, Record, Unsupported, hookimpl
-from ejkernel_core._scopes import EMPTY
+from ejkernel_core.extend import EMPTY
 from ejkernel_tuning import Entry, Progress, Trial
 
 DAMAGES, PARTS = 2000, 20

@@ -15,7 +15,7 @@ import pytest
 
 from ejkernel_cache import CacheWarning, PackagedRecords, PersistentCache, _documents
 from ejkernel_core import Key, Record, RecordError, hookimpl, record_to_json
-from ejkernel_core._loading import config_types
+from ejkernel_core.extend import config_types
 
 
 @attrs.frozen

@@ -22,7 +22,7 @@ import ejkernel_core
 from ejkernel_cache import PersistentCache, default_cache, policy
 from ejkernel_cache._unfinished import _try_lock
 from ejkernel_core import Key, policy_override, to_json
-from ejkernel_core._scopes import EMPTY
+from ejkernel_core.extend import EMPTY
 from ejkernel_tuning import Earlier, Entry, Progress, autotune
 
 #: ``triple`` with some configurations. Each trace of one is logged in a file.
@@ -35,7 +35,7 @@ MODULE = """
     import jax, jax.numpy as jnp
     from ejkernel_cache import policy
     from ejkernel_core import Operation, Registry, hookimpl, policy_override
-    from ejkernel_core._scopes import current_scope
+    from ejkernel_core.extend import current_scope
 
     LOG = Path(os.environ["TRACED"])
 

@@ -48,7 +48,7 @@ from ejkernel_core import (
     _scopes,
     hookimpl,
 )
-from ejkernel_core._devices import device_name
+from ejkernel_core.extend import device_name
 from tests.distributions import MakeDistribution
 
 X = jnp.arange(1.0, 4.0)

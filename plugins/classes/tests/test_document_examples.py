@@ -24,7 +24,7 @@ import ejkernel_core
 from ejkernel_classes import ConfigCache, ConfigSelectorChain, Executor, Kernel
 from ejkernel_classes import Invocation as InvocationClass
 from ejkernel_core import Registry, policy_override
-from ejkernel_core._devices import device_name
+from ejkernel_core.extend import device_name
 from ejkernel_tuning import clear_invocations, find_labels_in_lowered
 
 #: The examples by their heading.

@@ -14,7 +14,7 @@ import ejkernel_core
 from ejkernel_cli import _findings, _metadata
 from ejkernel_cli._findings import BROKEN, NOTE, OK, Finding
 from ejkernel_core import Provenance, Record
-from ejkernel_core._devices import device_name
+from ejkernel_core.extend import device_name
 
 FLAG = "--xla_cpu_experimental_ynn_fusion_type="
 

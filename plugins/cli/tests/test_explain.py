@@ -8,7 +8,7 @@ import pytest
 
 from ejkernel_cli.explain import MOST_TIMES, measured_times
 from ejkernel_core import Explanation, Provenance, Record, Registry
-from ejkernel_core._records import Shortfall
+from ejkernel_core.extend import Shortfall
 
 WORDS = ("explain", "flash_attention", "--shape", "1x300x4x64", "--key", "1x300x2x64", "--causal")
 

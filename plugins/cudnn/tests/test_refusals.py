@@ -12,7 +12,6 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core import NoKernel, registry
-from ejkernel_core._choice import candidates_for
 from ejkernel_cudnn.flash_attention import library
 from ejkernel_triton.launch import _jax_triton
 
@@ -97,5 +96,5 @@ def test_one_query_goes_to_cudnn_first(queries: int, backends: list[str], monkey
     }
     card = {"platform": "gpu", "device_kind": "NVIDIA A100-SXM4-80GB", "compute_capability": (8, 0)}
     inv = attrs.evolve(invocation(**arrays), **card)
-    candidates, _ = candidates_for(inv, registry.kernels("flash_attention")[0], None, None)
+    candidates, _ = registry.candidates(inv)
     assert [candidate.backend for candidate in candidates][:2] == backends

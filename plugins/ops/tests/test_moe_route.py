@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import ejkernel_core
-from ejkernel_core._explain import abstract_call
-from ejkernel_core._scopes import ScopeChange
+from ejkernel_core.extend import ScopeChange, abstract_call
 from ejkernel_ops import moe_combine, moe_route
 
 RNG = np.random.default_rng(5)

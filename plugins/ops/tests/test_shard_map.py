@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_core
 from ejkernel_core import Example
-from ejkernel_core._discovery import OPERATIONS
+from ejkernel_core.extend import OPERATIONS
 
 EXAMPLES = [
     next(example for example in operation.examples() if "forward_mode" in example.checks)

@@ -16,7 +16,6 @@ import ejkernel_tuned
 from ejkernel_bench._calls import benchmark_examples
 from ejkernel_bench.records import calls_of
 from ejkernel_core import Choice, Example, Invocation
-from ejkernel_core._choice import candidates_for
 from ejkernel_ops.flash_attention.sizes import TRAINED, self_attention
 
 pytestmark = pytest.mark.usefixtures("all_compilers")
@@ -43,7 +42,7 @@ def backends(example: Example, card: str = CARD) -> list[str | None]:
 
 def select(inv: Invocation, card: str = CARD) -> Choice | None:
     on_card = attrs.evolve(inv, platform="gpu", device_kind=card, compute_capability=(9, 0))
-    candidates, _ = candidates_for(on_card, ejkernel_core.registry.kernels(inv.op)[0], None, None)
+    candidates, _ = ejkernel_core.registry.candidates(on_card)
     return ejkernel_tuned.records.select_config(on_card, candidates)
 
 

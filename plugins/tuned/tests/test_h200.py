@@ -16,7 +16,6 @@ import ejkernel_tuned
 from ejkernel_bench._calls import benchmark_examples
 from ejkernel_bench.records import calls_of
 from ejkernel_core import Candidate, Choice, Example, Invocation
-from ejkernel_core._choice import candidates_for
 from ejkernel_cudnn.flash_attention import library
 from ejkernel_ops.flash_attention.sizes import self_attention
 from ejkernel_triton.launch import _jax_triton
@@ -42,7 +41,7 @@ CUDNN = {"nvidia-cudnn-cu12", "nvidia-cudnn-cu13"}
 
 
 def select(inv: Invocation, **software: str) -> tuple[Choice | None, list[Candidate]]:
-    candidates, _ = candidates_for(inv, ejkernel_core.registry.kernels(inv.op)[0], None, None)
+    candidates, _ = ejkernel_core.registry.candidates(inv)
     candidates = [attrs.evolve(candidate, software={**candidate.software, **software}) for candidate in candidates]
     return ejkernel_tuned.records.select_config(inv, candidates), candidates
 

@@ -14,9 +14,7 @@ import pytest
 import ejkernel_tuned
 from ejkernel_bench.records import calls_of
 from ejkernel_core import Choice, Registry
-from ejkernel_core._choice import candidates_for
-from ejkernel_core._policies import Selection, ask_policies
-from ejkernel_core._scopes import EMPTY
+from ejkernel_core.extend import EMPTY, Selection, ask_policies
 from ejkernel_ops.flash_attention.sizes import self_attention
 from tests.distributions import MakeDistribution
 
@@ -50,7 +48,7 @@ def choice_on_h200(*distributions: str) -> tuple[Choice | None, list[str]]:
     registry = Registry(plugins=",".join([KERNELS, *distributions]))
     (inv, _) = calls_of(self_attention(4, 4096, 16, 128, "bfloat16"))
     inv = attrs.evolve(inv, platform="gpu", device_kind="NVIDIA H200", compute_capability=(9, 0))
-    candidates, _ = candidates_for(inv, registry.kernels(inv.op)[0], None, None)
+    candidates, _ = registry.candidates(inv)
     policies = registry.policies(EMPTY)
     choice, _, verdicts = ask_policies(Selection(inv, policies, EMPTY), candidates)
     return choice, [verdict.name for verdict in (*policies.verdicts, *verdicts)]

@@ -25,8 +25,7 @@ from ejkernel_cache import PersistentCache, default_cache
 from ejkernel_cache._directory import Directory
 from ejkernel_core import Operation, Registry, Unsupported, hookimpl
 from ejkernel_core._plan import Verdict
-from ejkernel_core._plugins import Plugins
-from ejkernel_core._records import Shortfall
+from ejkernel_core.extend import Plugins, Shortfall
 from ejkernel_tuning import Entry, Progress, _autotune, _calls, autotune, load_invocations, recording, save_invocations
 from ejkernel_tuning._bar import Bar
 from ejkernel_tuning.command import _fault_lines

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel_core import Axes, Operation, Registry, hookimpl
-from ejkernel_core._choice import candidates_for
 from ejkernel_tuning._autotune import tune
 from ejkernel_tuning._in_place import InPlace, compile_in_place
 
@@ -65,7 +64,7 @@ X, CACHE = jnp.arange(1.0, 9.0), jnp.arange(32.0).reshape(4, 8)
 def test_a_kernel_is_measured_in_place() -> None:
     registry = make_registry()
     inv = registry.invocation("roll", X, CACHE)
-    candidates, _ = candidates_for(inv, registry.kernels(inv.op)[0], None, None)
+    candidates, _ = registry.candidates(inv)
     tuned = tune(inv, candidates, registry.reference(inv), 20.0, {"x": X, "cache": CACHE}, calls=(2, 8))
     assert tuned.best is not None
     assert tuned.best.cfg != Config(1)

@@ -18,7 +18,7 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core import Axes, Operation, Registry, Unsupported, hookimpl, policy_override
-from ejkernel_core._scopes import current_scope
+from ejkernel_core.extend import current_scope
 from ejkernel_tuning import _forward, autotune, autotune_recorded, load_invocations, recording, save_invocations
 from ejkernel_tuning._samples import sample_inputs
 

@@ -24,11 +24,8 @@ from jax.sharding import PartitionSpec as P
 import ejkernel_core
 from ejkernel_classes import Kernel
 from ejkernel_core import Choice, Operation, Registry, Unsupported, _tuning, hookimpl, policy_override
-from ejkernel_core._choice import candidates_for
-from ejkernel_core._devices import processor
-from ejkernel_core._records import Shortfall
-from ejkernel_core._scopes import current_scope
 from ejkernel_core._tuning import check_tunable
+from ejkernel_core.extend import Shortfall, current_scope, processor
 from ejkernel_tuning import Entry, Progress, Tuned, TuningResult, _autotune, _measurement, _timing, autotune
 from ejkernel_tuning._autotune import tune
 from ejkernel_tuning._checks import results_fault
@@ -157,7 +154,7 @@ def make_registry(*space: str, heuristic: str = "slow", reference: bool = True, 
 
 def run_tuner(registry: Registry, budget_s: float = 20.0, x: Any = X, inputs: Any = None, **keywords: Any) -> Tuned:
     inv = registry.invocation("triple", x)
-    candidates, _ = candidates_for(inv, registry.kernels(inv.op)[0], None, None)
+    candidates, _ = registry.candidates(inv)
     return tune(inv, candidates, registry.reference(inv), budget_s, inputs or {"x": x}, **keywords)
 
 
@@ -761,7 +758,7 @@ def test_a_measurement_ends_if_sample_inputs_hang(monkeypatch: pytest.MonkeyPatc
     RELEASE.clear()
     registry = make_registry("fast", samples=lambda arguments, key: RELEASE.wait(20))
     inv = registry.invocation("triple", X)
-    candidates, _ = candidates_for(inv, registry.kernels(inv.op)[0], None, None)
+    candidates, _ = registry.candidates(inv)
     with pytest.raises(Unsupported, match=r"no inputs to measure with after 0.1 s"):
         tune(inv, candidates, registry.reference(inv), 20.0)
     RELEASE.set()
@@ -800,7 +797,7 @@ def test_a_backward_is_measured_with_residuals_of_a_forward(name: str) -> None:
     }
     explanation = ejkernel_core.explain("flash_attention", query, key, key, **arguments)
     inv = explanation.backward.plan.invocation
-    candidates, _ = candidates_for(inv, ejkernel_core.registry.kernels(inv.op)[0], None, None)
+    candidates, _ = ejkernel_core.registry.candidates(inv)
     tuned = tune(
         inv,
         candidates,

@@ -32,8 +32,7 @@ from ejkernel_core import (
     record_from_json,
     record_to_json,
 )
-from ejkernel_core._choice import candidates_for
-from ejkernel_core._records import Shortfall
+from ejkernel_core.extend import Shortfall
 from ejkernel_tuning import Reason, Tuned, _measurement, _threads, autotune_recorded, recording
 from ejkernel_tuning._autotune import tune
 
@@ -132,7 +131,7 @@ def make_registry(space: Callable[[Any], Any], compiling: Callable[[int], None] 
 
 def run_tuner(registry: Registry, budget_s: float, **keywords: Any) -> Tuned:
     inv = registry.invocation("triple", X)
-    candidates, _ = candidates_for(inv, registry.kernels(inv.op)[0], None, None)
+    candidates, _ = registry.candidates(inv)
     return tune(inv, candidates, registry.reference(inv), budget_s, {"x": X}, calls=(1, 4), **keywords)
 
 

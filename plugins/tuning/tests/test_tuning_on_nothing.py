@@ -13,10 +13,8 @@ import pytest
 
 import ejkernel_core
 from ejkernel_core import Axes, Operation, Registry, hookimpl, policy_override
-from ejkernel_core._choice import candidates_for
-from ejkernel_core._discovery import OPERATIONS
-from ejkernel_core._kernel import LoadedKernel
 from ejkernel_core._samples import random_array
+from ejkernel_core.extend import OPERATIONS, LoadedKernel
 from ejkernel_tuning import Tuned
 from ejkernel_tuning._autotune import tune
 from ejkernel_tuning._calls import passes_of
@@ -70,7 +68,7 @@ def tuned(words: Any, x: Any = X) -> Tuned:
     """Measured on these arrays, or on samples where they are abstract."""
     registry = make_registry()
     inv = registry.invocation("unpack", words, x)
-    candidates, _ = candidates_for(inv, registry.kernels(inv.op)[0], None, None)
+    candidates, _ = registry.candidates(inv)
     given = {name: array for name, array in (("words", words), ("x", x)) if isinstance(array, jax.Array)}
     return tune(inv, candidates, registry.reference(inv), 20.0, sample_inputs(inv, given), calls=(1, 4))
 

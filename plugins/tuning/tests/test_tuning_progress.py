@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ejkernel_core import Operation, Registry, hookimpl, policy_override
-from ejkernel_core._devices import processor
+from ejkernel_core.extend import processor
 from ejkernel_tuning import Entry, Progress, Trial, _progress
 
 X = jnp.arange(8.0)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel_core import Operation, Registry, Unsupported, hookimpl
-from ejkernel_core._choice import candidates_for
 from ejkernel_tuning import Entry, Reason, Trial, Tuned
 from ejkernel_tuning._autotune import tune
 from ejkernel_tuning._measurement import NO_WINNER
@@ -99,7 +98,7 @@ def make_registry(
 
 def run_tuner(registry: Registry, budget_s: float = 20.0, **keywords: Any) -> Tuned:
     inv = registry.invocation("triple", X)
-    candidates, _ = candidates_for(inv, registry.kernels(inv.op)[0], None, None)
+    candidates, _ = registry.candidates(inv)
     return tune(inv, candidates, registry.reference(inv), budget_s, {"x": X}, calls=(1, 4), **keywords)
 
 

@@ -85,7 +85,7 @@ class Reduction:
     #: With SMOOTHING the sum of what the largest logit is above each one, or with ENTROPY the sum of the exponentials
     #: times what each logit is above it.
     sums: gl.tensor
-    #: By row: the logit of the label. It is not written where the label is no column.
+    #: By row: the logit of the label. It is not written where the label is not a column.
     own: gl.tensor
     ROWS: gl.constexpr
     BIAS: gl.constexpr
