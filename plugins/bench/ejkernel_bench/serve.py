@@ -41,7 +41,7 @@ from ._serve_tokens import compared, logits_behind
 from ._served import Attention, Served, answered, speed_up
 from .serve_step import MODELS, PAGE_SIZE, SMALL, SMALL_PAGE_SIZE
 from .serving import Decoder, Engine, Limits, init_params
-from .serving.models import shapes
+from .serving.models import count_weights
 from .suite import OURS
 
 #: The share of the memory for weights, the cache, and what a layer gathers: keys and values, and as much to copy them.
@@ -149,7 +149,7 @@ def pages_that_fit(sizes: Decoder, limits: Limits, memory: float | None) -> int:
     if memory is None:
         return max(table, most // 4)
     item = jnp.dtype(sizes.dtype).itemsize
-    weights = sum(float(np.prod(shape)) for shape in shapes(sizes).values()) * item
+    weights = float(count_weights(sizes)) * item
     of_layer = 2.0 * limits.page_size * sizes.kv_heads * sizes.head_dim * item
     room = MEMORY_SHARE * memory - weights - GATHERED * most * of_layer
     fitting = int(room / (sizes.layers * of_layer))

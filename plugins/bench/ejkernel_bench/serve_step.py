@@ -35,7 +35,7 @@ from ._rows import Rows, announce
 from ._timing import Times, in_bursts, on_the_device
 from .moe_step import NO_GRAPHS, dense_rate
 from .serving.engine import Batch, decode
-from .serving.models import Decoder, decoder, init_params, shapes
+from .serving.models import Decoder, count_weights, decoder, init_params, layer_shapes
 
 ROUNDS = 5
 #: The time of the steps of a round.
@@ -91,9 +91,8 @@ class Point:
 
     def bytes(self, sizes: Decoder) -> float:
         """Of the weights and the cache."""
-        weights = sum(float(np.prod(shape)) for shape in shapes(sizes).values())
         cache = sizes.layers * self.pages * self.page_size * 2.0 * sizes.kv_heads * sizes.head_dim
-        return (weights + cache) * jnp.dtype(sizes.dtype).itemsize
+        return (count_weights(sizes) + cache) * jnp.dtype(sizes.dtype).itemsize
 
     def limit(self, copy_rate: float, product_rate: float) -> float:
         """The least seconds of a step, by these rates."""
@@ -105,9 +104,9 @@ class Point:
 
     def _matrices(self) -> Iterator[tuple[int, ...]]:
         """Of a layer."""
-        for name, shape in shapes(self.sizes).items():
-            if name in ("qkv", "out", "up", "down", "router"):
-                yield shape[1:]
+        for name, shape in layer_shapes(self.sizes).items():
+            if not name.endswith("norm"):
+                yield shape
 
     def _product(self, shape: tuple[int, ...], copy_rate: float, product_rate: float) -> float:
         item, matrices, rows = jnp.dtype(self.sizes.dtype).itemsize, 1.0, self.batch

@@ -156,7 +156,7 @@ def test_a_day_of_serving() -> None:
 
 def dense_logits(sizes: Decoder, tokens: tuple[int, ...]) -> np.ndarray:
     """Of all tokens of a sequence, in NumPy and float64, without pages."""
-    p = {name: np.asarray(array, np.float64) for name, array in params_of(sizes).items()}
+    p = jax.tree.map(lambda array: np.asarray(array, np.float64), params_of(sizes))
     norm = lambda x, weight: x / np.sqrt((x**2).mean(-1, keepdims=True) + sizes.epsilon) * weight
     silu = lambda x: x / (1 + np.exp(-x))
     x, count, half = p["embedding"][list(tokens)], len(tokens), sizes.head_dim // 2
@@ -166,8 +166,7 @@ def dense_logits(sizes: Decoder, tokens: tuple[int, ...]) -> np.ndarray:
         pairs = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None]
         return np.concatenate([pairs.real, pairs.imag], -1)
 
-    for layer in range(sizes.layers):
-        w = {name: p[name][layer] for name in p if name not in ("embedding", "norm", "head")}
+    for w in p["layers"]:
         heads = (norm(x, w["attention_norm"]) @ w["qkv"]).reshape(count, -1, sizes.head_dim)
         query, key, value = np.split(heads, [sizes.heads, sizes.heads + sizes.kv_heads], axis=1)
         if sizes.has_head_norms:
@@ -552,19 +551,19 @@ def test_published_weights_are_read(sizes: Decoder, tmp_path: Path) -> None:
     arrays = write_folder(tmp_path, sizes)
     read, params = load(tmp_path, "float32")
     assert read == sizes
-    layer = "model.layers.1."
+    layer, weights = "model.layers.1.", params["layers"][1]
     q, k, v = (arrays[f"{layer}self_attn.{name}_proj.weight"] for name in "qkv")
-    np.testing.assert_array_equal(params["qkv"][1], np.concatenate([q, k, v]).T)
+    np.testing.assert_array_equal(weights["qkv"], np.concatenate([q, k, v]).T)
     np.testing.assert_array_equal(params["head"], arrays["model.embed_tokens.weight"].T)
     np.testing.assert_array_equal(params["embedding"], arrays["model.embed_tokens.weight"])
-    np.testing.assert_array_equal(params["mlp_norm"][1], arrays[f"{layer}post_attention_layernorm.weight"])
-    mlp, place = (f"{layer}mlp.experts.4.", (1, 4)) if sizes.experts else (f"{layer}mlp.", (1,))
+    np.testing.assert_array_equal(weights["mlp_norm"], arrays[f"{layer}post_attention_layernorm.weight"])
+    mlp, place = (f"{layer}mlp.experts.4.", 4) if sizes.experts else (f"{layer}mlp.", ...)
     gate, up, down = (arrays[f"{mlp}{name}_proj.weight"] for name in ("gate", "up", "down"))
-    np.testing.assert_array_equal(params["up"][place], np.concatenate([gate.T, up.T], -1))
-    np.testing.assert_array_equal(params["down"][place], down.T)
+    np.testing.assert_array_equal(weights["up"][place], np.concatenate([gate.T, up.T], -1))
+    np.testing.assert_array_equal(weights["down"][place], down.T)
     if sizes.experts:
-        np.testing.assert_array_equal(params["router"][1], arrays[f"{layer}mlp.gate.weight"].T)
-        np.testing.assert_array_equal(params["k_norm"][1], arrays[f"{layer}self_attn.k_norm.weight"])
+        np.testing.assert_array_equal(weights["router"], arrays[f"{layer}mlp.gate.weight"].T)
+        np.testing.assert_array_equal(weights["k_norm"], arrays[f"{layer}self_attn.k_norm.weight"])
 
 
 def test_rotary_positions_of_llama_3_1(tmp_path: Path) -> None:

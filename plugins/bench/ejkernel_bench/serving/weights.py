@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from .models import Decoder, Params, RopeScaling, shapes
+from .models import Decoder, Params, RopeScaling, layer_shapes, other_shapes
 
 _DTYPES = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
 _LAYER = "model.layers.{layer}."
@@ -37,7 +38,12 @@ def load(folder: str | Path, dtype: str = "bfloat16") -> tuple[Decoder, Params]:
     arrays = {name: array for file in sorted(folder.glob("*.safetensors")) for name, array in _read(file).items()}
     if "lm_head.weight" not in arrays:  # the head is the embedding
         arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
-    return sizes, {name: _weight(sizes, name, shape, arrays) for name, shape in shapes(sizes).items()}
+
+    def weights(shapes: dict[str, tuple[int, ...]], layer: int = 0) -> Params:
+        return {name: _weight(sizes, name, layer, shape, arrays) for name, shape in shapes.items()}
+
+    layers = [weights(layer_shapes(sizes), layer) for layer in range(sizes.layers)]
+    return sizes, {**weights(other_shapes(sizes)), "layers": layers}
 
 
 def _sizes(config: dict[str, Any], dtype: str) -> Decoder:
@@ -83,23 +89,20 @@ def _read(file: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _weight(sizes: Decoder, name: str, shape: tuple[int, ...], arrays: dict[str, np.ndarray]) -> Any:
-    """A weight of all layers, in which rows are what is multiplied: files have the transposed matrices."""
+def _weight(sizes: Decoder, name: str, layer: int, shape: tuple[int, ...], arrays: dict[str, np.ndarray]) -> jax.Array:
+    """A weight, in which rows are what is multiplied: files have the transposed matrices."""
 
     def matrix(parts: list[str], **places: int) -> np.ndarray:
-        found = [arrays[part.format(**places) + ".weight"] for part in parts]
+        found = [arrays[part.format(layer=layer, **places) + ".weight"] for part in parts]
         return found[0] if found[0].ndim == 1 or name == "embedding" else np.concatenate(found).T
 
-    def of_layer(layer: int) -> np.ndarray:
-        if name not in _MLP:
-            return matrix(_NAMES[name], layer=layer)
-        if not sizes.experts:
-            return matrix([f"{_LAYER}mlp.{part}" for part in _MLP[name]], layer=layer)
+    if name not in _MLP:
+        array = matrix(_NAMES[name])
+    elif not sizes.experts:
+        array = matrix([f"{_LAYER}mlp.{part}" for part in _MLP[name]])
+    else:
         parts = [f"{_LAYER}mlp.experts.{{expert}}.{part}" for part in _MLP[name]]
-        return np.stack([matrix(parts, layer=layer, expert=expert) for expert in range(sizes.experts)])
-
-    is_of_layers = name not in ("embedding", "norm", "head")
-    array = np.stack([of_layer(layer) for layer in range(sizes.layers)]) if is_of_layers else of_layer(0)
+        array = np.stack([matrix(parts, expert=expert) for expert in range(sizes.experts)])
     if array.shape != shape:
         raise ValueError(f"{name}: has shape {array.shape}, and config.json says {shape}")
     return jnp.asarray(array, sizes.dtype)
