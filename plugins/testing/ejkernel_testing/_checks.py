@@ -36,7 +36,9 @@ SMALL_SIZE, PROPAGATION_FACTOR, PROPAGATION_LIMIT = 64, 3.0, 0.05
 #: The share of 8-bit results that may be rounded to a neighbour: in float32 they are halfway between the two.
 EIGHT_BIT_TIES = 1e-3
 #: How far a change may be from the reference's change, relative to that. In low precision both ends of it are rounded,
-#: so it may be off by another half unit in the last place of each.
+#: so it may be off by another half unit in the last place of each. A result in float32 may be made of numbers of fewer
+#: digits, as a gradient is by rounded gradients of logits. So a change may also be off by PROPAGATION_FACTOR times what
+#: the reference's own change in the dtype of the example is off by (1.0 was measured), up to PROPAGATION_LIMIT.
 CHANGE_TOLERANCE = 1e-3
 
 
@@ -144,10 +146,13 @@ def sensitivity(registry: Registry, kernel: str, example: Example, variation: Ex
             ends = exact_before[name], exact_after[name]
             size = sum(float(np.linalg.norm(end[np.isfinite(end)])) for end in ends)
             tolerance += roundings * machine_epsilon(before[name].dtype) / 2 * size / float(np.linalg.norm(expected))
+            if error > tolerance:
+                propagated = _reference_change_error(registry, example, variation, name, expected)  # takes a second
+                tolerance = max(tolerance, min(PROPAGATION_LIMIT, PROPAGATION_FACTOR * propagated))
         assert error <= tolerance, (
             f"sensitivity: {kernel} on {example.name}: with {variation.name}, {name} changes by "
             f"{np.linalg.norm(change):.2e}, and in the reference by {np.linalg.norm(expected):.2e}; the change is off "
-            f"by {error:.2e}, allowed {tolerance:.0e}; that of the reference itself in {example.dtype} is off by "
+            f"by {error:.2e}, allowed {tolerance:.2e}; that of the reference itself in {example.dtype} is off by "
             f"{_reference_change_error(registry, example, variation, name, expected):.2e}"
             f"{_backward_details(registry, kernel, variation, name)}"
         )

@@ -217,7 +217,7 @@ class KernelProofs:
             prefix = f"transforms: {transform}: {self.kernel} on {example.name}"
             assert not output, f"{prefix}: in a process with {DEVICES} devices:\n{output}"
         else:
-            transforms(self.registry, self.kernel, example, transform)
+            transforms(self.registry, self.kernel, example, transform, self.roundings)
 
     def test_programs(self, example: Example, transform: str, pairs: str) -> None:
         self._skip_if_refused(example)

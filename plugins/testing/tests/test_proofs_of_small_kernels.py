@@ -17,7 +17,7 @@ import pytest
 import ejkernel_testing as testing
 from ejkernel_classes import Kernel
 from ejkernel_core import Example, Operation, Registry, gradient_signature, hookimpl
-from ejkernel_testing import _outcome
+from ejkernel_testing import _checks, _outcome, _transforms
 
 Compute = Callable[[Mapping[str, Any]], tuple[Any, ...]]
 
@@ -126,6 +126,79 @@ def test_a_result_that_is_always_of_16_bits_may_be_rounded_more_than_once(dtype:
     testing.values(registry, "square.twice", example(dtype=dtype))
     with pytest.raises(AssertionError, match=r"^values: square.wrong on some: result out is off by"):
         testing.values(registry, "square.wrong", example(dtype=dtype))
+
+
+def registry_of_rounded_squares(share: float = 1.0) -> Registry:
+    """Squares in float32 with the digits of ``x``: by the reference, by a kernel that rounds one of two factors, and by
+    one that does not round, but changes with the factor by a ``share`` of what is right.
+    """
+
+    def wide(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    def rounded(array: jax.Array, like: jax.Array) -> jax.Array:
+        digits = jnp.finfo(like.dtype)
+        return jax.lax.reduce_precision(array, digits.nexp, digits.nmant)  # XLA may leave out casts
+
+    kernels: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+        "reference": lambda a: rounded(a["factor"] * wide(a["x"]) ** 2, a["x"]),
+        "early": lambda a: rounded(a["factor"] * wide(a["x"]), a["x"]) * wide(a["x"]),
+        "share": lambda a: (1 + share * (a["factor"] - 1)) * wide(a["x"]) ** 2,
+    }
+    registry = Registry(plugins="")
+    registry.register(Operation(name="square", signature=square))
+    for rank, (name, compute) in enumerate(kernels.items()):
+        registry.register(hooks(compute, rank), f"square.{name}")
+    return registry
+
+
+def change_with_factor(registry: Registry, kernel: str, factor: float, dtype: str) -> None:
+    plain, variation = (attrs.evolve(example(f"by-{f}", dtype, factor=f), wrt=()) for f in (1.0, factor))
+    testing.sensitivity(registry, kernel, plain, variation)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_change_may_be_as_far_off_as_that_of_the_reference(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where results have more digits than what they are made of."""
+    change_with_factor(registry_of_rounded_squares(), "square.early", 1.1, dtype)
+    monkeypatch.setattr(_checks, "PROPAGATION_FACTOR", 0.0)
+    with pytest.raises(AssertionError, match=r"with by-1.1, result out .*; that of the reference itself in b?float16"):
+        change_with_factor(registry_of_rounded_squares(), "square.early", 1.1, dtype)
+
+
+@pytest.mark.parametrize(
+    ("share", "factor", "dtype"),
+    [
+        (1.01, 1.1, "float16"),
+        (1.01, 3.0, "bfloat16"),
+        # The reference's own change is off by more than a third of this, and the limit is below.
+        (1.08, 1.05, "bfloat16"),
+        (1.005, 3.0, "float32"),
+    ],
+)
+def test_a_change_that_is_further_off_is_wrong(share: float, factor: float, dtype: str) -> None:
+    change_with_factor(registry_of_rounded_squares(), "square.share", factor, dtype)
+    with pytest.raises(AssertionError, match=f"^sensitivity: square.share on by-1.0: with by-{factor}, result out"):
+        change_with_factor(registry_of_rounded_squares(share), "square.share", factor, dtype)
+
+
+def test_a_second_derivative_is_allowed_the_roundings_of_the_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits only, and no other transformation is."""
+
+    class Proofs(testing.KernelProofs):
+        kernel = "square.mine"
+        registry = new_registry(bwd=lambda a: (131 / 128 * backward(a)[0],))
+
+        def refused(self, dtype: str, transform: str = "jacrev_of_jacrev") -> str:
+            request: Any = None
+            return message_of(self.test_transforms, example(dtype=dtype), transform, request)
+
+    monkeypatch.setattr(_transforms, "_second_derivatives", lambda *_, is_float64: 128 if is_float64 else 131)
+    assert "allowed 7.81e-03" in Proofs().refused("bfloat16")
+    Proofs.roundings = 3.0
+    Proofs().test_transforms(example(dtype="bfloat16"), "jacrev_of_jacrev", None)
+    assert "allowed 2.00e-05" in Proofs().refused("float32")
+    assert "allowed 7.81e-03" in Proofs().refused("bfloat16", "forward_mode")
 
 
 # -- weights --------------------------------------------------------------------------------------------------------
