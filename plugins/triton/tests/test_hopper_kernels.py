@@ -22,6 +22,7 @@ from ejkernel_triton import grouped_matmul_sm90 as grouped_matmul
 from ejkernel_triton import linear_log_probs_sm90 as linear_log_probs
 from ejkernel_triton.flash_attention_sm90 import backward as flash_attention_bwd
 from ejkernel_triton.fused_linear_cross_entropy_sm90 import _launch as loss_launch
+from ejkernel_triton.fused_linear_cross_entropy_sm90 import backward as loss_bwd
 from ejkernel_triton.fused_linear_cross_entropy_sm90 import total
 from ejkernel_triton.gluon import requirements
 from ejkernel_triton.grouped_matmul_sm90 import _launch
@@ -93,10 +94,11 @@ def _is_in(share: int, one: Example) -> bool:
 
 
 class TestLoss(KernelProofs):
-    """A part of the examples: all of them are for a card. The gradients are those of plain JAX."""
+    """A part of the examples: all of them are for a card."""
 
     kernel = "fused_linear_cross_entropy.gluon_sm90"
-    registry = interpreted_registry({"fused_linear_cross_entropy.gluon_sm90": loss})
+    backward: str | None = "fused_linear_cross_entropy_bwd.gluon_sm90"
+    registry = interpreted_registry({kernel: loss, backward: loss_bwd})
     refuses = frozenset({"float32", "float64"})
 
     #: Of the examples one in so many, and these.
@@ -110,13 +112,17 @@ class TestLoss(KernelProofs):
 class TestSumOfLosses(TestLoss):
     chosen = ("everything", "one-at-a-time", "plain-sharded", "plain-tiny")
     kernel = "fused_linear_cross_entropy_sum.gluon_sm90"
+    backward = None
     #: The gradient of the logits is rounded, and in a second derivative once more.
     roundings = 2.0
     registry = interpreted_registry({"fused_linear_cross_entropy_sum.gluon_sm90": total})
 
 
 class TestLogProbs(TestLoss):
+    """The gradients are those of plain JAX."""
+
     kernel = "linear_log_probs.gluon_sm90"
+    backward = None
     registry = interpreted_registry({"linear_log_probs.gluon_sm90": linear_log_probs})
 
 

@@ -119,9 +119,8 @@ class TestGroupedMatmulDRhsGluon(TestGroupedMatmulGluon):
 
 
 class TestLossGluon(KernelProofs):
-    """The gradients are those of other kernels."""
-
     kernel = "fused_linear_cross_entropy.gluon_sm90"
+    backward: str | None = "fused_linear_cross_entropy_bwd.gluon_sm90"
     platform = "gpu"
 
     def examples(self) -> Sequence[Example]:
@@ -130,12 +129,16 @@ class TestLossGluon(KernelProofs):
 
 class TestSumOfLossesGluon(TestLossGluon):
     kernel = "fused_linear_cross_entropy_sum.gluon_sm90"
+    backward = None
     #: The gradient of the logits is rounded, and in a second derivative once more.
     roundings = 2.0
 
 
 class TestLogProbsGluon(TestLossGluon):
+    """The gradients are those of other kernels."""
+
     kernel = "linear_log_probs.gluon_sm90"
+    backward = None
 
 
 #: Rows, groups, k, n, and how many launches there are of each direction.

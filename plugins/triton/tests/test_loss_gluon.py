@@ -23,7 +23,7 @@ from ejkernel_ops.fused_linear_cross_entropy.random_calls import RandomCall
 from ejkernel_ops.linear_log_probs import random_calls as random_log_probs
 from ejkernel_triton import fused_linear_cross_entropy_sm90 as by_row
 from ejkernel_triton import linear_log_probs_sm90 as log_probs
-from ejkernel_triton.fused_linear_cross_entropy_sm90 import Config, _launch, total
+from ejkernel_triton.fused_linear_cross_entropy_sm90 import Config, _launch, _tiling, backward, total
 from ejkernel_triton.gluon import requirements
 from ejkernel_triton.interpreter import interpreted, interpreted_registry
 from ejkernel_triton.launch import _jax_triton
@@ -34,7 +34,12 @@ if _jax_triton.unavailable_reason():
 COUNT = int(os.environ.get("EJKERNEL_RANDOM_CALLS", "8"))
 DTYPES = ("bfloat16", "float16")
 OP = "fused_linear_cross_entropy"
-KERNELS: dict[str, Any] = {OP: by_row, f"{OP}_sum": total, "linear_log_probs": log_probs}
+KERNELS: dict[str, Any] = {
+    OP: by_row,
+    f"{OP}_bwd": backward,
+    f"{OP}_sum": total,
+    "linear_log_probs": log_probs,
+}
 #: Rows of as many bytes as the copy engine reads.
 DIMS, VOCABULARIES = (8, 16, 40, 136), (8, 128, 256, 264, 1000)
 EVERYTHING = {"logits_soft_cap": 5.0, "z_loss": 1e-2, "label_smoothing": 0.1}
@@ -61,11 +66,11 @@ def has_rows(seed: int) -> bool:
 
 @pytest.mark.parametrize("seed", [seed for seed in range(COUNT) if has_rows(seed)])
 def test_random_calls(registry: Any, seed: int) -> None:
-    """Without gradients, which other kernels compute."""
+    """With all gradients: those of other kernels in float16, and of logits with a cap."""
     sizes = {"dims": DIMS, "vocabularies": VOCABULARIES}
-    cfg = (None, SMALL)[seed % 2]
+    cfg = (None, SMALL)[seed // 2 % 2]
     options = {"registry": registry, "backend": "gluon_sm90", "cfg": cfg}
-    random_calls.check(seed, dtype=DTYPES[seed % 2], has_gradients=False, **sizes, **options)
+    random_calls.check(seed, dtype=DTYPES[seed % 2], **sizes, **options)
 
 
 @pytest.mark.parametrize("seed", range(COUNT))
@@ -148,6 +153,88 @@ def test_a_row_of_one_launch_has_the_same_bits_in_another_tile(registry: Any) ->
     np.testing.assert_array_equal(run(slice(3, 40)), run(slice(None))[3:40])
 
 
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def close_gradients(registry: Any, call: RandomCall, cfg: Config | None = None) -> dict[str, np.ndarray]:
+    """Compare the gradients with those of float64."""
+    _, gradients = random_calls.outcome(call, registry=registry, backend="gluon_sm90", cfg=cfg)
+    _, right, _ = random_calls.expected(call)
+    assert gradients.keys() == right.keys()
+    for name, array in right.items():
+        error = np.linalg.norm(np.asarray(gradients[name], float) - array) / np.linalg.norm(array)
+        assert error < 4e-3, (name, error)  # each number is rounded to bfloat16 three times: 1e-3 each
+    return {name: np.asarray(array, float) for name, array in gradients.items()}
+
+
+def differentiable(rows: int, vocab: int, dim: int = 40, **options: Any) -> RandomCall:
+    """With random cotangents of the losses, or of their mean."""
+    call = call_of(rows, vocab, dim, **options)
+    rng = np.random.default_rng([rows, vocab, 1])
+    d_loss, d_lse = rng.standard_normal((2, rows), np.float32)
+    if call.arguments["reduction"] != "none":
+        call.arguments["return_lse"] = False
+        d_loss, d_lse = np.float32(1.3), None
+    return RandomCall(call.arguments, d_loss, d_lse)
+
+
+UNCAPPED = {"z_loss": 1e-2, "label_smoothing": 0.1}
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("options", [{}, UNCAPPED], ids=["plain", "everything"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_several_chunks(
+    registry: Any, monkeypatch: pytest.MonkeyPatch, reduction: str, options: Any, transposed: bool
+) -> None:
+    """The last chunk has rows that no tile is full of, and the last tile of words is not full."""
+    monkeypatch.setattr(_launch, "rows_of_chunk", lambda inv: 128)
+    call = differentiable(300, 520, 136, reduction=reduction, transpose_weight=transposed, **options)
+    close_gradients(registry, call, SMALL)
+
+
+@pytest.mark.parametrize("cfg", [Config(256, 4, 16), Config(128, 4, 2)], ids=str)
+def test_gradients_of_a_shard_of_the_vocabulary(registry: Any, cfg: Config) -> None:
+    """Rows whose label is a word of another shard have no label here, and count."""
+    call = differentiable(70, 264, vocab_start=np.int32(128))
+    call.arguments["labels"] = np.where(np.arange(70) % 3, call.arguments["labels"] + 64, IGNORED).astype(np.int32)
+    close_gradients(registry, call, cfg)
+
+
+def test_the_gradient_of_a_label_that_is_nearly_certain(registry: Any) -> None:
+    """1 - p is 5e-3, and p in bfloat16 would be off by half of that."""
+    call = differentiable(6, 16, 8, reduction="sum")
+    weight, bias = np.zeros((8, 16)), np.full(16, -8.0)
+    bias[3] = 0
+    weight[0, :8] = 1
+    call.arguments.update(
+        hidden=np.eye(8)[[0, 0, 1, 1, 2, 3]].astype("bfloat16"),
+        weight=weight.astype("bfloat16"),
+        bias=bias.astype("bfloat16"),
+        labels=np.array([3, 3, 3, 3, IGNORED, 3], np.int32),
+    )
+    gradients = close_gradients(registry, call)
+    assert -1e-1 < gradients["weight"][1, 3] < -1e-3  # of two rows, times 1.3
+
+
+def test_gradients_of_ignored_rows_and_of_words_that_cannot_be(registry: Any) -> None:
+    call = differentiable(70, 264, reduction="mean")
+    is_ignored = call.arguments["labels"] == IGNORED
+    bias = np.asarray(call.arguments["bias"], np.float32).copy()
+    bias[[0, 5, *range(130, 256)]] = -np.inf
+    labels = np.where(is_ignored, IGNORED, 7).astype(np.int32)
+    clean = {**call.arguments, "bias": bias.astype("bfloat16"), "labels": labels}
+    dirty = {**clean, "hidden": np.where(is_ignored[:, None], np.nan, clean["hidden"]).astype("bfloat16")}
+    right = close_gradients(registry, RandomCall(clean, call.d_loss, call.d_lse))
+    _, gradients = random_calls.outcome(
+        RandomCall(dirty, call.d_loss, call.d_lse), registry=registry, backend="gluon_sm90"
+    )
+    for name, array in right.items():
+        np.testing.assert_array_equal(np.asarray(gradients[name], float), array)
+    assert (right["hidden"][is_ignored] == 0).all()
+    assert (right["weight"][:, 130:256] == 0).all()
+
+
 # -- what is ignored, or infinite --------------------------------------------------------------------------------------
 
 
@@ -215,9 +302,9 @@ def _any_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("any_version")
-@pytest.mark.parametrize("module", KERNELS.values(), ids=KERNELS)
-def test_what_is_refused(module: Any) -> None:
-    op = next(op for op, own in KERNELS.items() if own is module)
+@pytest.mark.parametrize("op", [OP, f"{OP}_sum", "linear_log_probs"])
+def test_what_is_refused(op: str) -> None:
+    module = KERNELS[op]
     for sizes, words in (
         ({"dtype": "float32"}, "take float16 and bfloat16; hidden is float32"),
         ({"dim": 36}, "a hidden_dim that is a multiple of 8; not 36"),
@@ -236,24 +323,32 @@ def test_what_is_refused(module: Any) -> None:
 
 @pytest.mark.usefixtures("any_version")
 def test_bands_stay_in_the_l2() -> None:
-    """Of 16 megabytes of hidden states."""
-    expected = {2048: Config(256, 4, 32), 4096: Config(256, 4, 16), 7168: Config(256, 4, 8), 32768: Config(256, 4, 8)}
+    """Of 8 megabytes of hidden states."""
+    expected = {2048: Config(256, 4, 16), 4096: Config(256, 4, 8), 7168: Config(256, 4, 4), 32768: Config(256, 4, 4)}
     assert {dim: by_row.heuristic_cfg(on_card(dim=dim)) for dim in expected} == expected
-    assert by_row.heuristic_cfg(on_card(vocab=128)) == Config(128, 6, 16)
+    assert by_row.heuristic_cfg(on_card(vocab=128)) == Config(128, 6, 8)
     offered = [attrs.astuple(cfg) for cfg in by_row.config_space(on_card())]
-    assert offered == [(256, 4, 16), (256, 3, 16), (256, 4, 32), (256, 4, 8), (128, 6, 16)]
-    assert total.config_space(on_card(f"{OP}_sum")) == [Config(256, 4, 16)]
+    assert offered == [(256, 4, 8), (256, 3, 8), (256, 4, 32), (256, 4, 16), (256, 4, 4), (128, 6, 8)]
 
 
-def launches_of(op: str, differentiate: bool) -> int:
+@pytest.mark.parametrize(("vocab", "rows"), [(128_256, 4096), (151_936, 3456), (2**29, 128), (32_000, 16_768)])
+def test_the_exponentials_of_a_chunk_take_a_gibibyte(vocab: int, rows: int) -> None:
+    """At least one tile of rows, whatever the vocabulary."""
+    assert _tiling.rows_of_chunk(on_card(vocab=vocab)) == rows
+    assert 2 * rows * vocab <= 2**30 or rows == 128
+
+
+def launches_of(op: str, differentiate: bool, dtype: str = "bfloat16", **options: Any) -> int:
     """How many launches a program for a card has."""
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-    arrays = {name: value for name, value in on_card(op, 64, 64, 512).arguments.items() if hasattr(value, "shape")}
+    inv = on_card(op, 64, 64, 512, dtype=dtype)
+    arrays = {name: value for name, value in inv.arguments.items() if hasattr(value, "shape")}
 
     def run(hidden: Any) -> Any:
         others = {name: jnp.zeros(x.shape, x.dtype) for name, x in arrays.items() if name != "hidden"}
-        return jnp.sum(jax.tree.leaves(ejkernel_core.call(op, hidden=hidden, **others, backend="gluon_sm90"))[0])
+        call = ejkernel_core.call(op, hidden=hidden, **others, **options, backend="gluon_sm90")
+        return jnp.sum(jax.tree.leaves(call)[0])
 
     device = AbstractDevice("NVIDIA H200", None, "gpu")
     with use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=device)):
@@ -263,6 +358,10 @@ def launches_of(op: str, differentiate: bool) -> int:
 
 
 @pytest.mark.skipif(requirements._unavailable_reason() is not None, reason=str(requirements._unavailable_reason()))
-def test_a_sum_without_gradients_is_one_launch_and_with_them_plain_jax() -> None:
-    assert [launches_of(op, False) for op in KERNELS] == [1, 1, 1]
-    assert [launches_of(f"{OP}_sum", True), launches_of(OP, True)] == [0, 1]
+def test_gradients_of_a_sum_are_made_by_its_only_launch_and_those_of_rows_by_a_second() -> None:
+    assert [launches_of(op, False) for op in (OP, f"{OP}_sum", "linear_log_probs")] == [1, 1, 1]
+    assert [launches_of(f"{OP}_sum", True), launches_of(OP, True)] == [1, 2]
+    assert [launches_of(f"{OP}_sum", True, logits_soft_cap=5.0), launches_of(OP, True, dtype="float16")] == [
+        0,
+        1,
+    ]

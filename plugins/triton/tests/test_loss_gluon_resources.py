@@ -19,7 +19,7 @@ import ejkernel_core
 from ejkernel_core import Invocation
 from ejkernel_triton import fused_linear_cross_entropy_sm90 as by_row
 from ejkernel_triton import linear_log_probs_sm90 as log_probs
-from ejkernel_triton.fused_linear_cross_entropy_sm90 import Config
+from ejkernel_triton.fused_linear_cross_entropy_sm90 import Config, total
 from ejkernel_triton.fused_linear_cross_entropy_sm90._tiling import BANDS, STAGES
 from ejkernel_triton.launch import _jax_triton
 from plugins.triton.tests.hopper_launches import SHARED_MEMORY, Figures, Launch, Lock, record_launches
@@ -36,13 +36,14 @@ ROW_COPIES = 2
 
 @attrs.frozen
 class Call:
-    """The losses of rows, or with ``entropy`` the log-probabilities and entropies."""
+    """The losses of rows, with ``gradients`` their sum, or with ``entropy`` the log-probabilities and entropies."""
 
     transposed: bool = False
     bias: bool = False
     logits_soft_cap: float | None = None
     label_smoothing: float = 0.0
     entropy: bool = False
+    gradients: bool = False
     #: The last tile of words is full.
     vocab: int = 128_256
     dtype: str = "bfloat16"
@@ -54,7 +55,16 @@ class Call:
 
     @property
     def module(self) -> Any:
-        return log_probs if self.entropy else by_row
+        return log_probs if self.entropy else total if self.gradients else by_row
+
+    @property
+    def op(self) -> str:
+        return "linear_log_probs" if self.entropy else "fused_linear_cross_entropy" + "_sum" * self.gradients
+
+    @property
+    def rows(self) -> int:
+        """With gradients, one chunk."""
+        return 2048 if self.gradients else 8192
 
     @property
     def most_spilled(self) -> int:
@@ -68,20 +78,23 @@ class Call:
 
     def invocation(self) -> Invocation:
         """The call on an H200."""
-        shapes = ((8192, 4096), (self.vocab, 4096) if self.transposed else (4096, self.vocab))
+        shapes = ((self.rows, 4096), (self.vocab, 4096) if self.transposed else (4096, self.vocab))
         options = {"logits_soft_cap": self.logits_soft_cap, "transpose_weight": self.transposed}
         if self.bias:
             options["bias"] = jax.ShapeDtypeStruct((self.vocab,), self.dtype)
         if self.label_smoothing:
             options |= {"label_smoothing": self.label_smoothing, "z_loss": 1e-2}
         inv = ejkernel_core.invocation(
-            "linear_log_probs" if self.entropy else "fused_linear_cross_entropy",
+            self.op,
             *(jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes),
-            jax.ShapeDtypeStruct((8192,), "int32"),
+            jax.ShapeDtypeStruct((self.rows,), "int32"),
             **options,
             **({"temperature": 0.7} if self.entropy else {}),
         )
-        return attrs.evolve(inv, platform="gpu", device_kind="NVIDIA H200", compute_capability=(9, 0))
+        # The gradients of the matrices: that of a bias has no kernel of its own.
+        needed = frozenset({"loss", "hidden_gradient", "weight_gradient"}) if self.gradients else None
+        card = {"platform": "gpu", "device_kind": "NVIDIA H200", "compute_capability": (9, 0)}
+        return attrs.evolve(inv, needed=needed, **card)
 
 
 EVERYTHING: dict[str, Any] = {"bias": True, "logits_soft_cap": 30.0}
@@ -89,6 +102,7 @@ QUICK = [
     Call(),
     Call(transposed=True),
     Call(bias=True),
+    Call(gradients=True),
     Call(transposed=True, vocab=50_257, label_smoothing=0.1, **EVERYTHING),
     Call(entropy=True, **EVERYTHING),
 ]
@@ -98,6 +112,7 @@ OTHERS = [
     *(Call(entropy=True, vocab=vocab, transposed=True) for vocab in (128_256, 50_257)),
     Call(label_smoothing=0.1, bias=True),
     Call(dtype="float16", **EVERYTHING),
+    Call(gradients=True, transposed=True, vocab=50_257, label_smoothing=0.1, bias=True),
     Call(vocab=200),
     Call(transposed=True, vocab=3),
 ]

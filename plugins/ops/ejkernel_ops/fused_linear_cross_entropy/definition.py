@@ -148,18 +148,29 @@ def d_logits(
     arguments: Arguments,
 ) -> jax.Array:
     """The gradient of the logits before the cap, from the cotangents of the loss and the lse of each row."""
-    smoothing, z_loss = arguments["label_smoothing"], arguments["z_loss"]
-    d_loss = jnp.where(labels.counts, d_loss, 0)
-    of_lse = d_loss * (1 + 2 * z_loss * statistics.lse) if z_loss else d_loss
-    of_lse = of_lse if d_lse is None else of_lse + d_lse
-    gradient = probabilities(logits, statistics) * of_lse[:, None]
-    columns = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    is_label = (columns == labels.column[:, None]) & labels.is_here[:, None]
-    gradient = gradient - jnp.where(is_label, (1 - smoothing) * d_loss[:, None], 0)
-    if smoothing:
-        gradient = gradient - (smoothing / logits.shape[1]) * d_loss[:, None]
+    gradient = d_capped(probabilities(logits, statistics), statistics.lse, labels, d_loss, d_lse, arguments)
     # What stands in a row without a part in the results does not matter, also NaN.
     return jnp.where(active_rows(labels, d_lse)[:, None], before_cap(gradient, logits, arguments), 0)
+
+
+def d_capped(
+    p: jax.Array,
+    lse: jax.Array,
+    labels: Labels,
+    d_loss: jax.Array,
+    d_lse: jax.Array | None,
+    arguments: Arguments,
+) -> jax.Array:
+    """The gradient of the logits after the cap, from the probabilities; of a row without a part in it, anything."""
+    smoothing, z_loss = arguments["label_smoothing"], arguments["z_loss"]
+    d_loss = jnp.where(labels.counts, d_loss, 0)
+    of_lse = d_loss * (1 + 2 * z_loss * lse) if z_loss else d_loss
+    of_lse = of_lse if d_lse is None else of_lse + d_lse
+    gradient = p * of_lse[:, None]
+    columns = lax.broadcasted_iota(jnp.int32, p.shape, 1)
+    is_label = (columns == labels.column[:, None]) & labels.is_here[:, None]
+    gradient = gradient - jnp.where(is_label, (1 - smoothing) * d_loss[:, None], 0)
+    return gradient - (smoothing / p.shape[1]) * d_loss[:, None] if smoothing else gradient
 
 
 def active_rows(labels: Labels, d_lse: jax.Array | None) -> jax.Array:

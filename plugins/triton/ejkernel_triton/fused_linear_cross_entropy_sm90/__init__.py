@@ -13,8 +13,8 @@ __all__ = ["COMPILERS", "OPAQUE", "PLATFORMS", "VERSION", "Config", "check_cfg",
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
-#: Where it runs, and how strongly it is preferred there: after all others, because no card has run it yet.
-PLATFORMS = {"gpu": 4}
+#: Where it runs, and how strongly it is preferred there.
+PLATFORMS = {"gpu": 20}
 #: XLA sees a custom call, which it cannot partition.
 OPAQUE = ("gpu",)
 COMPILERS = ("triton", "jax-triton")

@@ -1,5 +1,6 @@
 """Logits that are never in memory: one warp fetches tiles of the hidden states and of the weight, and two groups of
-four warps multiply. Each reduces its part of a tile of logits to a few numbers for each row, and stores these.
+four warps multiply. Each reduces its part of a tile of logits to a few numbers for each row, and stores these. For the
+gradients it also stores the exponential of each logit relative to the largest one of its row in the tile, in 16 bits.
 
 Each group has half of the rows of a tile, and both read the same words. Programs are persistent: the operands of the
 next tile are fetched while this one is reduced. The groups wait for each other only where the ring of operands ends, so
@@ -87,35 +88,43 @@ class Reduction:
     sums: gl.tensor
     #: By row: the logit of the label. It is not written where the label is not a column.
     own: gl.tensor
+    #: With STORED, by row and word: the exponentials.
+    exponentials: gl.tensor
     ROWS: gl.constexpr
     BIAS: gl.constexpr
     CAP: gl.constexpr
     SCALE: gl.constexpr
     SMOOTHING: gl.constexpr
     ENTROPY: gl.constexpr
+    STORED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, columns, bias, tops, totals, sums, own, ROWS, BIAS, CAP, SCALE, SMOOTHING, ENTROPY):
+    def __init__(
+        self, columns, bias, tops, totals, sums, own, exponentials, ROWS, BIAS, CAP, SCALE, SMOOTHING, ENTROPY, STORED
+    ):
         self.columns, self.bias = columns, bias
-        self.tops, self.totals, self.sums, self.own = tops, totals, sums, own
+        self.tops, self.totals, self.sums, self.own, self.exponentials = tops, totals, sums, own, exponentials
         self.ROWS = gl.constexpr(ROWS)
         self.BIAS = gl.constexpr(BIAS)
         self.CAP = gl.constexpr(CAP)
         self.SCALE = gl.constexpr(SCALE)
         self.SMOOTHING = gl.constexpr(SMOOTHING)
         self.ENTROPY = gl.constexpr(ENTROPY)
+        self.STORED = gl.constexpr(STORED)
 
 
 @gluon.jit
 def reduce_logits(
     hidden, weight, columns, bias,
-    tops, totals, sums, own,
+    tops, totals, sums, own, exponentials,
     ROWS: gl.constexpr, DIM: gl.constexpr, VOCAB: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr,
     BIAS: gl.constexpr, CAP: gl.constexpr, SCALE: gl.constexpr, SMOOTHING: gl.constexpr, ENTROPY: gl.constexpr,
-    STAGES: gl.constexpr, BAND: gl.constexpr,
+    STORED: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     call = Call(ROWS, DIM, VOCAB, COLUMNS, TRANSPOSED, BAND)
-    reduction = Reduction(columns, bias, tops, totals, sums, own, ROWS, BIAS, CAP, SCALE, SMOOTHING, ENTROPY)
+    reduction = Reduction(
+        columns, bias, tops, totals, sums, own, exponentials, ROWS, BIAS, CAP, SCALE, SMOOTHING, ENTROPY, STORED
+    )
     rows = gl.allocate_shared_memory(hidden.dtype, [2 * STAGES] + hidden.block_shape, hidden.layout)
     matrix = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_shape, weight.layout)
     stages = Stages(rows, matrix, barriers(STAGES, 1), barriers(STAGES, 2), STAGES)
@@ -205,8 +214,8 @@ def _reduce(call, reduction, products, row, place):
     places = place.to(gl.int64) * reduction.ROWS + own_row
     gl.store(reduction.tops + places, top, mask=is_row)
     base = gl.where(gl.abs(top) < float("inf"), top, 0.0)
-    left_total, left_sum = _sums(call, reduction, left, column, base)
-    right_total, right_sum = _sums(call, reduction, right, middle, base)
+    left_total, left_sum = _sums(call, reduction, left, own_row, column, base)
+    right_total, right_sum = _sums(call, reduction, right, own_row, middle, base)
     gl.store(reduction.totals + places, left_total + right_total, mask=is_row)
     if reduction.SMOOTHING or reduction.ENTROPY:
         gl.store(reduction.sums + places, left_sum + right_sum, mask=is_row)
@@ -238,11 +247,16 @@ def _of_label(logits, column, label):
 
 
 @gluon.jit
-def _sums(call, reduction, logits, column, base):
+def _sums(call, reduction, logits, row, column, base):
     """The sum of the exponentials relative to ``base``, and the sum that the call needs beside it."""
     # Differences first: the product of a large logit has too few digits.
     below = logits - base[:, None]
     parts = gl.exp2(below * LOG2E)
+    if reduction.STORED:
+        word = _words(logits, column)
+        places = row.to(gl.int64)[:, None] * call.VOCAB + word[None, :]
+        mask = (row < reduction.ROWS)[:, None] & (word < call.VOCAB)[None, :]
+        gl.store(reduction.exponentials + places, parts.to(reduction.exponentials.dtype.element_ty), mask=mask)
     if reduction.ENTROPY:
         # 0 times -inf is 0: a word that cannot be adds nothing.
         return gl.reduce((parts, gl.where(parts > 0, parts * below, 0.0)), 1, _add_pairs)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import attrs
+import jax.numpy as jnp
 from attrs.validators import in_
 
 from ejkernel_core import Invocation, Unsupported, hookimpl
+from ejkernel_ops.fused_linear_cross_entropy import chunks
 from ejkernel_ops.fused_linear_cross_entropy.definition import rows, vocab
 from ejkernel_triton.fused_linear_cross_entropy import _tiling
 from ejkernel_triton.gluon.requirements import DTYPES, ELEMENTS, require_hopper
@@ -16,9 +18,11 @@ from ejkernel_triton.gluon.requirements import DTYPES, ELEMENTS, require_hopper
 ROWS = 128
 #: By the words of a tile: how many stages fit into shared memory, the best first.
 STAGES = {256: (4, 3), 128: (6, 4)}
-BANDS = (32, 16, 8)
-#: The bytes of hidden states of a band that stay in the L2 beside the words that are read: a third of it.
-BAND_BYTES = 1 << 24
+BANDS = (32, 16, 8, 4)
+#: The bytes of hidden states of a band that stay in the L2 beside the words that are read: a sixth of it.
+BAND_BYTES = 1 << 23
+#: The bytes of a logit where its exponential is stored.
+STORED_BYTES = 2
 
 
 @attrs.frozen
@@ -56,6 +60,18 @@ def check_cfg(inv: Invocation, cfg: Config) -> None:
     check(inv)
     if cfg.stages > max(STAGES[cfg.columns]):
         raise Unsupported(f"{cfg.stages} stages of {cfg.columns} words do not fit into shared memory: take fewer")
+
+
+def rows_of_chunk(inv: Invocation) -> int:
+    """The most rows whose exponentials are stored at a time: whole tiles, as many as the memory allows."""
+    return max(chunks.MEMORY_ELSEWHERE // (STORED_BYTES * vocab(inv)) // ROWS, 1) * ROWS
+
+
+def has_own_gradients(inv: Invocation) -> bool:
+    """Whether gradients are made of exponentials. These have too few digits for the derivative of a cap, and fewer than
+    float16.
+    """
+    return inv["hidden"].dtype == jnp.bfloat16 and inv["logits_soft_cap"] is None
 
 
 def check(inv: Invocation) -> None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_core import Invocation, hookimpl
+from ejkernel_ops.fused_linear_cross_entropy import chunks
 from ejkernel_ops.fused_linear_cross_entropy.definition import labels_of
 from ejkernel_triton.fused_linear_cross_entropy_sm90 import _launch
 from ejkernel_triton.fused_linear_cross_entropy_sm90._tiling import Config, check_cfg, config_space, heuristic_cfg
@@ -14,8 +15,8 @@ __all__ = ["COMPILERS", "OPAQUE", "PLATFORMS", "VERSION", "Config", "check_cfg",
 
 #: The version of the kernel and its Config. Calls with a record of another version are measured again.
 VERSION = 1
-#: Where it runs, and how strongly it is preferred there: after all others, because no card has run it yet.
-PLATFORMS = {"gpu": 4}
+#: Where it runs, and how strongly it is preferred there.
+PLATFORMS = {"gpu": 20}
 #: XLA sees a custom call, which it cannot partition.
 OPAQUE = ("gpu",)
 COMPILERS = ("triton", "jax-triton")
@@ -25,7 +26,7 @@ COMPILERS = ("triton", "jax-triton")
 def run_backend(inv: Invocation, cfg: Config) -> tuple[jax.Array | None, ...]:
     """The log-probability of each label, and the entropy of each row if it is needed."""
     shape, counts = inv["labels"].shape, labels_of(inv).counts
-    rows = _launch.of_rows(inv, cfg, has_entropy=inv.needs("entropy"))
+    rows = _launch.of_rows(inv, cfg, chunks.rows_of(inv), has_entropy=inv.needs("entropy"))
     log_sum = rows.softmax.log_sum
     log_probs = jnp.where(counts, (rows.own - rows.softmax.top) - log_sum, 0).reshape(shape)
     if rows.mean_product is None:
