@@ -331,6 +331,7 @@ def test_requests_that_cannot_be_answered_have_errors_and_the_others_go_on() -> 
         Request((1,), 2, seed=None),  # type: ignore[arg-type]
         Request((1,), 2, stop_tokens={"</s>"}),  # type: ignore[arg-type]
         Request(np.array([1, 2]), np.int64(3), seed=np.uint32(3)),  # type: ignore[arg-type]
+        (1, 2),
     ]
     outputs = list(generate(engine, requests))
     errors = {out.number: out.error for out in outputs if out.finish == "error"}
@@ -348,6 +349,7 @@ def test_requests_that_cannot_be_answered_have_errors_and_the_others_go_on() -> 
         12: "max_tokens: must be an integer; got 2.5",
         13: "seed: must be an integer; got None",
         14: "stop_tokens: has '</s>'; the model's tokens are 0 to 60",
+        16: "takes a Request; got tuple",
     }
     for number, request in ((1, requests[1]), (5, requests[5]), (15, Request((1, 2), 3, seed=3))):
         tokens = tuple(out.token for out in outputs if out.number == number and out.token is not None)
@@ -401,6 +403,38 @@ def test_a_stop_token_ends_a_request_and_is_not_returned() -> None:
     assert alone(DENSE, stopped) == tokens[:first]
     (output,) = generate(engine_of(), [Request(request.prompt, 6, stop_tokens={tokens[0]})])
     assert output == Output(0, finish="stop")
+
+
+def test_a_prompt_stays_as_it_was_added() -> None:
+    """Whatever becomes of the list, such as that of a conversation."""
+    engine, history = engine_of(), [7, 8, 9]
+    tokens = []
+    for output in generate(engine, [Request(history, 6)]):
+        if output.token is not None:
+            tokens.append(output.token)
+            history.append(output.token)
+    assert tuple(tokens) == alone(DENSE, Request((7, 8, 9), 6))
+    assert engine.pool.free == 14
+
+
+@pytest.mark.parametrize(
+    "prompt", [np.array([7, 8, 9]), jnp.array([7, 8, 9]), iter([7, 8, 9])], ids=["np", "jnp", "iter"]
+)
+def test_a_prompt_is_any_tokens(prompt: Any) -> None:
+    assert alone(DENSE, Request(prompt, 6)) == alone(DENSE, Request((7, 8, 9), 6))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": 5}, "prompt: takes several tokens; got 5"),
+        ({"prompt": (1,), "stop_tokens": 3}, "stop_tokens: takes several tokens; got 3"),
+        ({"prompt": (1,), "stop_tokens": None}, "stop_tokens: takes several tokens; got None"),
+    ],
+)
+def test_one_number_is_not_a_prompt(arguments: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Request(**arguments)
 
 
 def test_requests_are_read_when_there_is_a_place() -> None:
@@ -458,6 +492,8 @@ def test_the_cache_stays_in_its_place() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda logits, cache: logits, r"returns \(logits, cache\); got ShapeDtypeStruct"),
+        (lambda logits, cache: (logits, cache, cache), r"returns \(logits, cache\); got tuple of 3"),
         (lambda logits, cache: (logits[:2], cache), r"logits \(4, vocabulary\); got shape \(2, 61\)"),
         (lambda logits, cache: (logits, cache[1:]), "the cache that it got, with its shapes"),
         (lambda logits, cache: (logits, cache.astype("bfloat16")), "the cache that it got, with its shapes and dtypes"),
@@ -475,9 +511,10 @@ def test_all_sequences_must_fit_into_a_step() -> None:
         Engine(serving.decoder(DENSE), params_of(DENSE), DENSE.cache(14, 4), Limits(14, 4, 40, 4, 3))
 
 
-@pytest.mark.parametrize("cache", [DENSE.cache(14, 4)[1:], jnp.zeros(())])
+@pytest.mark.parametrize("cache", [DENSE.cache(14, 4)[1:], DENSE.cache(14, 8), jnp.zeros(()), jnp.zeros(28)])
 def test_a_cache_of_other_pages_is_refused(cache: Any) -> None:
-    with pytest.raises(ValueError, match="cache: the first axis must be that of layers \\* 14 pages"):
+    words = "cache: the first axes must be layers \\* 14 pages, and 4 tokens, as in the limits; got shape"
+    with pytest.raises(ValueError, match=words):
         Engine(serving.decoder(DENSE), params_of(DENSE), cache, Limits(14, 4, 40, 4, 12))
 
 

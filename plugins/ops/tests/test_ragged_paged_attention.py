@@ -119,6 +119,35 @@ def test_metadata_is_the_same_for_all_layers_and_changes_nothing() -> None:
         assert jnp.array_equal(alone, CALL(OP, **call, metadata=metadata, backend=backend))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "starts", "tokens", "message"),
+    [
+        (np.ones(2), np.arange(3), 2, "kv_lens: takes integers; got float"),
+        (np.ones((1, 2), int), np.arange(3), 2, r"kv_lens: takes \(sequences,\); got shape \(1, 2\)"),
+        (np.ones(2, int), np.arange(3.0), 2, "query_start_loc: takes integers; got float"),
+        (
+            np.ones(2, int),
+            np.arange(2),
+            2,
+            r"query_start_loc: takes \(sequences \+ 1,\) for the 2 of kv_lens; got .*2,",
+        ),
+        (np.ones(2, int), np.arange(3), -1, "num_tokens: takes an int of at least 0; got -1"),
+        (np.ones(2, int), np.arange(3), 1.5, "num_tokens: takes an int of at least 0; got 1.5"),
+    ],
+)
+def test_arguments_of_metadata_are_checked(lengths: Any, starts: Any, tokens: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        paged_attention_metadata(lengths, starts, num_tokens=tokens)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_there_may_be_no_tokens(backend: str) -> None:
+    call = {**as_dtype(drawn(DECODE, 0), "float32"), "backend": backend, "return_lse": True}
+    call |= {"query": call["query"][:0], "query_start_loc": np.zeros_like(call["query_start_loc"])}
+    shapes = jax.tree.map(jnp.shape, jax.jit(lambda: CALL(OP, **call))())
+    assert shapes == ((0, *call["query"].shape[1:]), (call["query"].shape[1], 0))
+
+
 def test_layers_of_a_scan_share_metadata() -> None:
     call = as_dtype(drawn(DECODE, 0), "float32")
     pool = jnp.concatenate([call["kv_pages"]] * 3)

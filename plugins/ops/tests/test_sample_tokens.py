@@ -276,3 +276,11 @@ def test_there_are_no_gradients() -> None:
 
     with pytest.raises(NotDifferentiable, match="'sample_tokens' has no gradient for logits"):
         jax.grad(loss)(ROWS)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_a_temperature_of_minus_0_is_that_of_0(backend: str) -> None:
+    logits = np.random.default_rng(3).standard_normal((4, 50)).astype(np.float32)
+    temperature = np.array([-0.0, 0.0, -0.0, -0.0], np.float32)
+    tokens = sample_tokens(logits, jax.random.key(1), temperature=temperature, validate=True, backend=backend)
+    np.testing.assert_array_equal(tokens, logits.argmax(1))

@@ -105,8 +105,9 @@ class Engine:
         return number
 
     def cancel(self, number: int) -> None:
-        """End a request before the next step."""
-        self._cancelled.add(number)
+        """End a request before the next step. A number that no request has, or that has ended, changes nothing."""
+        if number < self._requests:
+            self._cancelled.add(number)
 
     def step(self) -> list[Output]:
         """Compute a step, if there is something to do: the new tokens, and what has ended."""
@@ -132,6 +133,8 @@ class Engine:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def _error(self, request: Request) -> str | None:
+        if not isinstance(request, Request):
+            return f"takes a Request; got {type(request).__name__}"
         for name in ("max_tokens", "seed", "top_k"):
             if not isinstance(getattr(request, name), Integral):
                 return f"{name}: must be an integer; got {getattr(request, name)!r}"
@@ -213,11 +216,14 @@ class Engine:
 
     def _words_of(self, model: Model) -> int:
         """How many tokens the model knows."""
-        if any(not leaf.ndim or leaf.shape[0] % self.limits.pages for leaf in jax.tree.leaves(self.cache)):
-            raise ValueError(f"cache: the first axis must be that of layers * {self.limits.pages} pages")
+        pages, size = self.limits.pages, self.limits.page_size
+        for shape in (leaf.shape for leaf in jax.tree.leaves(self.cache)):
+            if len(shape) < 2 or shape[0] % pages or shape[1] != size:
+                words = f"the first axes must be layers * {pages} pages, and {size} tokens, as in the limits"
+                raise ValueError(f"cache: {words}; got shape {shape}")
         tokens, positions, batch, *_ = self._arrays([], self.limits.most_sequences)
-        logits, cache = jax.eval_shape(model, self.params, tokens, positions, self.cache, batch)
-        _check(logits, batch.last, cache, self.cache)
+        results = jax.eval_shape(model, self.params, tokens, positions, self.cache, batch)
+        logits, _ = _checked(results, batch.last, self.cache)
         return int(logits.shape[-1])
 
     def _compile(self) -> float:
@@ -244,10 +250,11 @@ def decode(
     metadata = paged_attention_metadata(
         batch.kv_lens, batch.query_start_loc, batch.num_seqs, num_tokens=tokens.shape[0]
     )
-    logits, new_cache = model(
-        params, tokens, positions, cache, batch._replace(metadata=metadata, max_query_len=max_query_len)
+    logits, new_cache = _checked(
+        model(params, tokens, positions, cache, batch._replace(metadata=metadata, max_query_len=max_query_len)),
+        batch.last,
+        cache,
     )
-    _check(logits, batch.last, new_cache, cache)
     with part("sampling"):
         keys = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seeds), batch.kv_lens)
         temperature, top_k, top_p, min_p = numbers
@@ -256,11 +263,17 @@ def decode(
     return drawn, new_cache
 
 
-def _check(logits: jax.Array, last: Array, new_cache: Any, cache: Any) -> None:
+def _checked(results: Any, last: Array, cache: Any) -> tuple[Any, Any]:
+    """What a model returns: the logits, and the cache."""
+    if not isinstance(results, tuple) or len(results) != 2:
+        count = f" of {len(results)}" if isinstance(results, tuple) else ""
+        raise ValueError(f"the model returns (logits, cache); got {type(results).__name__}{count}")
+    logits, new_cache = results
     if logits.ndim != 2 or logits.shape[0] != last.shape[0]:
         raise ValueError(f"the model returns logits ({last.shape[0]}, vocabulary); got shape {logits.shape}")
     if jax.tree.map(jax.typeof, new_cache) != jax.tree.map(jax.typeof, cache):
         raise ValueError("the model returns the cache that it got, with its shapes and dtypes")
+    return logits, new_cache
 
 
 def _copy_pages(pages: int, cache: Any, sources: jax.Array, targets: jax.Array) -> Any:

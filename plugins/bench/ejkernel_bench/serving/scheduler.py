@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from collections.abc import Sequence as Tokens
+from typing import Any
 
 import attrs
 
 from .pages import PagePool
 
 
+def _prompt(tokens: Any) -> tuple[int, ...]:
+    return _tokens("prompt", tokens)
+
+
+def _stop_tokens(tokens: Any) -> tuple[int, ...]:
+    return _tokens("stop_tokens", tokens)
+
+
+def _tokens(name: str, tokens: Any) -> tuple[int, ...]:
+    """A copy, which stays as it is whatever becomes of a list."""
+    try:
+        return tuple(tokens.tolist() if hasattr(tokens, "tolist") else tokens)  # an array, of NumPy or JAX
+    except TypeError:
+        raise TypeError(f"{name}: takes several tokens; got {tokens!r}") from None
+
+
 @attrs.frozen
 class Request:
     """A prompt, and how to continue it."""
 
-    prompt: Tokens[int]
+    prompt: Tokens[int] = attrs.field(converter=_prompt)
     max_tokens: int = 16
     #: Generation ends at these, which are not part of the result.
-    stop_tokens: frozenset[int] = attrs.field(default=frozenset(), converter=frozenset)
+    stop_tokens: Collection[int] = attrs.field(default=(), converter=_stop_tokens)
     #: Of `sample_tokens`. The best token is taken by default.
     temperature: float = 0.0
     top_k: int = 0

@@ -6,12 +6,14 @@ A list has a place for as many tiles as there can be. Those that there are come 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from ejkernel_ops.arrays import check_integers
 from ejkernel_ops.pages import int32, one_integer
 
 #: The tokens of tiles for which `paged_attention_metadata` has a list.
@@ -67,7 +69,18 @@ def paged_attention_metadata(
     Returns:
       One array of integers, whose length follows from the number of tokens and of sequences.
     """
-    starts = int32(jnp.asarray(query_start_loc))
+    if not isinstance(num_tokens, Integral) or isinstance(num_tokens, bool) or num_tokens < 0:
+        raise ValueError(f"num_tokens: takes an int of at least 0; got {num_tokens!r}")
+    lengths, starts = jnp.asarray(kv_lens), jnp.asarray(query_start_loc)
+    for name, array, words in (("kv_lens", lengths, ""), ("query_start_loc", starts, " + 1")):
+        check_integers(name, array)
+        if array.ndim != 1:
+            raise ValueError(f"{name}: takes (sequences{words},); got shape {array.shape}")
+    if starts.shape[0] != lengths.shape[0] + 1:
+        raise ValueError(
+            f"query_start_loc: takes (sequences + 1,) for the {lengths.shape[0]} of kv_lens; got shape {starts.shape}"
+        )
+    starts = int32(starts)
     count = None if num_seqs is None else one_integer("num_seqs", jnp.asarray(num_seqs))
     return jnp.concatenate([list_tiles(starts, count, num_tokens, size).reshape(-1) for size in TILE_SIZES])
 

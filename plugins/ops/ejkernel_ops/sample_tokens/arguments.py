@@ -33,11 +33,14 @@ def prepare(arguments: Arguments) -> tuple[Arguments, Restore]:
     if logits.ndim != 2:
         raise ValueError(f"logits: takes (rows, vocabulary); got shape {logits.shape}")
     rows = logits.shape[0]
+    numbers = {name: _of_rows(name, arguments[name], rows) for name in ("top_k", *VALID)}
+    if (temperature := numbers["temperature"]) is not None:
+        # What is divided by -0 has the other sign.
+        numbers["temperature"] = jnp.where(temperature == 0, 0, temperature)
     canonical = {
         **arguments,
         "key": key_words(arguments["key"], rows),
-        "top_k": _of_rows("top_k", arguments["top_k"], rows),
-        **{name: _of_rows(name, arguments[name], rows) for name in VALID},
+        **numbers,
         "return_logprobs": flag("return_logprobs", arguments["return_logprobs"]),
     }
     return canonical, lambda results: results if canonical["return_logprobs"] else results[0]

@@ -29,20 +29,23 @@ class Tiles:
 
 def attention(inv: Invocation, q_tile: int, kv_block: int, together: int) -> tuple[jax.Array, jax.Array]:
     """The output and the lse."""
+    (tokens, heads, _), dtype = inv["query"].shape, definition.result_dtype(inv)
+    rows = jnp.zeros((tokens, heads, definition.value_dim(inv)), definition.output_dtype(inv))
+    statistics = jnp.full((tokens, heads), -jnp.inf, dtype)
     sequence, first_token = tiles(inv, q_tile)
     count = sequence.shape[0]
-    together = min(together, max(count, 1))
+    if count == 0:
+        return rows, statistics.T
+    together = min(together, count)
     padded = -(-count // together) * together - count
     groups = (
         jnp.pad(sequence, (0, padded), constant_values=-1).reshape(-1, together),
         jnp.pad(first_token, (0, padded)).reshape(-1, together),
     )
     out, lse, token = jax.lax.map(lambda group: _of_group(inv, group[0], group[1], q_tile, kv_block), groups)
-    tokens, heads, _ = inv["query"].shape
     place = token.reshape(-1)
-    rows = jnp.zeros((tokens, heads, out.shape[-1]), definition.output_dtype(inv))
     rows = rows.at[place].set(out.reshape(-1, *rows.shape[1:]).astype(rows.dtype), mode="drop")
-    statistics = jnp.full((tokens, heads), -jnp.inf, lse.dtype).at[place].set(lse.reshape(-1, heads), mode="drop")
+    statistics = statistics.at[place].set(lse.reshape(-1, heads), mode="drop")
     return rows, statistics.T
 
 
