@@ -563,20 +563,22 @@ def write_folder(folder: Path, sizes: Decoder, changes: dict[str, Any] | None = 
         "intermediate_size": sizes.inner,
         "vocab_size": sizes.vocabulary,
         "rms_norm_eps": sizes.epsilon,
+        "tie_word_embeddings": True,
     }
     if sizes.experts:
         of_experts = {"num_experts": sizes.experts, "num_experts_per_tok": sizes.experts_per_token}
+        of_experts["norm_topk_prob"] = True
         config |= {"moe_intermediate_size": sizes.inner, "intermediate_size": 999, **of_experts}
     (folder / "config.json").write_text(json.dumps(config | (changes or {})))
     return arrays
 
 
-def write_safetensors(file: Path, arrays: dict[str, np.ndarray]) -> None:
+def write_safetensors(file: Path, arrays: dict[str, np.ndarray], dtype: str = "F32") -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, array in arrays.items():
         part = array.tobytes()
-        header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": [len(data), len(data) + len(part)]}
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [len(data), len(data) + len(part)]}
         data += part
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -624,14 +626,233 @@ def test_rotary_positions_of_llama_3_1(tmp_path: Path) -> None:
     np.testing.assert_allclose(_angles(sizes, jnp.array([3]))[0, 0], 3 * np.array(right), rtol=1e-5)
 
 
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("changes", "theta", "scaling"),
+    [
+        ({}, 10_000.0, None),
+        ({"rope_theta": 7.0, "rope_scaling": None, "rope_parameters": None}, 7.0, None),
+        ({"rope_theta": 7, "rope_scaling": {"type": "default"}}, 7.0, None),
+        ({"rope_theta": 7.0, "rope_scaling": {"type": "llama3", **LLAMA3}}, 7.0, RopeScaling(8.0, 1.0, 4.0, 8192)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}, 5e6, None),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+            5e5,
+            RopeScaling(8.0, 1.0, 4.0, 8192),
+        ),
+    ],
+)
+def test_rotary_positions_of_old_and_new_configurations(
+    changes: Any, theta: float, scaling: Any, tmp_path: Path
+) -> None:
+    write_folder(tmp_path, DENSE, changes)
+    assert load(tmp_path, "float32")[0] == attrs.evolve(DENSE, rope_theta=theta, rope_scaling=scaling)
+
+
+def test_fields_that_may_be_left_out_or_have_another_name(tmp_path: Path) -> None:
+    fields = {
+        "num_experts": None,
+        "num_local_experts": 6,
+        "head_dim": None,
+        "hidden_act": "silu",
+        "mlp_only_layers": [],
+    }
+    write_folder(tmp_path, EXPERTS, fields)
+    assert load(tmp_path, "float32")[0] == EXPERTS
+    sizes = attrs.evolve(DENSE, kv_heads=4)
+    write_folder(tmp_path, sizes, {"num_key_value_heads": None})
+    assert load(tmp_path, "float32")[0] == sizes
+
+
+def test_a_head_of_its_own_and_files_of_several_dtypes(tmp_path: Path) -> None:
+    arrays = write_folder(tmp_path, DENSE, {"tie_word_embeddings": False})
+    head = np.random.default_rng(7).normal(size=(61, 32)).astype(np.float16)
+    added = {"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float16)}
+    write_safetensors(tmp_path / "model-2.safetensors", added, "F16")
+    key = "model.layers.0.self_attn.k_proj.weight"
+    narrow = arrays.pop(key).astype(jnp.bfloat16)
+    write_safetensors(tmp_path / "model-3.safetensors", {key: narrow}, "BF16")
+    write_safetensors(tmp_path / "model-0.safetensors", arrays)
+    (tmp_path / "model-1.safetensors").unlink()
+    _, params = load(tmp_path, "float32")
+    np.testing.assert_array_equal(params["head"], head.T)
+    np.testing.assert_array_equal(params["embedding"], arrays["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(params["layers"][0]["qkv"][:, 32:48], narrow.T)
+    # The head of a model whose head is the embedding is not used, as published files have one.
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    _, params = load(tmp_path, "float16")
+    np.testing.assert_array_equal(params["head"], arrays["model.embed_tokens.weight"].T.astype(np.float16))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: only .* llama3 is supported; config.json has {'rope"),
-        ({"vocab_size": 62}, r"embedding: has shape \(61, 32\), and config.json says \(62, 32\)"),
+        ({"rope_parameters": {"full_attention": {}}}, "only .* llama3 is supported; config.json has {'full_attention"),
+        ({"rope_scaling": [8]}, r"only .* llama3 is supported; config.json has \[8\]"),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "factor": 0}}, "factor must be a positive number: 0"),
+        ({"rope_theta": "1e4"}, "rope_theta must be a positive number: '1e4'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number: nan"),
+        ({"rms_norm_eps": None}, "rms_norm_eps must be a positive number: None"),
+        ({"vocab_size": 62}, r"model.embed_tokens.weight: has shape \(61, 32\), and config.json says \(62, 32\)"),
+        ({"num_hidden_layers": 10**12}, "no tensor model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 1}, "9 tensors are not used: model.layers.1"),
+        ({"tie_word_embeddings": False}, "no tensor lm_head.weight"),
+        ({"tie_word_embeddings": None}, "no tensor lm_head.weight"),
+        ({"model_type": "mistral"}, "config.json: model_type must be llama, qwen3 or qwen3_moe: 'mistral'"),
+        ({"model_type": None}, "model_type must be .*: None"),
+        ({"model_type": "qwen3"}, "no tensor model.layers.0.self_attn.q_norm.weight"),
+        ({"hidden_act": "gelu"}, 'config.json: hidden_act must be "silu": "gelu"'),
+        ({"attention_bias": True}, "config.json: attention_bias must be false: true"),
+        ({"mlp_bias": True}, "mlp_bias must be false: true"),
+        ({"use_sliding_window": True}, "use_sliding_window must be false: true"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step must be 1: 2"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers must be \[\]: \[0\]"),
+        ({"hidden_size": 32.0}, "config.json: hidden_size must be a positive integer: 32.0"),
+        ({"num_attention_heads": None}, "num_attention_heads must be a positive integer: None"),
+        ({"num_attention_heads": True}, "num_attention_heads must be a positive integer: True"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads, 4: 3"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be a positive integer: 0"),
+        ({"head_dim": -8}, "head_dim must be a positive integer: -8"),
+        ({"intermediate_size": "48"}, "intermediate_size must be a positive integer: '48'"),
     ],
 )
 def test_weights_of_another_model_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     write_folder(tmp_path, DENSE, changes)
     with pytest.raises(ValueError, match=message):
         load(tmp_path, "float32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob must be true: false"),
+        ({"norm_topk_prob": None}, "norm_topk_prob must be true: false"),  # which is what transformers takes
+        ({"num_experts": None}, "num_experts must be a positive integer: None"),
+        ({"num_experts": 5}, r"mlp.gate.weight: has shape \(6, 32\), and config.json says \(5, 32\)"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok must be a positive integer: 0"),
+    ],
+)
+def test_other_experts_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, EXPERTS, changes)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, "float32")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"self_attn.q_proj.bias": (32,)}, r": 1 tensors are not used: model.layers.1.self_attn.q_proj.bias$"),
+        ({f"{name}.bias": (1,) for name in "abcd"}, r": 4 tensors are not used: (model.layers.1.\w.bias(, |$)){3}"),
+        ({"mlp.down_proj.weight": None}, "no tensor model.layers.1.mlp.down_proj.weight"),
+        # Side by side they have the right shape.
+        ({"self_attn.q_proj.weight": (16, 32), "self_attn.k_proj.weight": (32, 32)}, r"q_proj.weight: .* \(16, 32\)"),
+        ({"self_attn.k_proj.weight": (8, 32), "self_attn.v_proj.weight": (24, 32)}, r"k_proj.weight: .* \(8, 32\)"),
+        ({"mlp.gate_proj.weight": (40, 32), "mlp.up_proj.weight": (56, 32)}, r"gate_proj.weight: .* \(40, 32\)"),
+    ],
+)
+def test_tensors_of_another_model_are_refused(shapes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    arrays = write_folder(tmp_path, DENSE)
+    arrays |= {f"model.layers.1.{name}": np.ones(shape or 1, np.float32) for name, shape in shapes.items()}
+    arrays = {name: array for name, array in arrays.items() if shapes.get(name.removeprefix("model.layers.1."), 1)}
+    for number in range(2):
+        write_safetensors(tmp_path / f"model-{number}.safetensors", dict([*arrays.items()][number::2]))
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, "float32")
+
+
+def with_header(header: bytes) -> Any:
+    return lambda content: len(header).to_bytes(8, "little") + header
+
+
+def with_entry(**changes: Any) -> Any:
+    """The first tensor of a file, whose data is 128 bytes, with another entry."""
+
+    def change(content: bytes) -> bytes:
+        begin = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:begin])
+        header["model.norm.weight"] |= changes
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + content[begin:]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: b"", "has 0 bytes, and its header ends at 8"),
+        (lambda content: content[:3], "has 3 bytes, and its header ends at "),
+        (lambda content: (999).to_bytes(8, "little") + b"{}", "has 10 bytes, and its header ends at 1007"),
+        (lambda content: b"\xff" * 8 + content[8:], "its header ends at 18446744073709551623"),
+        (with_header(b""), "the header is not JSON"),
+        (with_header(b"{"), "the header is not JSON"),
+        (with_header(b'"\xff"'), "the header is not JSON"),
+        (with_header(b"[" * 100_000), "the header is not JSON"),
+        (with_header(b"[1]"), r"the header is not a JSON object: \[1\]"),
+        (with_header(b'{"a": 1}'), "a must have dtype, shape and two data_offsets: 1"),
+        (with_header(b'{"a": {"dtype": "F32", "shape": []}}'), "a must have dtype, shape and two data_offsets: {'dt"),
+        (with_entry(dtype="F8_E4M3"), "model.norm.weight has dtype F8_E4M3, and BF16, F16, F32 are supported"),
+        (with_entry(dtype=["F32"]), "model.norm.weight must have dtype, shape"),
+        (with_entry(shape=32), "model.norm.weight must have dtype, shape"),
+        (with_entry(shape=[-32]), r"model.norm.weight must have a shape of at most two positive integers: \[-32\]"),
+        (with_entry(shape=[-4, -8]), "model.norm.weight must have a shape"),
+        (with_entry(shape=[32.0]), "model.norm.weight must have a shape"),
+        (with_entry(shape=[True, 32]), "model.norm.weight must have a shape"),
+        (with_entry(shape=[1] * 65 + [32]), "model.norm.weight must have a shape"),
+        (with_entry(shape=[31]), r"model.norm.weight has data_offsets \[0, 128\], and F32 of shape \[31\] takes 124"),
+        (with_entry(data_offsets=[128, 0]), r"model.norm.weight has data_offsets \[128, 0\], and F32 .* takes 128"),
+        (with_entry(data_offsets=[0]), "model.norm.weight must have dtype, shape and two data_offsets"),
+        (with_entry(data_offsets=["0", 128]), "model.norm.weight must have dtype, shape and two data_offsets"),
+        (
+            with_entry(data_offsets=[-128, 0]),
+            r"model.norm.weight has data_offsets \[-128, 0\]: it must begin at 0, and",
+        ),
+        (
+            with_entry(data_offsets=[128, 256]),
+            r"has data_offsets \[128, .*\]: it must begin at 0, and the data has \d+ bytes",
+        ),
+        (
+            lambda content: content[:-1],
+            r"weight has data_offsets \[\d+, \d+\]: it must begin at \d+, and the data has \d+ bytes",
+        ),
+        (lambda content: content + b"0000", r"has \d+ bytes of data, and its tensors end at \d+"),
+    ],
+)
+def test_a_broken_file_is_named(change: Any, message: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, DENSE)
+    file = tmp_path / "model-1.safetensors"
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(ValueError, match=f"model-1.safetensors: .*{message}"):
+        load(tmp_path, "float32")
+
+
+def test_a_file_whose_numbers_begin_anywhere_is_read(tmp_path: Path) -> None:
+    arrays = write_folder(tmp_path, DENSE)
+    file = tmp_path / "model-1.safetensors"
+    content = file.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    file.write_bytes((begin - 7).to_bytes(8, "little") + content[8:begin] + b" " + content[begin:])
+    np.testing.assert_array_equal(load(tmp_path, "float32")[1]["norm"], arrays["model.norm.weight"])
+
+
+def test_a_folder_without_its_files_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        load(tmp_path)
+    arrays = write_folder(tmp_path, DENSE)
+    with pytest.raises(ValueError, match="dtype must be bfloat16, float16 or float32: 'int8'"):
+        load(tmp_path, "int8")
+    write_safetensors(tmp_path / "more.safetensors", {"model.norm.weight": arrays["model.norm.weight"]})
+    with pytest.raises(ValueError, match="more.safetensors: model.norm.weight is in another file, too"):
+        load(tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}: has no safetensors files"):
+        load(tmp_path)
+    for text, message in (("{", "config.json is not JSON: "), ("[]", r"config.json is not a JSON object: \[\]")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path)
