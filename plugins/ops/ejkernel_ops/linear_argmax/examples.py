@@ -8,10 +8,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import attrs
 import numpy as np
 
 from ejkernel_core import Example
-from ejkernel_ops.fused_linear_cross_entropy.examples import DTYPES, Arguments, Call, _with, features, normal
+from ejkernel_ops.fused_linear_cross_entropy.examples import (
+    DTYPES,
+    Arguments,
+    Call,
+    _with,
+    features,
+    head_call,
+    normal,
+)
+from ejkernel_ops.fused_linear_cross_entropy.sizes import HEADS
 from ejkernel_testing import pairwise
 
 OP = "linear_argmax"
@@ -45,6 +55,16 @@ def examples() -> Iterator[Example]:
     changes: dict[str, Arguments] = {"other-weight": {"weight": -base(0)["weight"]}, "without-bias": {"bias": None}}
     variations = tuple(example(name, partial(_with, base, change)) for name, change in changes.items())
     yield example("one-at-a-time", base, checks={"values", "sensitivity"}, variations=variations)
+    yield _of_a_model()
+
+
+def _of_a_model() -> Example:
+    loss = head_call(OP, HEADS[0])
+
+    def arguments(draw: int) -> Arguments:
+        return {name: array for name, array in loss.arguments(draw).items() if name != "labels"}
+
+    return attrs.evolve(loss, arguments=arguments, wrt=(), uses=frozenset({"vmem"}))
 
 
 def call(

@@ -32,7 +32,7 @@ def examples() -> Iterator[Example]:
         yield example(f"grid{number:02}-{dtype}-{_label(row)}", arguments, dtype=dtype)
     yield from faults()
     yield from subjects()
-    yield attrs.evolve(loss.head_call(OP, HEADS[0]), uses=frozenset({"resources"}))
+    yield attrs.evolve(loss.head_call(OP, HEADS[0]), uses=frozenset({"resources", "vmem"}))
 
 
 def grid(row: Mapping[str, Any], draw: int, *, is_float64: bool = False) -> Arguments:
