@@ -68,7 +68,12 @@ class Call:
 
     @property
     def most_spilled(self) -> int:
-        """The most reads from the stack, and writes to it, behind the loop: once for each tile, in 64 to 112 steps."""
+        """The most reads from the stack, and writes to it, behind the loop: once for each tile, in 64 to 112 steps.
+
+        Most are there where exponentials are stored and logits summed, and the last tile of words is not full.
+        """
+        if self.gradients and self.label_smoothing and self.vocab % Config().columns:
+            return 220
         has_more = self.label_smoothing or self.logits_soft_cap or self.entropy
         return 30 if has_more or self.vocab % Config().columns else 0
 

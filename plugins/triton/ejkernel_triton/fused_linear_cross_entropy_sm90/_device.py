@@ -88,7 +88,7 @@ class Reduction:
     sums: gl.tensor
     #: By row: the logit of the label. It is not written where the label is not a column.
     own: gl.tensor
-    #: With STORED, by row and word: the exponentials.
+    #: With STORED, by row and word: the exponentials. A row has a multiple of 8 of them.
     exponentials: gl.tensor
     ROWS: gl.constexpr
     BIAS: gl.constexpr
@@ -254,8 +254,10 @@ def _sums(call, reduction, logits, row, column, base):
     parts = gl.exp2(below * LOG2E)
     if reduction.STORED:
         word = _words(logits, column)
-        places = row.to(gl.int64)[:, None] * call.VOCAB + word[None, :]
-        mask = (row < reduction.ROWS)[:, None] & (word < call.VOCAB)[None, :]
+        # Rows of a multiple of 16 bytes, so that neighbours are stored at once: those behind the vocabulary are 0.
+        PITCH: gl.constexpr = (call.VOCAB + 7) // 8 * 8
+        places = row.to(gl.int64)[:, None] * PITCH + word[None, :]
+        mask = (row < reduction.ROWS)[:, None] & (word < PITCH)[None, :]
         gl.store(reduction.exponentials + places, parts.to(reduction.exponentials.dtype.element_ty), mask=mask)
     if reduction.ENTROPY:
         # 0 times -inf is 0: a word that cannot be adds nothing.

@@ -33,6 +33,8 @@ from ._tiling import ROWS, Config, has_own_gradients, rows_of_chunk
 
 #: The columns of the hidden states that a step multiplies: of 16 bits, 128 bytes. And the rows of a group of warps.
 DEPTH, HALF = 64, ROWS // 2
+#: A row of exponentials is a multiple of so many.
+PITCH = 8
 #: In place of the column of a label that is not here.
 ELSEWHERE = -1
 #: A result that a call does not have.
@@ -137,7 +139,7 @@ def of_rows(
         of_tiles = factors * (sums + totals * _finite(tops - top))
         mean_product = of_tiles.sum(0) / jnp.where(total == 0, 1, total)
     own = jnp.where(labels.is_here, own, 0)
-    stored = exponentials if has_exponentials else None
+    stored = exponentials[:, : vocab(inv)] if has_exponentials else None
     return Rows(Statistics(top, total), own, mean_above, mean_product, factors.T, stored)
 
 
@@ -160,7 +162,7 @@ def _launched(
     column_tiles = -(-size // cfg.columns)
     parts = jax.ShapeDtypeStruct((column_tiles, count), jnp.float32)
     of_rows = jax.ShapeDtypeStruct((count,), jnp.float32)
-    exponentials = jax.ShapeDtypeStruct((count, size), jnp.bfloat16)
+    exponentials = jax.ShapeDtypeStruct((count, -(-size // PITCH) * PITCH), jnp.bfloat16)
     return _jax_triton.call(
         "ejkernel_triton.fused_linear_cross_entropy_sm90._device:reduce_logits",
         [
